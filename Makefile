@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 QUICK := tests/test_documentation.py tests/test_corpus_benchmark.py \
 	tests/render/test_expression.py tests/snapshot/test_redact.py tests/snapshot/test_files.py tests/snapshot/test_source.py
 
-.PHONY: demo check test lint types tests docs gallery clean
+.PHONY: demo check test lint types tests docs gallery versions clean
 
 demo: $(VENV)/.installed
 	$(BIN)/reprokit demo
@@ -34,6 +34,10 @@ docs: $(VENV)/.installed-dev
 
 gallery: $(VENV)/.installed
 	$(BIN)/python examples/gallery/make.py
+
+# Each version in an environment of its own, of about 5 GB; hours. `make versions TORCH="2.6.0 2.15.0" CORPUS=folder`
+versions: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/versions.py --torch $(TORCH) --python $(PYTHON) $(if $(CORPUS),--corpus $(CORPUS))
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,9 +1,9 @@
-"""Do the three ways of watching give the same answer? Over generated training loops, and over a folder of scripts.
+"""Do both ways of watching give the same answer? Over generated training loops, and over a folder of scripts.
 
     OMP_NUM_THREADS=1 python benchmarks/agree.py [--loops N] [--seed N] [--corpus DIR [--case NAME ...]] [--json FILE]
 
-Every generated loop (`generated.py`) is run in this process without capture, then under ``every-step``, ``sampled`` and
-``deferred``, with copies at the default pace and at one that the loop names. The snapshots must have the same step,
+Every generated loop (`generated.py`) is run in this process without capture, then under ``every-step`` and ``sampled``,
+with copies at the default pace and at one that the loop names. The snapshots must have the same step,
 failure, program and tensors, bit for bit; one that differs from that of ``every-step`` must not be ``exact`` and must
 say what is doubtful. All runs must end with the bits of the run without capture, and the same loop with nothing planted
 must capture nothing. The scripts of a corpus run through ``reprokit capture``. A table goes to stderr, a JSON summary
@@ -142,8 +142,8 @@ def alarms(loop: Loop) -> list[str]:
 
 def ways(loop: Loop) -> list[Way]:
     """The ways of watching that a loop is run in, the reference first."""
-    paced: list[Way] = [] if loop.history is None else [("sampled", loop.history), ("deferred", loop.history)]
-    return [REFERENCE, ("sampled", None), ("deferred", None), *paced]
+    paced: list[Way] = [] if loop.history is None else [("sampled", loop.history)]
+    return [REFERENCE, ("sampled", None), *paced]
 
 
 def words(way: Way) -> str:
@@ -192,7 +192,7 @@ def check_script(folder: Path, work: Path, timeout: float) -> Row:
     """The row of one script of a corpus, run through the public command."""
     snapshots = {}
     row = Row(folder.name)
-    for way in (REFERENCE, ("sampled", None), ("deferred", None)):
+    for way in (REFERENCE, ("sampled", None)):
         shutil.copytree(folder, work / way[0])
         command = ["capture", "--quiet", "--watch", way[0], "-o", "failed.pt", "train.py"]
         done = subprocess.run(

@@ -62,7 +62,7 @@ def run_case(name: str, folder: Path) -> Row:
     row = Row(name, case.part, failure["failure"]["kind"], failure["failure"]["call"], failure["fidelity"])
     is_own = not isinstance(case.compiler, str)
     check = ["--check", f"mismatch:compile:{HERE / 'miscompilers.py'}:{name}"] if is_own else []
-    made = _reprokit("shrink", "--json", "--progress", "none", "-o", folder / name, *check, snapshot)
+    made = _reprokit("shrink", "--json", "-q", "-o", folder / name, *check, snapshot)
     if made.returncode:
         return Row(**{**asdict(row), "note": _last_line(made.stderr), "seconds": time.monotonic() - started})
     found = json.loads(made.stdout)

@@ -142,7 +142,6 @@ def hooks() -> list[Any]:
         (torch.optim.Optimizer, "zero_grad"),
         (torch.nn.utils, "clip_grad_norm_"),
         (torch.autograd.profiler.record_function, "__enter__"),
-        (threading.Thread, "start"),
         (threading, "excepthook"),
         (sys, "excepthook"),
     ]
@@ -150,7 +149,7 @@ def hooks() -> list[Any]:
     found += [layer.__dict__.get("__call__") for layer in (nn.Linear, nn.Sequential)]
     numbers = [len(optimizers._global_optimizer_pre_hooks), len(optimizers._global_optimizer_post_hooks)]
     modes = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()]
-    return [*found, *numbers, *modes, torch._C._len_torch_function_stack(), len(Session._watchers)]
+    return [*found, *numbers, *modes, torch._C._len_torch_function_stack(), Session.active is None]
 
 
 def unreadable(folder: Path) -> list[str]:

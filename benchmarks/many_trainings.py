@@ -6,7 +6,7 @@
 Each cell is a training under `reprokit.capture`, written to the working directory as FAILURE-CULPRIT.rankN.pt, with a
 file FAILURE-CULPRIT.N.done once rank N is through. A healthy cell is also trained bare, and its ``done`` file says
 whether losses and final parameters are the same bits. In a failing cell one rank's loss, gradient, update or part goes
-bad; that is so for tensor parallel models too, whose ranks compute the same loss otherwise.
+bad.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from shapes import VOCABULARY, LanguageModel, Training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import reprokit
 
@@ -44,9 +41,6 @@ def spread(model: nn.Sequential, kind: str) -> nn.Module:
     """The model as this kind of training has it."""
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    if kind == "tp":
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
     if kind.startswith("fsdp") or kind == "hsdp":
         options: dict[str, Any] = {}
         if kind == "fsdp-offload":
@@ -68,7 +62,7 @@ def train(kind: str, failure: str, culprit: int) -> str:
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 4))
     layers, model = model, spread(model, kind)
     optimizer = torch.optim.Adam(layers.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(0 if kind == "tp" else rank)
+    generator = torch.Generator().manual_seed(rank)
     losses = []
     for step in range(NUM_STEPS):
         x = torch.randn(8, WIDTH, generator=generator)
@@ -100,51 +94,6 @@ def train(kind: str, failure: str, culprit: int) -> str:
     return _digest(losses, layers)
 
 
-class Stage(nn.Module):
-    """One stage of a pipeline; ``how`` it fails in this step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.how, self.is_bad = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), "", False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.down(torch.tanh(self.up(x)))
-        if self.how == "forward":
-            count = torch.full((), 0.0 if self.is_bad else 1.0)
-            h = h * (count / count)
-        if self.how == "backward":
-            energy = h.pow(2) * (0.0 if self.is_bad else 1.0)
-            h = h + torch.where(energy > 0, energy.sqrt(), energy).mean()
-        return h
-
-
-def train_pipeline(failure: str, culprit: int) -> str:
-    """Like `train`, with a stage on each rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    part = Stage()
-    part.how = failure
-    stage = PipelineStage(part, rank, size, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=F.mse_loss)
-    optimizer = torch.optim.Adam(part.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(0)
-    losses: list[float] = []
-    for step in range(NUM_STEPS):
-        x, y = torch.randn(2, 8, WIDTH, generator=generator)
-        part.is_bad = is_bad = step == STEP and rank == culprit
-        optimizer.zero_grad()
-        parts: list[torch.Tensor] = []
-        schedule.step(*((x,) if rank == 0 else ()), **({"target": y, "losses": parts} if rank == size - 1 else {}))
-        if is_bad and failure == "optimizer":
-            optimizer.param_groups[0]["lr"] = float("inf")
-        if is_bad and failure == "late":
-            with torch.no_grad():
-                part.down.weight.mul_(float("inf"))
-        optimizer.step()
-        losses += [value.item() for value in parts]
-    return _digest(losses, part)
-
-
 def _digest(losses: Sequence[float], model: nn.Module) -> str:
     digest = hashlib.sha256(" ".join(loss.hex() for loss in losses).encode())
     for parameter in model.parameters():
@@ -157,15 +106,10 @@ def run_cells(kind: str, cells: Sequence[str]) -> None:
     """Train every cell under capture."""
     for cell in cells:
         failure, culprit = cell.split("-")
-        run: Callable[[], str] = partial(train, kind, failure, int(culprit))
-        if kind == "pp":
-            run = partial(train_pipeline, failure, int(culprit))
-        bare = run() if failure == "healthy" else ""
+        bare = train(kind, failure, int(culprit)) if failure == "healthy" else ""
         watched = ""
-        with reprokit.capture(f"{cell}.pt") as session:
-            watched = run()
-        if kind in ("pp", "tp") and session.snapshots:
-            sys.exit(3)  # as `reprokit capture` does; torchrun ends the ranks that wait for this one
+        with reprokit.capture(f"{cell}.pt"):
+            watched = train(kind, failure, int(culprit))
         answer = "" if failure != "healthy" else "same" if bare == watched else "other"
         Path(f"{cell}.{dist.get_rank()}.done").write_text(answer, encoding="utf-8")
 

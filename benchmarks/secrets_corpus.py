@@ -155,7 +155,6 @@ PASSWORDS: dict[str, tuple[str, str]] = {
     "-p in a line": ("text", "docker login -u ada -p {} registry.example.org"),
     "-u": ("text", "curl -u ada:{} https://example.org"),
     "-u argument": ("argv", "train.py|-u|ada:{}"),
-    "mysql": ("text", "mysql -u root -p{} db < dump.sql"),
     "sshpass": ("text", "sshpass -p {} ssh gpu17"),
     "sshpass in quotes": ("text", "sshpass -p '{}' ssh gpu17"),
     "netrc": ("text", "machine api.example.org login ada password {}"),

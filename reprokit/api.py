@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from reprokit.capture.block import capture
 
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
 __all__ = ["Rendered", "capture", "load", "locate", "render", "shrink", "verify"]
 
 PathLike = str | os.PathLike[str]
-Level = Literal["op", "module", "step"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The files that `render` wrote.
+    """The files that `render` wrote; ``module`` is ``repro_module.py``, if the piece of the model can be shown.
 
     ``lines`` counts the lines of the repro. ``verified`` is the number of its runs in clean processes that showed the
-    failure, of all runs: ``20/20``.
+    failure, of all runs: ``20/20``. An event has a repro, with its test, only if a row of the batch or an option stands
+    out.
     """
 
-    repro: Path
+    repro: Path | None
+    module: Path | None
     issue: Path
     report: Path
-    test: Path
+    test: Path | None
+    reduction: Path
     lines: int
     verified: str
 
@@ -64,53 +66,61 @@ def locate(snapshot: Snapshot) -> Failure | None:
 def shrink(
     snapshot: Snapshot,
     *,
-    level: Level = "op",
     check: str | None = None,
-    max_time: float | None = None,
+    max_time: float = 120.0,
     max_checks: int | None = None,
     jobs: int = 1,
     executor: Executor | None = None,
+    whatif: bool = True,
 ) -> Reduction:
-    """Return the smallest program found that fails like the snapshot.
+    """Return the smallest program found that fails like the snapshot, with the piece of the model and the diagnosis.
 
-    ``level`` is ``op`` (the minimum, with the piece of the model beside it), ``module`` (that piece as the result) or
-    ``step`` (every call, with smaller sizes). ``check`` is a failure specification as in ``--check``; the default is
-    the captured failure. ``max_time`` (seconds) and ``max_checks`` bound the search. ``jobs`` candidates run at once,
-    in child processes or in ``executor``. Raises `NotReproduced` or `Flaky` if the snapshot does not fail reliably.
+    ``check`` is a failure specification as in ``--check``; the default is the captured failure. ``max_time`` (seconds)
+    and ``max_checks`` bound the search. ``jobs`` candidates run at once, in child processes or in ``executor``.
+    ``whatif`` adds the table of other ways to run the result, which takes up to five seconds. Raises `NotReproduced`
+    or `Flaky` if the snapshot does not fail reliably.
     """
-    from reprokit.shrink.reducer import shrink as reduce
+    from reprokit.workflow import shrink as shrink_snapshot
 
-    return reduce(
-        snapshot,
-        level=level,
-        check=check,
-        max_time=max_time,
-        max_checks=max_checks,
-        jobs=jobs,
-        executor=executor,
+    return shrink_snapshot(
+        snapshot, check=check, max_time=max_time, max_checks=max_checks, jobs=jobs, executor=executor, whatif=whatif
     )
 
 
 def render(
-    reduction: Reduction, snapshot: Snapshot, folder: PathLike, *, times: int = 20, source: Source = "all"
+    reduction: Reduction,
+    snapshot: Snapshot,
+    folder: PathLike,
+    *,
+    times: int = 20,
+    source: Source = "all",
+    no_data: bool = False,
+    check: str | None = None,
 ) -> Rendered:
-    """Write ``repro.py``, ``issue.md``, ``report.html`` and ``test_repro.py`` of a reduction into a folder.
+    """Write the files that ``reprokit shrink`` writes into a folder: the repro, the issue, the report, the test, ….
 
     ``snapshot`` is the one that was reduced. The repro runs ``times`` times in clean processes first; the issue states
-    the result. ``source`` is ``all``, ``traceback`` or ``none``: how much of the captured source text is shown.
+    the result. ``source`` is ``all``, ``traceback`` or ``none``: how much of the captured source text is shown. With
+    ``no_data`` a result that needs recorded numbers raises `UsageError`. ``check`` is what the snapshot was shrunk
+    with, if that is a function of your own, which the repro runs.
     """
     from reprokit.render.texts import render_all
+    from reprokit.shrink.checks.spec import parse
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    summary = render_all(reduction, snapshot, folder, times=times, source=source)
+    file = parse(check).file if check is not None else None
+    written = render_all(reduction, snapshot, folder, times=times, source=source, no_data=no_data, check=file)
+    repro, context = written["repro"], written["context"]
     return Rendered(
-        repro=Path(summary["path"]),
+        repro=Path(repro["path"]) if repro is not None else None,
+        module=Path(context["path"]) if context is not None else None,
         issue=folder / "issue.md",
         report=folder / "report.html",
-        test=folder / "test_repro.py",
-        lines=summary["lines"],
-        verified=summary["verified"],
+        test=folder / "test_repro.py" if repro is not None else None,
+        reduction=folder / "reduction.pt",
+        lines=repro["lines"] if repro is not None else 0,
+        verified=repro["verified"] if repro is not None else "",
     )
 
 

@@ -7,12 +7,15 @@ ReprokitError            exit code 1
 │   ├── TruncatedSnapshot
 │   └── NewerFormat
 ├── NotReproduced        4
+│   └── GivenInput
 ├── Flaky                5
 ├── OutputError          1  (also an OSError)
 └── Interrupted          130
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class ReprokitError(Exception):
@@ -55,6 +58,14 @@ class NotReproduced(ReprokitError):
     """The failure does not happen again."""
 
     exit_code = 4
+
+
+class GivenInput(NotReproduced):
+    """The bad value was in an input of the step; ``input`` has its name, rows, elements and place."""
+
+    def __init__(self, message: str, input: dict[str, Any], hint: str | None = None, note: str | None = None) -> None:
+        super().__init__(message, hint, note)
+        self.input = input
 
 
 class Flaky(ReprokitError):

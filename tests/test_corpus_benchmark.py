@@ -58,27 +58,27 @@ def test_a_perfect_row(corpus: ModuleType) -> None:
     assert (row.lines, row.checks, row.calls, row.elements) == (6, 5, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("changed", "field"),
-    [({"step": 4}, "step"), ({"phase": "backward"}, "phase"), ({"call": "torch.Tensor.mul"}, "blame"),
-     ({"call": None}, "blame"), ({"module": "enc.10"}, "module"), ({"module": None}, "module"),
-     ({"kind": "inf"}, "kind")],
-)  # fmt: skip
-def test_what_is_wrong_in_show(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
-    row = corpus.score("case", CASE, shown(**changed), shrunk(), [repro(corpus)] * 3, issue(corpus))
-    assert [name for name in corpus.CHECKS if getattr(row, name) is False] == [field]
+WRONG_IN_SHOW = [
+    ({"step": 4}, "step"), ({"phase": "backward"}, "phase"), ({"call": "torch.Tensor.mul"}, "blame"),
+    ({"call": None}, "blame"), ({"module": "enc.10"}, "module"), ({"module": None}, "module"),
+    ({"kind": "inf"}, "kind"),
+]  # fmt: skip
+WRONG_IN_SHRINK = [
+    ({"calls": 2}, "calls_ok"), ({"elements": 3}, "elements_ok"), ({"one_minimal": False}, "one_minimal"),
+    ({"repro": {"lines": 6, "files": ["repro.py", "inputs.pt"]}}, "no_side_file"),
+    ({"diagnosis": {"id": "where-trap", "fix": {"helped": True}}}, "diagnosis_ok"),
+    ({"diagnosis": {"id": "zero-by-zero", "fix": None}}, "fix"),
+    ({"diagnosis": {"id": "zero-by-zero", "fix": {"helped": True, "is_plausible": False}}}, "fix"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("changed", "field"),
-    [({"calls": 2}, "calls_ok"), ({"elements": 3}, "elements_ok"), ({"one_minimal": False}, "one_minimal"),
-     ({"repro": {"lines": 6, "files": ["repro.py", "inputs.pt"]}}, "no_side_file"),
-     ({"diagnosis": {"id": "where-trap", "fix": {"helped": True}}}, "diagnosis_ok"),
-     ({"diagnosis": {"id": "zero-by-zero", "fix": None}}, "fix"),
-     ({"diagnosis": {"id": "zero-by-zero", "fix": {"helped": True, "is_plausible": False}}}, "fix")],
+    ("first", "second", "field"),
+    [*((shown(**made), shrunk(), field) for made, field in WRONG_IN_SHOW),
+     *((shown(), shrunk(**made), field) for made, field in WRONG_IN_SHRINK)],
 )  # fmt: skip
-def test_what_is_wrong_in_shrink(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
-    row = corpus.score("case", CASE, shown(), shrunk(**changed), [repro(corpus)] * 3, issue(corpus))
+def test_what_is_wrong(corpus: ModuleType, first: dict[str, Any], second: dict[str, Any], field: str) -> None:
+    row = corpus.score("case", CASE, first, second, [repro(corpus)] * 3, issue(corpus))
     assert [name for name in corpus.CHECKS if getattr(row, name) is False] == [field]
 
 

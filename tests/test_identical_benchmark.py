@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -93,56 +91,3 @@ def test_a_script_that_notices_is_different(
     assert any(note.startswith("exit code: 0 plain, 1 watched") for note in row["notes"])
     assert "state: only plain: module Linear; only watched: module Linear" in row["notes"]
     assert printed.err.count("DIFFER") == 3
-
-
-def ended(identical: ModuleType, **changes: Any) -> Any:
-    fields = {"stdout": b"0.5\n", "stderr": "", "code": 0, "state": left(identical), "num_snapshots": 0, **changes}
-    return identical.Run(**fields)
-
-
-def left(identical: ModuleType, alive: str = "aab", died: str = "c") -> Any:
-    """The state of a script; a letter stands for the bits of a thing."""
-    entries = [
-        Counter(json.dumps({"kind": "module", "name": "Linear", "tensors": 4, "digest": letter}) for letter in letters)
-        for letters in (alive, died)
-    ]
-    return identical.State(*entries)
-
-
-@pytest.mark.parametrize(
-    ("changed", "check"),
-    [({"stdout": b"0.5"}, "stdout_same"), ({"code": 1}, "exit_same"), ({"state": None}, "state_same")],
-)
-def test_what_makes_a_difference(identical: ModuleType, changed: dict[str, Any], check: str) -> None:
-    row = identical.compare("case", ended(identical), ended(identical, **changed))
-    assert [name for name in identical.CHECKS if not getattr(row, name)] == [check]
-    assert not row.is_identical and len(row.notes) == 1
-
-
-@pytest.mark.parametrize(("alive", "died"), [("ab", "c"), ("aab", ""), ("aab", "d"), ("aabc", ""), ("aabb", "c")])
-def test_what_is_left_must_be_the_same(identical: ModuleType, alive: str, died: str) -> None:
-    watched = ended(identical, state=left(identical, alive, died))
-    assert not identical.compare("case", ended(identical), watched).state_same
-
-
-def test_copies_that_a_capture_lets_go_are_no_difference(identical: ModuleType) -> None:
-    watched = ended(identical, state=left(identical, "aab", "cd"))
-    row = identical.compare("case", ended(identical), watched)
-    assert row.is_identical
-    assert row.num_tensors == 16
-
-
-def test_a_capture_that_could_not_begin_is_no_identity(identical: ModuleType) -> None:
-    message = "reprokit: cannot watch this run (OSError: disk full); it goes on unwatched"
-    row = identical.compare("case", ended(identical), ended(identical, stderr=message))
-    assert all(getattr(row, name) for name in identical.CHECKS)
-    assert not row.is_identical
-    assert row.notes == [f"not watched: {message}"]
-    assert identical.compare("case", ended(identical), ended(identical)).is_identical
-
-
-def test_a_folder_without_cases_is_refused(
-    identical: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert identical.main([str(tmp_path)]) == 2
-    assert "no cases in" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,12 +17,10 @@ import torch
 
 from reprokit.cli import main
 from reprokit.program import interpreter
-from reprokit.shrink.reducer import shrink as reduce
 from reprokit.snapshot.format import load
 from tests.conftest import import_benchmark
 
 PARTS = ("masked_softmax", "zero_times_log_zero", "zero_by_zero")
-KINDS = ("backward_only", "dropout_dependent", "in_place", "optimizer_only", "two_calls", "exception")
 
 
 @pytest.fixture(scope="module")
@@ -62,51 +59,6 @@ def test_the_benchmark_of_graphs(
         assert obvious["calls"] == 0 and not obvious["is_same"]
         assert strict["calls"] == 1 and strict["is_same"]
         assert min(obvious["checks"], strict["checks"]) > ours["checks"]
-
-
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("size", [50, 200])
-def test_a_stack_has_the_size_asked_for(graphs: ModuleType, shrink: ModuleType, name: str, size: int) -> None:
-    case = graphs.make_stack(name, size)
-    module, inputs = shrink.minifier.graph_of(case.model, case.batches[-1])
-    assert size - 6 < shrink.minifier.num_calls(module.graph) <= size
-    assert shrink.minifier.is_not_finite(module, inputs)
-    torch.testing.assert_close(module(*inputs), case.model(*case.batches[-1]), equal_nan=True)
-    assert not shrink.minifier.is_not_finite(module, [*case.batches[0], *inputs[2:]])
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_kind_fails_as_planted(graphs: ModuleType, shrink: ModuleType, tmp_path: Path, name: str) -> None:
-    case = graphs.KINDS[name]()
-    snapshot = shrink.capture(case, tmp_path / "snapshot.pt")
-    assert snapshot is not None and snapshot.fidelity == "exact"
-    reduction = reduce(snapshot)
-    assert shrink.shows(reduction, case.fault)
-    assert reduction.one_minimal
-    assert not shrink.shows(reduction, graphs.Fault("other", case.fault.phase))
-    assert not shrink.shows(reduction, graphs.Fault(case.fault.call, "other"))
-
-
-def test_every_kind_is_measured(graphs: ModuleType) -> None:
-    assert set(graphs.KINDS) == {*KINDS, "compile_mismatch"}
-
-
-def test_the_minifier_cannot_be_asked_about_a_gradient(graphs: ModuleType, shrink: ModuleType) -> None:
-    case = graphs.KINDS["backward_only"]()
-    found = shrink.minifier.minify(
-        *shrink.minifier.graph_of(case.model, case.batches[-1]), shrink.minifier.is_not_finite, shrink._never
-    )
-    assert found.note == "RuntimeError: Input graph did not fail the tester"
-    assert (found.checks, found.calls) == (1, None)
-
-
-def test_a_tool_that_gives_up_has_a_row(graphs: ModuleType, shrink: ModuleType, tmp_path: Path) -> None:
-    case = graphs.make_stack("zero_by_zero", 20)
-    snapshot = shrink.capture(case, tmp_path / "snapshot.pt")
-    snapshot = replace(snapshot, failure=replace(snapshot.failure, kind="inf"))
-    row = shrink.reduce(snapshot, case, 1)
-    assert row.note is not None and row.note.startswith("NotReproduced: ")
-    assert row.calls is None and not row.is_right
 
 
 @pytest.mark.filterwarnings("default")
@@ -153,28 +105,3 @@ def test_the_command_runs_the_whole_step_once(
     large = [number for number in runs if number >= size // 8]  # half a micro-batch: more than any candidate has
     assert sum(large) <= most * size
     assert "A fix was tried on the captured step and helped" in (tmp_path / "results" / "issue.md").read_text()
-
-
-def test_the_whole_command_is_timed(
-    shrink: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a command that stands for `shrink`: it writes the first repro, and ends some time later."""
-    command = tmp_path / "reprokit" / "__main__.py"
-    command.parent.mkdir()
-    command.with_name("__init__.py").touch()
-    monkeypatch.chdir(tmp_path)
-    row = {"detail": f"{shrink.NOT_DONE} the 5 s for this table"}
-    summary = {"repro": {"verified": "20/20"}, "whatif": {"tables": {"minimum": [row, {"detail": ""}]}}}
-    command.write_text(
-        "import json, sys, time\nfrom pathlib import Path\n"
-        "folder = Path(sys.argv[sys.argv.index('-o') + 1])\nfolder.mkdir()\n(folder / 'repro.py').write_text('')\n"
-        f"time.sleep(0.3)\nprint(json.dumps({summary!r}))\n"
-    )
-    monkeypatch.setattr(shrink.reprokit, "__file__", str(command))
-    found = shrink._timed_command(tmp_path / "snapshot.pt", tmp_path / "results")
-    assert 0 < found["first_repro_s"] <= found["total_s"] - 0.2
-    assert (found["verified"], found["variants"], found["variants_not_reached"]) == ("20/20", 2, 1)
-    rows = [{"name": "small", "is_large": False, **found}, {"name": "large", "is_large": True, **found}]
-    assert "20/20" in shrink.table_of_answers(rows)
-    late = [{**row, "total_s": 12.0} for row in rows]
-    assert shrink.misses({"answers": late}) == ["`shrink` of small: total_s 12.0"]

@@ -28,10 +28,10 @@ def reduced(path: Path) -> tuple[reprokit.Snapshot, reprokit.Reduction]:
     failure: reprokit.Failure | None = reprokit.locate(snapshot)
     if failure is None:
         raise reprokit.ReprokitError("does not fail here", hint=f"made by reprokit {reprokit.__version__}")
-    return snapshot, reprokit.shrink(snapshot, level="module", max_time=10.0)
+    return snapshot, reprokit.shrink(snapshot, max_time=10.0)
 
 
 def written(reduction: reprokit.Reduction, snapshot: reprokit.Snapshot, folder: Path) -> str:
     rendered: reprokit.Rendered = reprokit.render(reduction, snapshot, folder, source="none")
-    result: reprokit.VerifyResult = reprokit.verify(rendered.repro, times=3)
+    result: reprokit.VerifyResult = reprokit.verify(folder, times=3)
     return rendered.verified if result.fails else str(result.exit_code)

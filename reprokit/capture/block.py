@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from reprokit.capture.early.alarm import TrainingEvent
 from reprokit.capture.failure_text import cause_line, growth, place_line, what
@@ -40,7 +40,7 @@ def capture(
     watch: Watch = "sampled",
     on: Collection[str] = DEFAULT_ON,
     source: Source = "traceback",
-    budget: float | None = DEFAULT_PERCENT,
+    budget: float | Literal["off"] | None = DEFAULT_PERCENT,
     from_step: int | None = None,
     on_snapshot: Callable[[Path], object] | None = None,
     record: str | None = None,

@@ -163,11 +163,11 @@ def _reasons(seen: Seen) -> Iterator[str]:
     if any(COMPILED in note for note in seen.unseen):
         yield "functions compiled before the capture are not noted: compile inside it or set TORCH_COMPILE_DISABLE=1"
     if seen.has_other_thread:
-        yield "a second thread trained, and only the first one is watched"
+        yield "a second thread trained, which is not watched"
     if seen.has_transform and not seen.has_backward:
         yield (
-            "`torch.func` was called, and no update made of its gradients was seen: write updates in place or use "
-            "`loss.backward()`"
+            "`torch.func` was called, and no update made of its gradients was seen: write updates in place or call "
+            "`session.step()` after each"
         )
     elif not seen.has_backward:
         yield f"{'forward passes but no' if seen.has_forward else 'no'} backward pass was seen, so no step was checked"

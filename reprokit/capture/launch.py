@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import importlib.abc
 import importlib.util
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from reprokit.arrivals import ignored_errors, is_own, tb_entries
+from reprokit.arrivals import is_own, tb_entries
 from reprokit.errors import UsageError
 
 _DISPATCH = os.path.join("torch", "overrides.py")
@@ -82,21 +81,6 @@ def show_exception(error: BaseException) -> None:
     """Report an exception the way the interpreter would, without frames of reprokit."""
     peel(error)
     sys.excepthook(type(error), error, error.__traceback__)
-
-
-def hide_from_formatting(format_init: Callable[..., None]) -> Callable[..., None]:
-    """A ``TracebackException.__init__`` for what the script prints and logs itself: without frames of reprokit."""
-
-    @functools.wraps(format_init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with ignored_errors():
-            kind, error, traceback, *others = args  # as `traceback` itself and `logging` call it
-            if error is not None and not _is_own_error(list(tb_entries(traceback))):
-                peel(error)
-                args = (kind, error, _without_own_frames(traceback), *others)
-        format_init(self, *args, **kwargs)
-
-    return __init__
 
 
 def peel(error: BaseException) -> None:
@@ -198,7 +182,6 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _new_main(filename: str, loader: object, *, spec: ModuleSpec | None, package: str | None) -> ModuleType:
-    """A fresh ``__main__`` with the names that Python gives it, already in ``sys.modules``."""
     global _launcher
     module = ModuleType("__main__")
     module.__dict__.update(
@@ -220,7 +203,6 @@ def _execute(code: CodeType, module: ModuleType) -> None:
 
 
 def _set_first_path(folder: str) -> None:
-    """Replace the entry that Python made for reprokit's own start by the one it makes for a script."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -238,7 +220,6 @@ def _shorten_when_shown(error: BaseException) -> None:
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The same traceback without reprokit and without what led torch to it."""
     kept: list[TracebackType] = []
     has_detour = False
     entries = list(tb_entries(traceback))
@@ -264,11 +245,6 @@ def _num_leading(entries: list[TracebackType]) -> int:
         if function.__code__ in codes:
             return codes.index(function.__code__) + 1
     return 0
-
-
-def _is_own_error(entries: list[TracebackType]) -> bool:
-    """True for an exception that reprokit's code has caught itself: it never was one of the script."""
-    return bool(entries) and is_own(entries[0].tb_frame) and not _num_leading(entries)
 
 
 def _linked(entries: list[TracebackType]) -> TracebackType | None:

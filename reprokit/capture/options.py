@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 After = Literal["stop", "continue"]
-Watch = Literal["sampled", "every-step", "deferred"]
+Watch = Literal["sampled", "every-step"]
 On = Literal["nonfinite", "exception", "skipped", "spike", "explosion", "dead", "scale", "early", "ranks"]
 
 AFTER: tuple[After, ...] = get_args(After)
@@ -48,7 +48,7 @@ def check_options(
     watch: str,
     on: Collection[str],
     source: str = "traceback",
-    budget: float | None = None,
+    budget: object = None,
     from_step: int | None = None,
 ) -> None:
     """Raises `UsageError` for a value that no option has."""
@@ -58,7 +58,7 @@ def check_options(
             raise UsageError(f"`{name}` cannot be {value!r}", hint=f"it is one of {', '.join(map(repr, known))}")
     if history is not None and history < 0:
         raise UsageError(f"`history` cannot be {history}", hint="it is a number of steps, 0 for no copies")
-    if budget is not None and not budget > 0:
-        raise UsageError(f"`budget` cannot be {budget}", hint="it is a percentage above 0, or None for no limit")
+    if budget not in (None, "off") and not (isinstance(budget, (int, float)) and budget > 0):
+        raise UsageError(f"`budget` cannot be {budget!r}", hint='it is a percentage above 0, or "off" for no limit')
     if from_step is not None and from_step < 0:
         raise UsageError(f"`from_step` cannot be {from_step}", hint="it is the number of a step, the first one is 0")

@@ -1,7 +1,7 @@
 """A capture session: from installing the hooks to a snapshot on disk, and back to a world without reprokit.
 
-Nothing it does may stop, slow or change the training: an internal error is printed once and switches it off. Of nested
-sessions the innermost watches.
+Nothing it does may stop, slow or change the training: an internal error is printed once and switches it off. One
+session of a process watches at a time, and it watches one thread.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from traceback import print_exception
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
+from reprokit import torch_private
 from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.early.alarm import LineLog, TrainingEvent
 from reprokit.capture.failure_text import Seen, closing_line
@@ -34,7 +35,7 @@ from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.rewind.replicas import Replicas
-from reprokit.capture.run.budget import Budget, Part
+from reprokit.capture.run.budget import Budget
 from reprokit.capture.run.norms import NormMeter, read_pace
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.choose_step import Place, SkippedLoss
@@ -53,19 +54,18 @@ class Session:
     stopped (`CaptureStop` is raised in it) or goes on unwatched. ``history`` is the number of steps between copies of
     the training state (``None``: chosen by their cost; 0: no copies). ``watch``: ``sampled`` checks the loss, one early
     gradient and clipped norms in every step and everything when the copy is refreshed; ``every-step`` checks everything
-    always; ``deferred`` never waits for a value. ``budget`` is the share of the loop's CPU time in percent that is kept
-    by noting fewer steps (``None``: no limit), ``from_step`` the first step to note. ``on`` says what is a failure,
-    ``source`` how much of the user's code is kept. ``on_snapshot`` is called with the path of every file written, when
-    all hooks are gone; an exception of it is printed. ``record`` measures norms of gradients and weights: ``auto``,
-    every ``N`` steps, or ``N:PATTERN`` for some parameters. ``on_numbers`` is called with a dict of the numbers of
-    every step that was measured (at the pace of ``auto`` without ``record``), ``on_event`` with every event.
+    always. ``budget`` is the share of the loop's CPU time in percent that is kept by noting fewer steps (``None`` or
+    ``"off"``: no limit), ``from_step`` the first step to note. ``on`` says what is a failure, ``source`` how much of
+    the user's code is kept. ``on_snapshot`` is called with the path of every file written, when all hooks are gone; an
+    exception of it is printed. ``record`` measures norms of gradients and weights: ``auto``, every ``N`` steps, or
+    ``N:PATTERN`` for some parameters. ``on_numbers`` is called with a dict of the numbers of every step that was
+    measured (at the pace of ``auto`` without ``record``), ``on_event`` with every event.
     ``snapshots`` are the files written, ``results`` their summaries; ``closing`` is the line that says why there are
     none. With ``verbose`` an error of reprokit's own is printed with its traceback. ``stops`` says whether the loop is
     to stop, ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option has.
     """
 
-    _watchers: ClassVar[list[Session]] = []
-    _replaying: ClassVar[set[Session]] = set()
+    active: ClassVar[Session | None] = None  # the one that watches
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Session:
         watch: Watch = "sampled",
         on: Collection[str] = DEFAULT_ON,
         source: Source = "traceback",
-        budget: float | None = DEFAULT_PERCENT,
+        budget: float | Literal["off"] | None = DEFAULT_PERCENT,
         from_step: int | None = None,
         on_snapshot: Callable[[Path], object] | None = None,
         record: str | None = None,
@@ -106,12 +106,13 @@ class Session:
         self._on_snapshot = on_snapshot
         self._early: EarlyWarning | None = None
         self.closing: str | None = None
-        self._has_complained = False
+        self._has_complained = self._has_said_lacking = False
         self._paused_at: float | None = None
         self._tape = Tape(self.switch_off)
-        self._tape.on_other_thread = lambda: self.say("a second thread trains; only the first one is watched")
+        self._tape.on_other_thread = lambda: self.say("a second thread trains, which is not watched")
         copies = History(1 if watch == "every-step" and history is None else history)
-        self._run_state = RunState(self._tape, copies, Budget(None if watch == "every-step" else budget, from_step))
+        percent = None if watch == "every-step" or budget == "off" else budget
+        self._run_state = RunState(self._tape, copies, Budget(percent, from_step))
         self._policy = Policy(self._run_state, watch, matter=not {"nonfinite", "skipped"}.isdisjoint(on))
         place = Place(output, directory or current_folder(), name, overwrite, source, part)
         self._failures = Failures(
@@ -138,22 +139,8 @@ class Session:
             self._early = EarlyWarning(self, self._run_state, kinds, self._failures, log, on_event)
             self._stepping.early = self._failures.early = self._early
         self._run_state.budget.say = self.say
-        self._run_state.budget.parts = self._parts()
         self._run_state.choose()
         self._hooks = Hooks(self._tape, self._stepping, WholeCalls(self._run_state, self._policy), self._compiled)
-
-    def _parts(self) -> list[Part]:
-        """The methods in which a healthy step spends its time."""
-        tape, stepping = self._tape, self._stepping
-        names = {
-            tape: ("__torch_function__", "_prepare"),
-            tape.roots: ("_begin", "is_root_call"),
-            self._run_state.running: ("finish_module",),
-            stepping: ("judge_start", "finish_differentiation", "enter", "end_step"),
-            self._policy: ("gradients",),
-            self._compiled: ("_begin", "_finish"),
-        }
-        return [(owner, name) for owner, found in names.items() for name in found]
 
     def __enter__(self) -> Session:
         try:
@@ -198,10 +185,10 @@ class Session:
         ranks, replicas = self._run_state.ranks, self._run_state.replicas
         if replicas is None or replicas.num_compared or not self._run_state.iterations.total:
             return
-        if ranks.is_alone:
-            reason = "this process trains by itself"
-        elif ranks.is_sharded:
+        if ranks.is_sharded or ranks.is_apart:
             reason = "parameters are spread over the ranks"
+        elif ranks.is_alone:
+            reason = "this process trains by itself"
         else:
             reason = "the ranks have not met, or gradients are averaged over a part of them"
         self.say(f"`--on ranks` has compared nothing: {reason}")
@@ -244,18 +231,25 @@ class Session:
     def resume(self) -> None:
         """Put every hook in place and watch. Also after `pause`, with all that is known of the training.
 
-        Nothing happens when the session watches already, or is over.
+        Nothing happens when the session watches already, or is over; while another one watches, a line says so.
         """
         if self.is_watching or self._is_over:
+            return
+        if Session.active is not None:
+            self.say("another capture watches already, so this one does not")
             return
         if self._paused_at is not None:
             self._run_state.skip(time.perf_counter() - self._paused_at)
             self._paused_at = None
-        self._watchers.append(self)
+        torch_private.require()
+        Session.active = self
         self._hooks.install()
+        lacking = torch_private.lacking(self._hooks.lacking)
+        if lacking is not None and not self._has_said_lacking:
+            self._has_said_lacking = True
+            self.say(lacking)
         self._tape.install(self._stepping)
-        self.is_watching = True
-        self._settle_watching()
+        self.is_watching = self._tape.enabled = True
 
     def pause(self) -> None:
         """Take every hook away and keep what is known of the training; what happens until `resume` is not seen."""
@@ -268,19 +262,13 @@ class Session:
     @property
     def _unhooking(self) -> tuple[Callable[[], None], ...]:
         self.is_watching = self._tape.enabled = False
-        leaving = (self._make_way, self._tape.uninstall, self._stepping.leave, self._unhook)
-        return (*leaving, self._run_state.budget.stop_measuring, self._run_state.running.restart)
+        if Session.active is self:
+            Session.active = None
+        leaving = (self._tape.uninstall, self._stepping.leave, self._unhook)
+        return (*leaving, self._run_state.running.restart)
 
     def _unhook(self) -> None:
         self._do_all(*self._hooks.removals())
-
-    def _make_way(self) -> None:
-        """The capture that this one was entered in watches again."""
-        if self in self._watchers:
-            self._watchers.remove(self)
-            self._settle_watching()
-            if self._watchers:
-                self._watchers[-1]._wake()
 
     def leave(self) -> None:
         """Take everything away, whatever breaks on the way; the mode itself leaves torch's stack in ``__exit__``.
@@ -288,7 +276,6 @@ class Session:
         Does it once more if it was interrupted.
         """
         self._is_over = True
-        self._replaying.discard(self)
         parts = (self._stepping, self._failures, self._run_state, self._policy)
         early = (self._early.forget,) if self._early is not None else ()
         self._do_all(*self._unhooking, *(part.forget for part in parts), *early)
@@ -305,20 +292,17 @@ class Session:
         self.is_watching, has_grad = False, torch.is_grad_enabled()
         with self._tape.paused():
             try:
-                self._replaying.add(self)
-                self._settle_watching()
+                self._tape.enabled = False
                 yield
             except SkippedLoss as skipped:
                 ends = False
                 self._failures.count_skipped("loss", skipped.step)
             finally:
-                torch._C._set_grad_enabled(has_grad)
-                self._replaying.discard(self)
+                torch_private.set_grad_enabled(has_grad)
                 if ends:
                     self.leave()
-                else:
-                    self.is_watching = True
-                self._settle_watching()
+                elif not self._is_over:
+                    self.is_watching = self._tape.enabled = True
 
     def _do_all(self, *parts: Callable[[], None]) -> None:
         """Run every part; an error in one is printed and does not stop the others."""
@@ -337,21 +321,9 @@ class Session:
             self._print_traceback(error)
 
     def _print_traceback(self, error: BaseException) -> None:
-        """With ``-v`` an error of reprokit's own is shown in full."""
         if self._verbose and sys.stderr is not None:
             with ignored_errors():
                 print_exception(error)
-
-    def _wake(self) -> None:
-        """A capture inside this one has ended: what happened meanwhile was not noted, so the step starts anew."""
-        self._stepping.leave()
-        self._run_state.interrupt()
-
-    @classmethod
-    def _settle_watching(cls) -> None:
-        """Who watches: the innermost session that is on, unless a session is just replaying a step."""
-        for session in cls._watchers:
-            session._tape.enabled = session.is_watching and cls._watchers[-1] is session and not cls._replaying
 
     def switch_off(self, error: BaseException) -> None:
         """Fail open: say it once, stop watching, let the training go on.
@@ -383,6 +355,14 @@ class Session:
             pass_on(error)
             print_line(visible_line(f"`on_snapshot` raised {type(error).__name__}: {error}; the snapshot is `{path}`"))
             self._print_traceback(error)
+
+    def step(self) -> None:
+        """Mark the end of a step whose update writes into no tensor: ``params = {k: p - lr * g[k] for ...}``.
+
+        Steps of an optimizer, and updates that are written into parameters, need no mark.
+        """
+        if self._tape.is_outermost:
+            self._tape.guard(self._stepping.finish_marked_step)
 
     def note(self, **numbers: float) -> None:
         """Add numbers of the loop's own to the timeline, such as ``note(accuracy=0.9)``.
@@ -421,7 +401,8 @@ class Session:
 
 def _abandon_in_child() -> None:
     """A forked process, such as a worker of a data loader, is not the training: nothing is watched in it."""
-    for session in list(Session._watchers):
+    session = Session.active
+    if session is not None:
         session._tape.leave_stack()
         session.leave()
 

@@ -71,18 +71,13 @@ def _parse(argv: list[str]) -> Plan | None:
         settings = read_settings(app, current_folder())
         plan = app.main(argv, prog_name="reprokit", standalone_mode=False, default_map=settings)
     except click.UsageError as error:
-        raise _usage_error(error, argv) from None
+        message = error.format_message().rstrip(".").replace("'", "`")
+        named = f"reprokit {argv[0]}" if argv and argv[0] in app.commands else "reprokit"
+        path = error.ctx.command_path if error.ctx is not None else named
+        raise UsageError(message[:1].lower() + message[1:], hint=f"see `{path} --help`") from None
     except (click.Abort, KeyboardInterrupt):
         raise Interrupted("interrupted") from None
     return None if isinstance(plan, int) else plan
-
-
-def _usage_error(error: click.UsageError, argv: Sequence[str]) -> UsageError:
-    """Click's complaint as one of ours."""
-    message = error.format_message().rstrip(".").replace("'", "`")
-    named = f"reprokit {argv[0]}" if argv and argv[0] in app.commands else "reprokit"
-    path = error.ctx.command_path if error.ctx is not None else named
-    return UsageError(message[:1].lower() + message[1:], hint=f"see `{path} --help`")
 
 
 def _execute(plan: Plan) -> int:
@@ -90,6 +85,8 @@ def _execute(plan: Plan) -> int:
     is_over = threading.Event()
 
     def end(number: int) -> None:
+        if number == 1 and isinstance(plan, shrink.Shrink):  # it writes the best so far
+            return
         if not is_over.wait(2 * GRACE if number == 1 else PATIENCE):  # a deadline interrupts as well, and waits once
             end_now()
 
@@ -102,22 +99,16 @@ def _execute(plan: Plan) -> int:
         raise Interrupted("interrupted") from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _REFUSALS:
-            raise _refusal(error) from None
+            raise ReprokitError(
+                f"the system refuses: {(error.strerror or str(error)).lower()}",
+                hint="make room, or choose another place with -o",
+                note=f"it was about `{error.filename}`" if error.filename else None,
+            ) from None
         traceback.print_exc()
         say(f"this is an error in reprokit itself; please report the lines above at {ISSUES}")
         return 1
     finally:
         is_over.set()
-
-
-def _refusal(error: OSError) -> ReprokitError:
-    """What the system refused while a command was at work, which is nobody's error."""
-    reason = (error.strerror or str(error)).lower()
-    return ReprokitError(
-        f"the system refuses: {reason}",
-        hint="make room, or choose another place with -o",
-        note=f"it was about `{error.filename}`" if error.filename else None,
-    )
 
 
 def read_settings(group: click.Group, folder: Path) -> dict[str, dict[str, Any]]:

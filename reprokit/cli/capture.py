@@ -145,7 +145,11 @@ class Capture:
 
     def _check(self) -> None:
         if not self.is_module:
-            _check_is_script(self.target, self.argv)
+            # Raises `UsageError` for a launcher, whose processes have to be watched one by one
+            if _STARTS_SCRIPTS.fullmatch(os.path.basename(self.target)) and not os.path.isfile(self.target):
+                raise UsageError(
+                    f"`{self.target}` is a command, not a script", hint=_launched([self.target, *self.argv])
+                )
             launch.read_script(self.target)
         output = self.file()
         check_name(self.output, None, self.stem)
@@ -154,15 +158,13 @@ class Capture:
         else:
             check_folder(Path.cwd())
         if self.numbers is not None:
-            self._begin_numbers(self.numbers_file(self.numbers))
-
-    def _begin_numbers(self, file: Path) -> None:
-        if file.suffix != ".jsonl":
-            raise UsageError(f"`{file}` does not end in .jsonl", hint="--numbers run.jsonl")
-        for found in (file, older(file)):
-            check_file(found, overwrite=self.overwrite, option="--numbers")
-        for found in (file, older(file)):
-            remove_file(found, "--numbers")
+            file = self.numbers_file(self.numbers)
+            if file.suffix != ".jsonl":
+                raise UsageError(f"`{file}` does not end in .jsonl", hint="--numbers run.jsonl")
+            for found in (file, older(file)):
+                check_file(found, overwrite=self.overwrite, option="--numbers")
+            for found in (file, older(file)):
+                remove_file(found, "--numbers")
 
     def numbers_file(self, path: Path) -> Path:
         """The file of numbers of this process."""
@@ -400,12 +402,6 @@ def command(target: tuple[str, ...], module: bool, force: bool, after_capture: o
         kind = "module" if module else "script"
         raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
     return Capture(target[0], module, target[1:], overwrite=force, after=after_capture, **more)
-
-
-def _check_is_script(target: str, argv: Sequence[str]) -> None:
-    """Raises `UsageError` for a launcher, whose processes have to be watched one by one."""
-    if _STARTS_SCRIPTS.fullmatch(os.path.basename(target)) and not os.path.isfile(target):
-        raise UsageError(f"`{target}` is a command, not a script", hint=_launched([target, *argv]))
 
 
 def _launched(words: Sequence[str]) -> str:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from reprokit.capture import launch
 from reprokit.words import counted
 
 if TYPE_CHECKING:
-    from reprokit.cli.capture import Capture, Watch
+    from reprokit.cli.capture import Capture
 
 REPORTS = "REPROKIT_REPORTS"  # the folder in which a command that was started reports to its parent what it captured
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -171,23 +170,18 @@ class WatchedRun:
         watch = None
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(Exception):
-                watch = self._watch(stack)
+                begun = self._plan.watch_of_child(Path(self._directory), self._folder)
+                begun.begin(stack)
+                watch = begun
             try:
                 process.run()
             except Exception as error:
                 launch.peel(error)
-                formatted = traceback.TracebackException
-                formatted.__init__ = launch.hide_from_formatting(formatted.__init__)  # type: ignore[method-assign]
                 raise
             finally:
                 stack.__exit__(*sys.exc_info())
                 if watch is not None:
                     watch.announce()
-
-    def _watch(self, stack: contextlib.ExitStack) -> Watch:
-        watch = self._plan.watch_of_child(Path(self._directory), self._folder)
-        watch.begin(stack)
-        return watch
 
 
 def _function_of(process: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from reprokit.errors import OutputError, ReprokitError
+from reprokit.errors import OutputError, ReprokitError, UsageError
 from reprokit.visible import print_line, visible
 
 Plan = TypeVar("Plan")
@@ -68,6 +68,16 @@ def common_options(command: Callable[..., Plan]) -> Callable[..., Plan]:
     verbose = click.option("-v", "--verbose", "verbosity", flag_value="verbose", help="Say more.")
     json_option = click.option("--json", is_flag=True, help="Print the result as JSON on stdout.")
     return quiet(verbose(json_option(with_verbosity)))
+
+
+def gone(name: str, instead: str, *, is_flag: bool = False) -> Callable[[Any], Any]:
+    """An option that was removed: an error that names what to use instead."""
+
+    def refuse(context: click.Context, param: click.Parameter, value: Any) -> None:
+        if value:
+            raise UsageError(f"`{name}` was removed", hint=instead)
+
+    return click.option(name, is_flag=is_flag, hidden=True, expose_value=False, callback=refuse)
 
 
 def say(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> None:

@@ -1,18 +1,11 @@
-"""Where results go: checks made before any work starts, and finished files put in place all at once."""
+"""Where results go: checks made before any work starts."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
 from reprokit.errors import UsageError
-from reprokit.snapshot.files import REPRO_FILE
-
-# Files that only some results have. Left over from other results they would be taken for a part of these.
-SIDE_FILE = "repro_inputs.pt"
-OPTIONAL_RESULTS = ("repro_module.py", SIDE_FILE)
-RESULTS = (REPRO_FILE, "issue.md", "report.html", "test_repro.py", *OPTIONAL_RESULTS)
 
 
 def check_file(path: Path, *, overwrite: bool, option: str = "-o") -> None:
@@ -71,27 +64,3 @@ def _require_name(path: Path, option: str = "-o") -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"cannot write `{path}`: {reason}", hint=f"choose another name with {option}") from None
-
-
-def begin_anew(finished: Path, folder: Path) -> None:
-    """Take earlier results away and move the first files of ``finished`` to their place.
-
-    The repro comes last, and none is there beside tensors of another one.
-    """
-    names = {path.name for path in finished.iterdir()}
-    replaced = names if SIDE_FILE not in names else names - {REPRO_FILE}
-    for name in RESULTS:
-        if name not in replaced:
-            (folder / name).unlink(missing_ok=True)
-    for name in sorted(names, key=lambda name: (name == REPRO_FILE, name)):
-        os.replace(finished / name, folder / name)
-
-
-def put_in_place(finished: Path, folder: Path) -> None:
-    """Move every file of ``finished`` into ``folder``, over older ones, each in one step."""
-    names = sorted(path.name for path in finished.iterdir())
-    for name in names:
-        os.replace(finished / name, folder / name)
-    for name in OPTIONAL_RESULTS:
-        if name not in names:
-            (folder / name).unlink(missing_ok=True)

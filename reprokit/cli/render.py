@@ -1,6 +1,6 @@
 """``reprokit render``: one text out of a snapshot or a reduction: the repro, the issue, the report, the test.
 
-An issue can also become a zip for attaching or a link to a form that is filled in. Nothing is ever sent.
+An issue can also become a zip for attaching. Nothing is ever sent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Render:
     kind: str
     template: str | None
     as_zip: bool
-    url: bool
     repository: str | None
     snapshot: Path | None
     policy: Source
@@ -97,7 +96,7 @@ class Render:
 
 
 class RenderIssue(Render):
-    """An issue to render: as text, as a zip with the repro, or as a link."""
+    """An issue to render: as text, or as a zip with the repro."""
 
     def execute(self) -> int:
         """Write it, and say how a person may send it."""
@@ -105,7 +104,7 @@ class RenderIssue(Render):
         if output is not None:
             check_file(output, overwrite=self.force)
             remove_unfinished(output)
-        from reprokit.render.sharing import ISSUE_FILE, create_command, issue_url, write_zip
+        from reprokit.render.sharing import ISSUE_FILE, create_command, write_zip
         from reprokit.render.texts import prepare_issue
 
         with deadline(self.max_time, too_long(self.max_time)):
@@ -113,14 +112,13 @@ class RenderIssue(Render):
                 self.source, self.template, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
             )
         issue = prepared.issue
-        url = issue_url(issue, self.repository) if self.url else None
         if self.as_zip and output is not None:
             write_zip(output, prepared.script, issue, context=prepared.context, with_data=self.with_data)
         elif output is not None:
             write_text(output, issue.text)
         body = self._body(issue, output)
         command = create_command(issue, shown_path(body or Path(ISSUE_FILE)), self.repository)
-        self._tell(issue, output, url, command, is_there=body is not None)
+        self._tell(issue, output, command, is_there=body is not None)
         return 0
 
     def _output(self) -> Path | None:
@@ -139,28 +137,23 @@ class RenderIssue(Render):
         is_same = beside.is_file() and beside.read_text(encoding="utf-8", errors="replace") == issue.text
         return beside if is_same else None
 
-    def _tell(self, issue: Issue, output: Path | None, url: str | None, command: str, *, is_there: bool) -> None:
+    def _tell(self, issue: Issue, output: Path | None, command: str, *, is_there: bool) -> None:
         if output is not None:
             say(f"wrote {shown_path(output)}", self.verbosity)
         if self.json:
-            print_json(self._summary(issue, output, url, command))
+            print_json(self._summary(issue, output, command))
             return
-        if output is None and not self.url:
+        if output is None:
             print_text(issue.text)
-        if url is not None:
-            print_text(f"{url}\n")
-        elif self.url:
-            say("the text is too long for a link, even without its folded parts; use the command", Verbosity.NORMAL)
         first = "" if is_there else f"{'unpack' if self.as_zip else 'save the text as'} issue.md, "
         say(f"nothing was sent; {first}add your own words to the text, and then:", self.verbosity)
         if self.verbosity is not Verbosity.QUIET:
             click.echo(command, err=True)
 
-    def _summary(self, issue: Issue, output: Path | None, url: str | None, command: str) -> dict[str, Any]:
+    def _summary(self, issue: Issue, output: Path | None, command: str) -> dict[str, Any]:
         where = {"path": str(output)} if output is not None else {"text": issue.text}
-        link = {"url": url} if self.url else {}
         named = {"title": issue.title, "template": issue.template, "command": command}
-        return {"schema": 1, "as": "zip" if self.as_zip else "issue", **where, **link, **named}
+        return {"schema": 1, "as": "zip" if self.as_zip else "issue", **where, **named}
 
 
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
@@ -178,7 +171,7 @@ class RenderIssue(Render):
     "Default: the one of whose code the failure is about.",
 )
 @click.option("--zip", "as_zip", is_flag=True, help="Pack the repro, what lies beside it and the issue for attaching.")
-@click.option("--url", is_flag=True, help="Print a link to a new issue with the text filled in, if it fits.")
+@click.option("--url", is_flag=True, hidden=True)
 @click.option("--repo", "repository", metavar="OWNER/NAME", help="Where the issue belongs.")
 @click.option("--snapshot", type=FilePath(), metavar="FILE", help="What DIR was made from, if not beside it.")
 @click.option(
@@ -188,7 +181,7 @@ class RenderIssue(Render):
     default="all",
     help="How much of your code is shown: the lines that a traceback shows, none, or all that was captured.",
 )
-@click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
+@click.option("--no-data", is_flag=True, help="Write nothing that holds recorded numbers.")
 @click.option("--with-data", is_flag=True, help="Pack recorded values even if there are many.")
 @click.option("-o", "--output", type=FilePath(), metavar="OUT", help="Where to write; stdout without it.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite OUT if it exists.")
@@ -198,8 +191,10 @@ class RenderIssue(Render):
 @common_options
 def command(kind: str | None, **options: Any) -> Render:
     """Render a snapshot or a reduction as a text. Nothing is ever sent."""
+    if options.pop("url"):
+        raise UsageError("--url is gone", hint="`reprokit render --as issue` prints a command that creates the issue")
     repository = options["repository"]
-    is_about_issue = any(options[name] not in (None, False) for name in ("template", "as_zip", "url", "repository"))
+    is_about_issue = any(options[name] not in (None, False) for name in ("template", "as_zip", "repository"))
     if is_about_issue and kind not in (None, "issue"):
         raise UsageError(f"an option is about an issue, but --as says `{kind}`", hint="leave out --as")
     if options["no_data"] and options["with_data"]:

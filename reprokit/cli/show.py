@@ -134,7 +134,6 @@ def _source(snapshot: Snapshot, width: int) -> Table | None:
 
 
 def _steps(snapshot: Snapshot, width: int) -> Table | None:
-    """The calls up to the origin with the ranges of their results, which are more worth their room than long calls."""
     from rich.text import Text
 
     from reprokit.render.bad_value_path import steps
@@ -152,7 +151,6 @@ def _steps(snapshot: Snapshot, width: int) -> Table | None:
 
 
 def _facts(snapshot: Snapshot) -> Table:
-    """Names and values."""
     from rich.text import Text
 
     from reprokit.render import facts
@@ -172,7 +170,6 @@ def _facts(snapshot: Snapshot) -> Table:
 
 
 def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
-    """How it was watched."""
     settings = snapshot.settings
     if settings.watch is not None:
         kept = counted(settings.history_steps or 0, "step")

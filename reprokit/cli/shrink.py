@@ -4,61 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from reprokit.capture.block import shown_path
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
-from reprokit.cli.interrupts import STAGING, Interrupts, deadline, remove_unfinished, too_long
-from reprokit.cli.outputs import begin_anew, make_folder, put_in_place
-from reprokit.cli.views import View, open_view, print_result, progress_option
-from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, gone, print_json, say
+from reprokit.cli.interrupts import deadline, remove_unfinished, too_long
+from reprokit.cli.outputs import make_folder
+from reprokit.cli.views import open_view, print_result
+from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
-from reprokit.shrink.events import Comparing, Event, Improved, Replayed, Resumed, Writing, Written
-from reprokit.shrink.isolation.engines import SYNTAX as ENGINES
-from reprokit.shrink.isolation.engines import Engine, check_name, open_engine
-from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, own_prefix
+from reprokit.shrink.isolation.executors import SYNTAX as EXECUTORS
+from reprokit.shrink.isolation.executors import check_name, open_executor
+from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE
 from reprokit.snapshot.source import SOURCES
 from reprokit.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from concurrent.futures import Executor
 
-    from reprokit.locate.diagnosis import Diagnosis
-    from reprokit.program.interpreter import Tensors
-    from reprokit.program.ir import Program
-    from reprokit.render.script import Script
+    from reprokit.render.sources import Opened
     from reprokit.render.verify import CleanProcesses
-    from reprokit.shrink.reduction import Reduction, WhatIfResult
-    from reprokit.snapshot.format import Snapshot
+    from reprokit.shrink.reduction import Reduction
+    from reprokit.shrink.view import View
     from reprokit.snapshot.source import Source as SourcePolicy
 
-WHATIF_SECONDS = 5.0
-MISMATCH_SECONDS = 30.0  # where every row compiles the program
+MAX_TIME = 120.0  # as in the reducer, which imports torch
 FIRST_SECONDS = 900.0  # for the first run of the step; the others get limits that follow from it
-VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky"}
+VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky", GivenInput: "given"}
 
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """A snapshot to shrink, where to write, and how much work to spend."""
+    """A snapshot to shrink, or a reduction to go on from, where to write, and how much work to spend."""
 
-    snapshot: Path
+    file: Path
     output: Path | None
     force: bool
-    level: str
-    max_time: float | None
+    max_time: float
     max_checks: int | None
     jobs: int | None
     executor: str | None
-    resume: bool
-    progress: str
     json: bool
     verbosity: Verbosity
     check: Spec | None
@@ -67,36 +58,70 @@ class Shrink:
     no_data: bool
 
     @property
+    def is_result(self) -> bool:
+        """True for a reduction, or a folder with one, to go on from."""
+        return self.file.name == REDUCTION_FILE or os.path.isdir(self.file)
+
+    @property
     def folder(self) -> Path:
-        """Where the results go."""
-        return self.output or default_folder(self.snapshot)
+        """Where the results go: of a reduction, those that lie beside it are replaced."""
+        beside = self.file if os.path.isdir(self.file) else self.file.parent
+        return self.output or (beside if self.is_result else default_folder(self.file))
 
     def execute(self) -> int:
-        """Shrink, render and say what came out; raises `NotReproduced`, `Flaky` or `Interrupted`."""
-        with Interrupts(self.folder) as interrupts, warnings.catch_warnings(), self._engine() as engine:
+        """Shrink, render and print the result; raises `NotReproduced`, `Flaky` or `Interrupted`."""
+        executors = open_executor(self.executor) if self.executor is not None else contextlib.nullcontext((None, 1))
+        with warnings.catch_warnings(), executors as (executor, num_slots):
             warnings.simplefilter("ignore")  # of calls in what is tried and rendered; training printed its own
             from reprokit.render.verify import CleanProcesses
 
             file = self.check.file if self.check is not None else None
             with CleanProcesses([file] if file is not None else []) as processes:
                 processes.open()  # it loads torch while this process does
-                from reprokit.snapshot.format import load
+                opened = self._opened()
+                with self._made_folder(), contextlib.closing(open_view(self.verbosity)) as view:
+                    try:
+                        return self._run(opened, view, processes, executor, num_slots)
+                    except (NotReproduced, Flaky) as error:
+                        self._print_verdict(error)
+                        if isinstance(error, GivenInput) and opened.snapshot is not None:
+                            from reprokit.render.texts import write_given
 
-                snapshot = load(self.snapshot)
-                with self._made_folder(), contextlib.closing(open_view(self.progress, self.verbosity)) as view:
-                    return _Work(self, snapshot, interrupts, processes, view, engine).run()
+                            write_given(opened.snapshot, self.folder, source=self.source)
+                            say(f"what surrounds it -> {shown_path(self.folder)}", self.verbosity)
+                        raise
 
-    def _engine(self) -> contextlib.AbstractContextManager[Engine | None]:
-        """The executor that was asked for, ready to run candidates."""
-        return open_engine(self.executor) if self.executor is not None else contextlib.nullcontext()
+    def _print_verdict(self, error: ReprokitError) -> None:
+        if self.json:
+            given = {"input": error.input} if isinstance(error, GivenInput) else {}
+            summary = {"verdict": VERDICTS[type(error)], **given, "message": error.message, "note": error.note}
+            print_json({"schema": 1, **summary})
+
+    def _opened(self) -> Opened:
+        """The snapshot, and the reduction that was named; raises `UsageError` unless both are there and belong."""
+        from reprokit.render.sources import Opened, open_source
+        from reprokit.snapshot.format import load
+
+        if not self.is_result:
+            return Opened(None, load(self.file))
+        opened = open_source(self.file)
+        try:
+            opened.whole(self.file)
+        except UsageError as error:
+            error.hint = "put the snapshot into the folder around, or shrink it again"
+            raise
+        made_with = (opened.reduction.origin.check or "") if opened.reduction is not None else ""
+        if made_with != (self.check.text if self.check is not None else ""):
+            what = f"the check `{made_with}`" if made_with else "no --check"
+            raise UsageError(f"`{self.file}` was made with {what}", hint="give the same, or shrink the snapshot again")
+        return opened
 
     @contextlib.contextmanager
     def _made_folder(self) -> Iterator[None]:
         """The folder for the results; after an error what of its path was made here is taken away again if empty."""
         missing = [folder for folder in (self.folder, *self.folder.parents) if not os.path.exists(folder)]
         remove_unfinished(self.folder)
-        goes_on = self.resume and os.path.isfile(self.folder / REDUCTION_FILE)
-        make_folder(self.folder, overwrite=self.force or goes_on)
+        make_folder(self.folder, overwrite=self.force or (self.is_result and self.output is None))
         try:
             yield
         except BaseException:
@@ -105,275 +130,108 @@ class Shrink:
                     folder.rmdir()
             raise
 
+    def _run(
+        self, opened: Opened, view: View, processes: CleanProcesses, executor: Executor | None, num_slots: int
+    ) -> int:
+        from reprokit.shrink.reducer import SearchStopped
+        from reprokit.workflow import shrink
 
-@dataclass
-class _Work:
-    """One run of the command: the reducer, its view, the processes that verify, and Ctrl-C."""
+        assert opened.snapshot is not None
+        snapshot, most = opened.snapshot, max(self.max_time, FIRST_SECONDS)
 
-    plan: Shrink
-    snapshot: Snapshot
-    interrupts: Interrupts
-    processes: CleanProcesses
-    view: View
-    engine: Engine | None
-    has_best: bool = False
+        def begin(reduction: Reduction) -> None:
+            """Write the repro before it is verified. An error comes up again when everything is written."""
+            from reprokit.render.texts import begin
 
-    @property
-    def folder(self) -> Path:
-        """Where the results go."""
-        return self.plan.folder
+            with contextlib.suppress(ReprokitError, OSError):
+                script = begin(reduction, snapshot, self.folder, processes, **self._rendering())
+                path = shown_path(self.folder / REPRO_FILE)
+                view.say(f"{counted(script.num_lines, 'line')}, verification has not run yet -> {path}")
 
-    def run(self) -> int:
-        """Do everything; the exit code."""
-        plan = self.plan
-        try:
-            reduction, was_interrupted = self._reduce()
-        except (NotReproduced, Flaky) as error:
-            self._print_verdict(error)
-            raise
-        self.view.show(Writing(was_interrupted))
-        summary = self._write_all(reduction, was_interrupted)
-        self.view.close()
-        if plan.json:
-            print_json(summary)
-        if was_interrupted:
-            raise _interrupted(summary, self.folder)
-        if plan.verbosity is not Verbosity.QUIET and plan.progress != "json":
-            print_result(summary, self.folder, plan.verbosity)
-        return 0
-
-    def _reduce(self) -> tuple[Reduction, bool]:
-        """Reduce the snapshot; the second value is true if Ctrl-C ended the search early."""
-        from reprokit.shrink.reducer import shrink
-        from reprokit.shrink.reduction import load
-
-        plan = self.plan
-        most = max(plan.max_time or 0.0, FIRST_SECONDS)
-
-        def show(event: Event) -> None:
-            if isinstance(event, Replayed):
-                has_run()
-            self.has_best = self.has_best or isinstance(event, (Improved, Resumed))
-            self.view.show(event)
-            self.interrupts.check()
-
-        self.interrupts.begin()
         try:
             with deadline(most, too_long(most)) as has_run:
                 reduction = shrink(
-                    self.snapshot,
-                    out_dir=self.folder,
-                    level=plan.level,
-                    max_time=plan.max_time,
-                    max_checks=plan.max_checks,
-                    check=plan.check.text if plan.check is not None else None,
-                    jobs=plan.jobs or (self.engine.num_slots if self.engine is not None else 1),
-                    executor=self.engine.executor if self.engine is not None else None,
-                    resume=plan.resume,
-                    on_event=show,
-                    on_minimum=self._write_first,
+                    snapshot,
+                    earlier=opened.reduction,
+                    out_dir=self.folder if not self.no_data else None,
+                    max_time=self.max_time,
+                    max_checks=self.max_checks,
+                    check=self.check.text if self.check is not None else None,
+                    jobs=self.jobs or num_slots,
+                    executor=executor,
+                    whatif=not self.no_whatif,
+                    view=view,
+                    on_replayed=has_run,
+                    on_minimum=begin,
                 )
-            reduction = self._complete(reduction)
+        except SearchStopped as stop:
+            self._write_interrupted(stop.best, opened, view, processes)
         except KeyboardInterrupt:
-            self.interrupts.answer()
-            if not self.has_best:
-                raise Interrupted("interrupted before anything smaller was found") from None
-            return load(self.folder / REDUCTION_FILE), True
-        return reduction, False
-
-    def _write_first(self, reduction: Reduction) -> None:
-        """Write the repro before it is verified, and begin that. An error is left to those who write everything."""
-        from reprokit.render.script import unverified
-        from reprokit.render.texts import TIMES, first_repro
-
+            raise Interrupted("interrupted before anything smaller was found") from None
+        view.say("writing the results and verifying them in clean processes")
         try:
-            reduction, withheld = self._shown(reduction)
-            script = first_repro(reduction, self.snapshot, source=self.plan.source, withheld=withheld)
-            self._put_repro(unverified(script))
-            self.processes.begin(script, TIMES)
-        except (ReprokitError, OSError):
-            return
-        self.view.show(Written(shown_path(self.folder / REPRO_FILE), script.num_lines))
-
-    def _settle(self, reduction: Reduction) -> None:
-        """Wait until the repro is verified, and put it in the place of the first one; the context's runs begin."""
-        from reprokit.render.texts import TIMES, first_repro, presentable_context
-
-        reduction, withheld = self._shown(reduction)
-        script = first_repro(reduction, self.snapshot, source=self.plan.source, withheld=withheld)
-        try:
-            verification = self.processes.begin(script, TIMES)
-            with contextlib.suppress(Exception):  # an error comes up again when the context is written
-                context = presentable_context(reduction, self.snapshot)
-                if context is not None:
-                    self.processes.begin(context, TIMES)
-            verification.result()
-        except (ReprokitError, OSError) as error:
-            file = shown_path(self.folder / REPRO_FILE)
-            note = f"the header of `{file}` says that it is not verified"
-            raise ReprokitError(f"could not verify `{file}`: {error}", note=note) from error
-        self._put_repro(script)
-
-    def _put_repro(self, script: Script) -> None:
-        """Write the repro alone; what an earlier run left beside it goes."""
-        with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self.folder) as staging:
-            self._put_check(Path(staging))
-            script.write(Path(staging))
-            with self.interrupts.held():
-                begin_anew(Path(staging), self.folder)
-
-    def _complete(self, reduction: Reduction) -> Reduction:
-        """Settle the repro, and add the what-if table and the diagnosis; a failure of these costs nothing else."""
-        with self._comparing(reduction) as table:
-            self._settle(reduction)
-            reduction = replace(reduction, diagnosis=_diagnosed(self.snapshot))
-            try:
-                return replace(reduction, whatif=table())
-            except ReprokitError as error:
-                say(f"there is no what-if table: {error.message}", self.plan.verbosity)
-        return reduction
-
-    @contextlib.contextmanager
-    def _comparing(self, reduction: Reduction) -> Iterator[Callable[[], WhatIfResult]]:
-        """The what-if table in the making."""
-        from reprokit.shrink.reduction import WhatIfResult
-        from reprokit.whatif.table import making_of_reduction
-
-        plan = self.plan
-        if plan.no_whatif:
-            yield WhatIfResult
-            return
-        seconds = MISMATCH_SECONDS if reduction.failure.kind == "mismatch" else WHATIF_SECONDS
-        self.view.show(Comparing(seconds))
-        check = plan.check.text if plan.check is not None else None
-        settings = self.snapshot.settings
-        with contextlib.ExitStack() as stack:
-            try:
-                making = making_of_reduction(reduction, settings, seconds=seconds, check=check)
-                table = stack.enter_context(making)
-            except ReprokitError as error:
-                say(f"there is no what-if table: {error.message}", plan.verbosity)
-                table = WhatIfResult
-            yield table
-
-    def _write_all(self, reduction: Reduction, was_interrupted: bool) -> dict[str, Any]:
-        """The contract's summary, with all files written. What was found is on disk whatever happens here."""
-        try:
-            return self._write(reduction)
+            summary = self._write(reduction, opened, view, processes)
         except KeyboardInterrupt:
-            raise _interrupted(reduction.summary(), self.folder) from None
+            raise self._interrupted(reduction) from None
+        view.close()
+        if self.json:
+            print_json(summary)
+        if self.verbosity is not Verbosity.QUIET:
+            print_result(reduction, summary, self.folder)
+        return 0
+
+    def _write_interrupted(self, best: Reduction, opened: Opened, view: View, processes: CleanProcesses) -> NoReturn:
+        view.say("interrupted: writing the best so far; Ctrl-C again ends at once")
+        try:
+            summary = self._write(best, opened, view, processes)
         except Exception as error:
-            if not was_interrupted:
-                raise
-            raise _interrupted(reduction.summary(), self.folder) from error
+            raise self._interrupted(best) from error
+        if self.json:
+            print_json(summary)
+        raise self._interrupted(best)
 
-    def _write(self, reduction: Reduction) -> dict[str, Any]:
-        """Render beside the results, and put everything in place at once when it is verified."""
+    def _write(self, reduction: Reduction, opened: Opened, view: View, processes: CleanProcesses) -> dict[str, Any]:
+        """Write every file; the contract's summary."""
         from reprokit.render.texts import render_all
 
-        reduction, withheld = self._shown(reduction)
-        with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self.folder) as staging:
-            self._put_check(Path(staging))
-            context = self._render_context(reduction, Path(staging))
-            repro = render_all(
-                reduction,
-                self.snapshot,
-                Path(staging),
-                source=self.plan.source,
-                withheld=withheld,
-                context=Path(context["path"]) if context is not None else None,
-                processes=self.processes,
-            )
-            with self.interrupts.held():
-                put_in_place(Path(staging), self.folder)
-                origin = replace(reduction.origin, file=self.plan.snapshot.name)  # by which `render` finds it again
-                replace(reduction, origin=origin).save(self.folder / REDUCTION_FILE)
-        fidelity = {"fidelity": self.snapshot.fidelity, "fidelity_note": self.snapshot.fidelity_note}
-        summary = {**reduction.summary(), **fidelity, "context": context, "repro": repro}
-        return {name: _moved(value, staging, str(self.folder)) for name, value in summary.items()}
-
-    def _shown(self, reduction: Reduction) -> tuple[Reduction, tuple[int, ...]]:
-        """The reduction without recorded data where that was asked for, and the inputs that are withheld."""
-        if not self.plan.no_data:
-            return reduction, ()
-        from reprokit.render.withhold import without_data
-
-        return without_data(reduction)
-
-    def _put_check(self, folder: Path) -> None:
-        """Copy a check of the user's own, which the repro runs."""
-        if self.plan.check is not None and self.plan.check.file is not None:
-            shutil.copy(self.plan.check.file, folder)
-
-    def _render_context(self, reduction: Reduction, folder: Path) -> dict[str, Any] | None:
-        """Render the files beside the repro. An error in one is printed and does not stop the others."""
-        from reprokit.render.texts import render_context
-
         def show_reason(reason: str) -> None:
-            say(f"there is no repro_module.py: {reason}", self.plan.verbosity)
+            view.say(f"there is no repro_module.py: {reason}")
 
-        try:
-            return render_context(reduction, self.snapshot, folder, on_reason=show_reason, processes=self.processes)
-        except Exception as error:
-            show_reason(f"{type(error).__name__}: {error}")
-            return None
+        snapshot = opened.snapshot
+        assert snapshot is not None
+        earlier = opened.reduction  # by the name of the snapshot `render` finds it again
+        file = earlier.origin.file if earlier is not None else self.file.name
+        reduction = replace(reduction, origin=replace(reduction.origin, file=file))
+        written = render_all(
+            reduction, snapshot, self.folder, on_reason=show_reason, processes=processes, **self._rendering()
+        )
+        fidelity = {"fidelity": snapshot.fidelity, "fidelity_note": snapshot.fidelity_note}
+        return {**reduction.summary(), **fidelity, **written}
 
-    def _print_verdict(self, error: ReprokitError) -> None:
-        if self.plan.json:
-            print_json({"schema": 1, "verdict": VERDICTS[type(error)], "message": error.message, "note": error.note})
+    def _rendering(self) -> dict[str, Any]:
+        check = self.check.file if self.check is not None else None
+        return {"source": self.source, "no_data": self.no_data, "check": check}
 
-
-def _diagnosed(snapshot: Snapshot) -> Diagnosis | None:
-    """The diagnosis. An error in it is printed; the rest of the result stays."""
-    from reprokit.locate.diagnose import diagnose
-    from reprokit.locate.diagnosis import resting_on_replay
-    from reprokit.render.fix_code import fix_code
-    from reprokit.render.spelling import in_users_words
-
-    def write(before: Program, after: Program, tensors: Tensors) -> str:
-        try:
-            return fix_code(before, after, tensors)
-        except Exception as error:
-            say(f"could not render the fix as code: {type(error).__name__}: {error}")
-            return ""
-
-    try:
-        found = diagnose(in_users_words(snapshot), write=write)
-        if snapshot.fidelity == "unfaithful":
-            found = resting_on_replay(found, snapshot.fidelity_note)
-        return found
-    except Exception as error:
-        say(f"no diagnosis: {type(error).__name__}: {error}")
-        return None
-
-
-def _moved(value: Any, old: str, new: str) -> Any:
-    """Nested data with paths that begin with one folder given as in another one."""
-    if isinstance(value, dict):
-        return {name: _moved(item, old, new) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_moved(item, old, new) for item in value]
-    return new + value[len(old) :] if isinstance(value, str) and value.startswith(old) else value
-
-
-def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
-    size = f"{counted(summary['calls'], 'call')}, {counted(summary['elements'], 'element')}"
-    return Interrupted(f"interrupted; the best so far ({size}) is in `{folder}`, and `--resume` goes on from there")
+    def _interrupted(self, best: Reduction) -> Interrupted:
+        summary = best.summary()
+        size = f"{counted(summary['calls'], 'call')}, {counted(summary['elements'], 'element')}"
+        hint = f"`reprokit shrink {shown_path(self.folder / REDUCTION_FILE)}` goes on from there"
+        return Interrupted(f"interrupted; the best so far ({size}) is in `{self.folder}`", hint=hint)
 
 
 @click.command("shrink", short_help="Find the smallest program that fails the same way.")
-@click.argument("snapshot", type=FilePath(), metavar="FILE")
+@click.argument("file", type=FilePath(), metavar="FILE")
 @click.option("-o", "--output", type=FilePath(), metavar="DIR", help="Folder for the results.")
 @click.option("-f", "--force", is_flag=True, help="Write into DIR even if it holds something.")
-@click.option(
-    "--level",
-    type=click.Choice(["op", "module", "step"]),
-    default="op",
-    show_default=True,
-    help="What a piece of the result is.",
-)
 @click.option("--check", metavar="SPEC", help=f"What counts as the failure: {SYNTAX}. Default: what was captured.")
-@click.option("--max-time", type=Seconds(), metavar="S", help="Stop after S seconds.")
+@click.option(
+    "--max-time",
+    type=Seconds(),
+    default=MAX_TIME,
+    show_default=True,
+    metavar="S",
+    help="Search for S seconds at most, after the replays.",
+)
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option(
     "--jobs",
@@ -381,8 +239,7 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
     metavar="N",
     help="Candidates to check at once. Default: 1, or what the executor runs at once.",
 )
-@click.option("--executor", metavar="WHERE", help=f"Where to check candidates: {ENGINES}. Default: here.")
-@click.option("--resume", is_flag=True, help="Go on from the reduction that is in DIR.")
+@click.option("--executor", metavar="WHERE", help=f"Where to check candidates: {EXECUTORS}. Default: here.")
 @click.option("--no-whatif", is_flag=True, help="Do not run the result in other precisions, compiled and so on.")
 @click.option(
     "--source",
@@ -390,13 +247,16 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
     default="all",
     help="How much of your code the texts show: the lines that a traceback shows, none, or all that was captured.",
 )
-@click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
-@progress_option
+@click.option("--no-data", is_flag=True, help="Write nothing that holds recorded numbers.")
+@gone("--resume", "name the result to go on from: `reprokit shrink DIR/reduction.pt`", is_flag=True)
+@gone("--level", "the result is the minimum, with the piece of the model beside it in `repro_module.py`")
+@gone("--progress", "-q prints errors only, -v prints every check, --json prints the result")
 @common_options
 def command(check: str | None, executor: str | None, **options: Any) -> Shrink:
     """Shrink a snapshot to the smallest program that fails the same way.
 
-    DIR gets repro.py, issue.md, report.html, test_repro.py and reduction.pt.
+    FILE may also be a reduction.pt to go on from, with its snapshot in the folder around. DIR gets repro.py, issue.md,
+    report.html, test_repro.py and reduction.pt.
     """
     executor = check_name(executor) if executor is not None else None
     return Shrink(check=parse(check) if check is not None else None, executor=executor, **options)

@@ -138,7 +138,6 @@ _NO_JSON = grammar.one_of("nan", "inf", "-inf")
 
 
 def _recorded_in(rows: Sequence[Numbers]) -> Iterator[RecordedStep]:
-    """The numbers of each parameter in rows of a file of recorded numbers."""
     from reprokit.series import RecordedStep
 
     for row in rows:
@@ -166,7 +165,6 @@ def _as_json_lines(rows: Sequence[Numbers]) -> str:
 
 
 def _recorded_lines(recorded: Sequence[RecordedStep]) -> Iterator[str]:
-    """What `--record` measured, and which patterns its last step shows."""
     from reprokit.locate.gradient_patterns import gradient_patterns
 
     if recorded:

@@ -152,7 +152,6 @@ class TraceScript:
             print_exception(error)
 
     def _tell(self, tracers: list[FrameRecorder]) -> None:
-        """Say why there is nothing to see, if that is so."""
         if self.output.num_rows:
             rows = counted(self.output.num_rows, "row")
             place = f" -> {self.output.path}" if self.output.path is not None else ""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, gone, print_json, say
 from reprokit.cli.interrupts import deadline, too_long
-from reprokit.cli.views import View, open_view, progress_option
+from reprokit.cli.views import open_view
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
-from reprokit.shrink.events import Compared, Started
+from reprokit.shrink.view import View
 from reprokit.snapshot.files import REDUCTION_FILE
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class WhatIf:
     keep: bool
     json: bool
     verbosity: Verbosity
-    progress: str
 
     def execute(self) -> int:
         """Make the table and print it."""
@@ -49,7 +48,7 @@ class WhatIf:
     def _run(self, opened: Opened) -> int:
         if self.keep and opened.reduction is None:
             raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
-        with contextlib.closing(open_view(self.progress, self.verbosity)) as view, warnings.catch_warnings():
+        with contextlib.closing(open_view(self.verbosity)) as view, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the calls in the table
             table = _table(opened, self.seconds, view)
         if self.keep and opened.reduction is not None:
@@ -75,7 +74,7 @@ class WhatIf:
     help="Stop after S seconds.",
 )
 @click.option("--keep", is_flag=True, help="Keep the table in the reduction, for `reprokit render`.")
-@progress_option
+@gone("--progress", "-q prints errors only, --json prints the result")
 @common_options
 def command(**options: Any) -> WhatIf:
     """Run the program of a snapshot or a reduction in other ways.
@@ -106,16 +105,13 @@ def _table(opened: Opened, seconds: float, view: View) -> WhatIfResult:
     """The table; every answer is shown as soon as it is there."""
     from reprokit.program.interpreter import Settings
     from reprokit.render.whatif_text import WORDS
-    from reprokit.snapshot.format import count_elements
     from reprokit.whatif.table import of_reduction, of_snapshot
 
     def show_trial(program: str, variant: Variant, trial: Trial) -> None:
-        answer = trial.answer.value
-        view.show(Compared(program, variant.name.replace("`", ""), answer, WORDS[answer]))
+        view.say(f"{program}, {variant.name.replace('`', '')}: {WORDS[trial.answer.value]}")
 
     subject = opened.reduction or opened.snapshot
     assert subject is not None, "a source holds one or the other"
-    view.show(Started(subject.program.num_calls, count_elements(subject.program, subject.tensors), seconds))
     if opened.reduction is not None:
         settings = opened.snapshot.settings if opened.snapshot is not None else Settings()
         return of_reduction(opened.reduction, settings, seconds=seconds, on_trial=show_trial)

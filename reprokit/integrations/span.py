@@ -98,7 +98,10 @@ class Span:
         if block is None or session is None or os.getpid() != self._process:
             return
         try:
-            _leave(block, error)
+            if error is None:
+                block.__exit__(None, None, None)
+            else:
+                block.__exit__(type(error), error, error.__traceback__)
         finally:
             self.snapshots += session.snapshots
         if error is not None:
@@ -135,10 +138,3 @@ class WithSpan:
     def snapshots(self) -> list[Path]:
         """The files written so far."""
         return self._span.snapshots
-
-
-def _leave(block: AbstractContextManager[Session], error: BaseException | None) -> None:
-    if error is None:
-        block.__exit__(None, None, None)
-    else:
-        block.__exit__(type(error), error, error.__traceback__)

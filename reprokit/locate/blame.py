@@ -17,7 +17,7 @@ from reprokit.locate.calls import constant_ways
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
 from reprokit.locate.hidden import bad_operand, explains_gradient, find_drop
-from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of
+from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of, starts_of
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.interpreter import Outcome, Tensors
@@ -118,7 +118,7 @@ def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tens
 
 
 def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> BadValue | None:
-    for value in _starts(call):
+    for value in starts_of(call):
         if not values[value].requires_grad:
             continue  # the differentiation itself is going to object
         ways = notes.reads[index].get(value, frozenset())
@@ -401,12 +401,6 @@ def exception_failure(program: Program, outcome: Outcome) -> Failure:
     index = outcome.error_call
     exception = (type(outcome.error).__name__, str(outcome.error))
     return failure_of_call(program, index, phase_of(program.calls[index]), "", kind=EXCEPTION, exception=exception)
-
-
-def _starts(call: Call) -> list[int]:
-    """The value numbers that a differentiation starts from."""
-    starts = call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
-    return [ref.value for ref in iter_refs(starts)]
 
 
 def _given_gradients(call: Call) -> list[int]:

@@ -23,12 +23,8 @@ _ROLES = {
     "div": ("numerator", "denominator"),
     "pow": ("base", "exponent"),
     "reciprocal": ("denominator",),
-    "fmod": ("numerator", "denominator"),
-    "remainder": ("numerator", "denominator"),
     "xlogy": ("factor", "logarithm"),
-    "kl_div": ("input", "logarithm"),
-    **dict.fromkeys(("norm", "vector_norm"), ("input", "order")),
-    **dict.fromkeys(("log", "log2", "log10", "entr"), ("logarithm",)),
+    **dict.fromkeys(("log", "log2", "log10"), ("logarithm",)),
 }
 _FIRST = ("input", "self", "tensor", "x", "A")
 REVERSED = ("__rtruediv__", "__rdiv__", "__rpow__", "__rsub__", "rsub", "__rmod__")

@@ -66,7 +66,13 @@ class CompiledProgram:
                 mode = stretch[0].mode
                 modes.enter(mode, values[mode.rng.value] if mode.rng is not None else None)
                 if _is_compilable(stretch[0]):
-                    self._run_stretch(number, values)
+                    if number not in self._compiled:
+                        later = {
+                            v for calls in self._stretches[number + 1 :] for call in calls for v in call.input_refs()
+                        }
+                        made = _CompiledStretch.of(stretch, later | self._keep, values, self._backend)
+                        self._compiled[number] = made
+                    self._compiled[number].run(values)
                 else:
                     assign(stretch[0].outputs, execute(stretch[0], *bind_arguments(stretch[0], values)), values)
         outcome.values = {value: values[value] for value in self._keep if value in values}
@@ -74,13 +80,6 @@ class CompiledProgram:
             v: t.grad for v, t in outcome.inputs.items() if t.is_leaf and t.requires_grad and t.grad is not None
         }
         return outcome
-
-    def _run_stretch(self, number: int, values: dict[int, torch.Tensor]) -> None:
-        if number not in self._compiled:
-            later = {v for calls in self._stretches[number + 1 :] for call in calls for v in call.input_refs()}
-            calls = self._stretches[number]
-            self._compiled[number] = _CompiledStretch.of(calls, later | self._keep, values, self._backend)
-        self._compiled[number].run(values)
 
 
 def run_compiled(step: HasProgram, keep: frozenset[int], backend: Backend) -> Outcome:
@@ -157,14 +156,10 @@ def _bind(outputs: Any, node: Any, nodes: dict[int, Any]) -> None:
         nodes[outputs.value] = node
     elif isinstance(outputs, (list, tuple)):
         for place, part in enumerate(outputs):
-            _bind(part, _part(node, place), nodes)
+            _bind(part, node.graph.call_function(operator.getitem, (node, place)), nodes)
     elif isinstance(outputs, dict):
         for key, part in outputs.items():
-            _bind(part, _part(node, key), nodes)
-
-
-def _part(node: Any, key: Any) -> Any:
-    return node.graph.call_function(operator.getitem, (node, key))
+            _bind(part, node.graph.call_function(operator.getitem, (node, key)), nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +203,7 @@ class Compiled:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch.compile(_own_code(_plus_one), backend=self.compiler)(torch.zeros(2))
+                torch.compile(_own_code(lambda x: x + 1), backend=self.compiler)(torch.zeros(2))
         except Exception as error:  # a backend may fail in as many ways as there are compilers
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(
@@ -240,7 +235,3 @@ def variable_of(file: str, name: str) -> Any:
         return found
     finally:
         sys.path.remove(folder)
-
-
-def _plus_one(x: torch.Tensor) -> torch.Tensor:
-    return x + 1

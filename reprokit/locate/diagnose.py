@@ -10,19 +10,16 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from reprokit.locate.blame import locate
 from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, CatalogueEntry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Also, Diagnosis, Fix
 from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
-from reprokit.locate.notes import failure_of_call
 from reprokit.locate.scene import CapturedStep, Scene, observe
 from reprokit.locate.signs import Numbers, edges, labels, off_course, operands, precision, seen, training
 from reprokit.locate.trials import TrialBudget, WriteCode, attempt
-from reprokit.locate.underflow import find_underflow
-from reprokit.locate.ways import PLUS
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Phase
 
@@ -33,34 +30,13 @@ _VERB = re.compile(r"\b(?:are|have|divide|hold|overflow|raise)\b")
 _SINGULAR = {"are": "is", "have": "has"}
 
 
-class Exchanged(Protocol):
-    """A number that was exchanged for another one."""
-
-    @property
-    def from_(self) -> float:
-        """The number of the step."""
-
-    @property
-    def to(self) -> float:
-        """The number with which it passes."""
-
-
-class Reduced(Protocol):
-    """The part of a reduction that a diagnosis reads."""
-
-    @property
-    def nearest(self) -> Exchanged | None:
-        """The smallest change found that passes."""
-
-
 def diagnose(
     step: CapturedStep,
-    reduction: Reduced | None = None,
     *,
     budget: TrialBudget | None = None,
     write: WriteCode | None = None,
 ) -> Diagnosis:
-    """The diagnosis of a captured step (a snapshot). ``reduction`` adds what its search found out.
+    """The diagnosis of a captured step (a snapshot).
 
     ``write`` makes the code of a fix; without it only code from the catalogue is given.
     """
@@ -71,7 +47,7 @@ def diagnose(
         found = matches(scene)
         if not found:
             return _unknown("None of the known causes fits the values that the call was given.")
-        is_event = scene.failure.event is not None  # whose signs are changes that were run
+        is_event = scene.failure.event is not None  # no change of one call ends it
         note, tried = (None, []) if is_event else _try_all(scene, found, budget or TrialBudget(), write)
     (entry, numbers), *others = found
     fix = _best(tried)
@@ -79,7 +55,7 @@ def diagnose(
         entry.id,
         entry.title,
         entry.mechanism.format(**numbers),
-        (*(_said(line, numbers) for line in entry.evidence), *_from(reduction)),
+        tuple(_said(line, numbers) for line in entry.evidence),
         entry.confidence,
         entry.advice,
         entry.links,
@@ -106,20 +82,12 @@ def matches(scene: Scene) -> list[tuple[CatalogueEntry, Numbers]]:
 def _at_root(scene: Scene) -> Scene:
     """The scene of what the origin fails over, if the catalogue knows that, else the same scene.
 
-    An exception may be about a bad value that an earlier call returned. Something divided by an infinity is zero: the
-    infinity is gone, and a later division finds 0 / 0.
+    An exception may be about a bad value that an earlier call returned.
     """
     if scene.failure.cause is not None and scene.failure.cause.call_index is not None:
         made = observe(replace(scene, failure=scene.failure.cause))
         return made if matches(made) else scene
-    if scene.call is None or short_name(scene.call) != "div" or scene.failure.kind != "nan":
-        return scene
-    found = find_underflow(scene, "denominator")
-    if found is None or found.loss.overflow is None:
-        return scene
-    index = found.loss.overflow
-    moved = failure_of_call(scene.program, index, scene.program.calls[index].phase, PLUS)
-    return observe(replace(scene, failure=moved))
+    return scene
 
 
 def _also(entry: CatalogueEntry, others: list[tuple[CatalogueEntry, Numbers]]) -> Iterator[Also]:
@@ -215,13 +183,6 @@ def _best(tried: list[Fix]) -> Fix | None:
 def _next_remedies(scene: Scene) -> list[Remedy]:
     """The remedies to try when an edit moved the failure to another call."""
     return [remedy for entry, _ in matches(scene) for remedy in entry.remedies]
-
-
-def _from(reduction: Reduced | None) -> list[str]:
-    nearest = reduction.nearest if reduction is not None else None
-    if nearest is None:
-        return []
-    return [f"The smallest program passes once {nearest.from_:.6g} is changed to {nearest.to:.6g} in one place."]
 
 
 def _unknown(why: str) -> Diagnosis:

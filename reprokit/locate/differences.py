@@ -21,6 +21,7 @@ from reprokit.errors import ReprokitError
 from reprokit.locate.blame import exception_failure
 from reprokit.locate.compiled import HasProgram
 from reprokit.locate.failure import Failure, module_of
+from reprokit.locate.notes import starts_of
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import (
@@ -52,7 +53,6 @@ _HALVES = {"torch.float16": torch.float16, "torch.half": torch.float16, "torch.b
 _CASTS = {"torch.Tensor.half": torch.float16, "torch.Tensor.bfloat16": torch.bfloat16}
 MISMATCH = "mismatch"
 NOT_FINITE = ", not finite"
-_EAGER_RUNS = 2
 
 
 class Reference(Protocol):
@@ -93,8 +93,7 @@ def results_of(program: Program) -> list[int]:
     found = dict.fromkeys(ref.value for ref in program.outputs)
     for call in program.calls:
         if call.is_differentiation:
-            starts = call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
-            found.update(dict.fromkeys(ref.value for ref in iter_refs(starts)))
+            found.update(dict.fromkeys(starts_of(call)))
         if call.target == AUTOGRAD_GRAD:
             found.update(dict.fromkeys(call.output_refs()))
         elif call.is_optimizer_step:
@@ -127,7 +126,8 @@ def tolerances(dtype: torch.dtype, halves: frozenset[torch.dtype]) -> tuple[floa
 
 def differences(actual: Outcome, expected: Outcome, halves: frozenset[torch.dtype]) -> Iterator[Difference]:
     """Every result that differs beyond its tolerances, values before gradients."""
-    for is_gradient, one, other in _paired(actual, expected):
+    kinds = (False, actual.values, expected.values), (True, actual.gradients, expected.gradients)
+    for is_gradient, one, other in kinds:
         for value, tensor in one.items():
             if value not in other:
                 raise Incomparable(f"value {value} is missing")
@@ -138,19 +138,10 @@ def differences(actual: Outcome, expected: Outcome, halves: frozenset[torch.dtyp
 
 def is_above_noise(found: Difference, actual: Outcome, expected: Outcome, eager: Sequence[Outcome]) -> bool:
     """True if the largest difference is clearly larger than any between eager runs of the same program."""
-    runs = [_tensor(outcome, found) for outcome in eager]
+    outcomes = (actual, expected, *eager)
+    one, other, *runs = [(item.gradients if found.is_gradient else item.values)[found.value] for item in outcomes]
     noise = max((_largest(first, second) for first in runs for second in runs), default=0.0)
-    return _largest(_tensor(actual, found), _tensor(expected, found)) > MARGIN * noise
-
-
-def _tensor(outcome: Outcome, found: Difference) -> torch.Tensor:
-    return (outcome.gradients if found.is_gradient else outcome.values)[found.value]
-
-
-def _paired(
-    actual: Outcome, expected: Outcome
-) -> tuple[tuple[bool, dict[int, torch.Tensor], dict[int, torch.Tensor]], ...]:
-    return (False, actual.values, expected.values), (True, actual.gradients, expected.gradients)
+    return _largest(one, other) > MARGIN * noise
 
 
 def _difference(
@@ -219,11 +210,10 @@ def compare(step: HasProgram, reference: Reference, way: str | None = None) -> D
 def _eager_runs(step: HasProgram, keep: frozenset[int]) -> list[Outcome]:
     """Two runs as they are; the second one with another number of threads, which adds up in another order."""
     threads = torch.get_num_threads()
-    outcomes = []
+    outcomes = [run(step.program, step.tensors, keep=keep)]
     try:
-        for number in range(_EAGER_RUNS):
-            torch.set_num_threads(threads if number == 0 else 1 if threads > 1 else 2)
-            outcomes.append(run(step.program, step.tensors, keep=keep))
+        torch.set_num_threads(1 if threads > 1 else 2)
+        outcomes.append(run(step.program, step.tensors, keep=keep))
     finally:
         torch.set_num_threads(threads)
     if any(outcome.error is not None for outcome in outcomes):
@@ -299,8 +289,7 @@ class LoneCalls:
 
     def _is_asked(self, call: Call) -> bool:
         is_special = call.is_differentiation or call.is_optimizer_step or call.target in (ZERO_GRAD, OPAQUE)
-        is_over = time.monotonic() > self._ends
-        if is_over or is_special or call.mode.rng is not None or not call.output_refs():
+        if time.monotonic() > self._ends or is_special or call.mode.rng is not None or not call.output_refs():
             return False
         return self.target is None or display_name(call.target) == self.target
 

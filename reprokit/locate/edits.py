@@ -19,21 +19,19 @@ from reprokit.locate.calls import Slot, argument_at, slot_of
 from reprokit.locate.domains import number_named
 from reprokit.locate.scene import Scene
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Call, Mode, Program, Ref, Site, map_leaves
+from reprokit.program.ir import Call, Mode, Program, Ref, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
 class Edited:
     """A program after an edit, and the tensors of its inputs.
 
-    ``is_local`` means that single calls were edited; what was not touched is the very same `Call` as before. ``site``
-    is the line of the edit where that is not the origin's.
+    ``is_local`` means that single calls were edited; what was not touched is the very same `Call` as before.
     """
 
     program: Program
     tensors: Mapping[int, torch.Tensor]
     is_local: bool = True
-    site: Site | None = None
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Editor:
 
     program: Program
     _next: int = field(init=False)
-    _replaced: dict[int, list[Call]] = field(default_factory=dict)
+    replaced: dict[int, list[Call]] = field(default_factory=dict)
     _index: int = 0
 
     def __post_init__(self) -> None:
@@ -51,15 +49,11 @@ class Editor:
     def begin(self, index: int) -> None:
         """Go on at call number ``index``, which stays as it is unless something is put in its place."""
         self._index = index
-        self._replaced.pop(index, None)
-
-    def has_changed(self, index: int) -> bool:
-        """True if there is something in place of a call."""
-        return index in self._replaced
+        self.replaced.pop(index, None)
 
     def add(self, call: Call) -> None:
         """Go on with a call that is not new."""
-        self._replaced.setdefault(self._index, []).append(call)
+        self.replaced.setdefault(self._index, []).append(call)
 
     def value(self) -> Ref:
         """A value that nothing uses yet."""
@@ -77,7 +71,7 @@ class Editor:
         """The edited program."""
         calls: list[Call] = []
         for index, call in enumerate(self.program.calls):
-            calls += self._replaced.get(index, [call])
+            calls += self.replaced.get(index, [call])
         return replace(self.program, calls=tuple(calls))
 
 
@@ -166,7 +160,7 @@ def everywhere(scene: Scene, change: Change) -> Edited | None:
         editor.begin(index)
         with contextlib.suppress(KeyError):
             change(editor, scene.program.calls[index])
-    is_changed = origin is not None and editor.has_changed(origin)
+    is_changed = origin is not None and origin in editor.replaced
     return Edited(editor.finish(), scene.tensors) if is_changed else None
 
 

@@ -127,6 +127,11 @@ class Failure:
         return self.phase == Phase.BACKWARD and self.backward_node is not None
 
     @property
+    def is_given(self) -> bool:
+        """True if an input of the program is bad before the first call reads it."""
+        return self.kind in ("nan", "inf") and self.call is None and self.input_name is not None
+
+    @property
     def reference(self) -> tuple[str, str]:
         """The reference of a mismatch (``fp64``, ``compile``, ``cpu-cuda``), and its option: a compiler's backend."""
         name, _, option = self.way.partition(",")[0].partition(":")

@@ -9,7 +9,7 @@ healthy one into one that is off.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -20,16 +20,17 @@ from typing import Any
 import torch
 
 from reprokit.locate.calls import VIEWS, argument_at, short_name, slot_of
-from reprokit.locate.failure import Failure, module_of
-from reprokit.locate.quantity import at_optimizer, loss_of, measured, measured_in
+from reprokit.locate.failure import Failure
+from reprokit.locate.quantity import at_call, at_optimizer, loss_of, measured
 from reprokit.locate.ways import largest_finite, ways_of
-from reprokit.program.functions import all_written, display_name
+from reprokit.program.functions import all_written
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs
 
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _MOST_ROWS = 64  # of a batch that are exchanged one by one; each costs a run
 _BY_DESIGN = frozenset({"mul", "where", "masked_fill"})
+_NOTHING = torch.empty(0)  # in the place of an input that the healthy step does not have; a batch is not empty
 _SHARE = 0.1  # of the largest effect of a row, which makes another row one that carries it, too
 
 
@@ -46,13 +47,16 @@ class _Sizes:
     """Observes a run: the largest magnitude of every value and of its gradient, by value number.
 
     ``made`` and ``passed`` have those of every result as its call left it, by the index of the call and the value: a
-    value that is written in place has several.
+    value that is written in place has several. ``floats`` are the calls with a floating-point result, ``with_graph``
+    those with a result that has a graph.
     """
 
     values: dict[int, float] = field(default_factory=dict)
     made: dict[tuple[int, int], float] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
     passed: dict[tuple[int, int], float] = field(default_factory=dict)
+    floats: set[int] = field(default_factory=set)
+    with_graph: set[int] = field(default_factory=set)
     _versions: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -75,6 +79,10 @@ class _Sizes:
             tensor = values[value]
             self.values[value], self._versions[value] = _size(tensor), tensor._version
             self.made[index, value] = self.values[value]
+            if tensor.is_floating_point():
+                self.floats.add(index)
+            if tensor.requires_grad:
+                self.with_graph.add(index)
         for value in call.output_refs():
             tensor = values[value]
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -92,42 +100,44 @@ def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
     event = failure.event
     if event is None:
         return failure
-    ratio = event.value / event.usual if event.usual and event.usual > 0 else math.inf
-    factor = min(max(abs(ratio) ** 0.25, _LEAST_FACTOR), _MOST_FACTOR) if math.isfinite(ratio) else _MOST_FACTOR
     if event.quantity == "update":
         return at_optimizer(failure, step.program)
+    ratio = event.value / event.usual if event.usual and event.usual > 0 else math.inf
+    factor = min(max(abs(ratio) ** 0.25, _LEAST_FACTOR), _MOST_FACTOR) if math.isfinite(ratio) else _MOST_FACTOR
     comparison = _Comparison.of(step, healthy, factor)
     is_forward = failure.phase is Phase.FORWARD or comparison.is_off(loss_of(step.program))
-    found = comparison.forward(loss_of(step.program)) if is_forward else comparison.backward()
-    index, source = found if found is not None else (None, None)
-    rows = ""
-    if event.quantity in ("loss", "gradient norm"):
-        source, rows = _carried_by(step, healthy, failure, comparison, source, index)
+    index = comparison.forward(loss_of(step.program)) if is_forward else comparison.backward()
+    source, rows = comparison.off_input(step.program.calls[index]) if index is not None else None, ""
+    if source is None:
+        source, rows = _by_exchange(step, healthy, failure, comparison.partner)
         if source is None and not rows and index is not None:
-            rows = _rows_of_result(step, healthy, comparison, index)
+            made = (value for value in _results(step.program.calls[index]) if comparison.is_made_off(index, value))
+            rows = comparison.rows_off(next(made, None))
+    elif source.role == "batch":
+        rows = comparison.rows_off(source.value)
     event = replace(event, source=source.name if source is not None else None, rows=rows or None)
-    event = replace(event, **comparison.off_data(source))
+    failure = replace(failure, event=replace(event, **comparison.off_data(source)))
     if index is None:
-        return replace(failure, event=event)
-    call = step.program.calls[index]
-    return replace(
-        failure,
-        event=event,
-        call=display_name(call.target),
-        call_index=index,
-        module=module_of(call),
-        site=call.site,
-        value=failure.value if failure.value is not None else next(iter(_results(call)), None),
-    )
+        return failure
+    value = failure.value if failure.value is not None else next(iter(_results(step.program.calls[index])), None)
+    return replace(at_call(failure, step.program, index), value=value)
 
 
-def zeroed(step: Step, failure: Failure) -> Failure:
-    """``failure``, a gradient of zeros for the parameter that is its value, with the call that lets nothing through.
+def blocked(step: Step, failure: Failure) -> Failure:
+    """``failure``, no gradient for the parameter that is its value, with the call that lets none through.
 
-    That is the first one, from the loss on, that makes only zeros of something else, and of a gradient. Without such a
-    call the failure stays as it is. A product and a mask make zeros because somebody asks for them.
+    That is one that returns only zeros, or one that cuts the graph. Without such a call it stays as it is.
     """
-    sizes, program = _Sizes.of(step), step.program
+    program, sizes = step.program, _Sizes.of(step)
+    index = _zeroing(program, sizes, failure.value)
+    if index is None and any(item.value == failure.value and item.requires_grad for item in program.inputs):
+        index = _cutting(program, sizes, failure.value)
+    return at_call(failure, program, index) if index is not None else failure
+
+
+def _zeroing(program: Program, sizes: _Sizes, parameter: int | None) -> int | None:
+    """The first call behind the parameter, from the loss on, that makes only zeros of something else, and of a
+    gradient. A product and a mask make zeros because somebody asks for them."""
     for index in reversed(_way_to(program, loss_of(program))):
         call = program.calls[index]
         is_reached = any(sizes.passed.get((index, value), 0.0) > 0 for value in call.output_refs())
@@ -135,10 +145,21 @@ def zeroed(step: Step, failure: Failure) -> Failure:
         if is_reached and not is_wanted and all(sizes.made[index, value] == 0.0 for value in call.output_refs()):
             read = [v for v in call.input_refs() if _is_silent(program, sizes, index, v)]
             ways = [_way_to(program, value, before=index) for value in read]
-            if any(failure.value in program.calls[number].input_refs() for way in ways for number in way):
-                name = display_name(call.target)
-                return replace(failure, call=name, call_index=index, module=module_of(call), site=call.site)
-    return failure
+            if any(parameter in program.calls[number].input_refs() for way in ways for number in way):
+                return index
+    return None
+
+
+def _cutting(program: Program, sizes: _Sizes, parameter: int | None) -> int | None:
+    """The first call on the way from the parameter to the loss that has no graph, such as `detach`."""
+    reached = {parameter}
+    for index in _way_to(program, loss_of(program)):
+        call = program.calls[index]
+        if not reached.isdisjoint(call.input_refs()):
+            reached.update(_results(call))
+            if index in sizes.floats and index not in sizes.with_graph:
+                return index
+    return None
 
 
 def _is_silent(program: Program, sizes: _Sizes, index: int, value: int) -> bool:
@@ -154,26 +175,6 @@ def _maker(program: Program, index: int, value: int) -> int | None:
     return next((n for n in range(index - 1, -1, -1) if value in _results(program.calls[n])), None)
 
 
-def blocked(step: Step, failure: Failure) -> Failure:
-    """``failure``, no gradient for the parameter that is its value, with the call that lets none through.
-
-    That is one that returns only zeros, or one that cuts the graph. Without such a call it stays as it is.
-    """
-    found = zeroed(step, failure)
-    return found if found.call is not None else _cut(step, failure)
-
-
-def is_alive_without(step: Step, blocking: Failure) -> bool:
-    """True if the parameter of a `blocked` failure would get a gradient if the call let it through unchanged.
-
-    It would not where what the layer itself reads is all zeros, or where an earlier call blocks as well.
-    """
-    event, through = blocking.event, _Through(blocking.call_index)
-    outcome = run(step.program, step.tensors, observer=through, keep=frozenset())
-    share = measured_in(outcome, step.program, step.tensors, blocking)
-    return event is not None and share is not None and share < event.threshold
-
-
 def blocking_bias(step: Step, blocking: Failure) -> int | None:
     """The bias in front of the call of a `blocked` failure without which the parameter gets a gradient."""
     program, index = step.program, blocking.call_index
@@ -183,75 +184,13 @@ def blocking_bias(step: Step, blocking: Failure) -> int | None:
         if index is not None and short_name(program.calls[index]) not in VIEWS:
             break
     vectors = {i.value for i in program.inputs if i.role == "parameter" and step.tensors[i.value].dim() == 1}
-    read = program.calls[index].input_refs() if index is not None else ()
-    return next((value for value in read if value in vectors and not _lasts_without(step, blocking, value)), None)
-
-
-def _lasts_without(step: Step, failure: Failure, value: int) -> bool:
-    """True if an event lasts with zeros in the place of one input."""
-    found = measured(step.program, {**step.tensors, value: torch.zeros_like(step.tensors[value])}, failure)
-    return failure.event is None or found is None or found >= failure.event.threshold
-
-
-@dataclass
-class _Through:
-    """Observes a run: passes the gradient of what one call returns to what it reads, where that gets only zeros."""
-
-    index: int | None
-    _arrived: list[torch.Tensor] = field(default_factory=list)
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Pass the gradient on once it has arrived."""
-        for value in call.input_refs() if index == self.index else ():
-            if values[value].requires_grad:
-                values[value].register_hook(self._passed)  # type: ignore[no-untyped-call]
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Keep the gradient that arrives."""
-        for value in call.output_refs() if index == self.index else ():
-            if values[value].requires_grad:
-                values[value].register_hook(self._arrived.append)  # type: ignore[no-untyped-call]
-
-    def _passed(self, gradient: torch.Tensor) -> torch.Tensor:
-        fitting = (arrived for arrived in self._arrived if arrived.shape == gradient.shape)
-        return gradient if gradient.any() else next(fitting, gradient).to(gradient.dtype)
-
-
-def _cut(step: Step, failure: Failure) -> Failure:
-    """``failure`` with the first call on the way from its parameter to the loss that has no graph, such as `detach`."""
-    program, flags = step.program, _Flags()
-    if not any(item.value == failure.value and item.requires_grad for item in program.inputs):
-        return failure
-    run(program, step.tensors, observer=flags, keep=frozenset())
-    reached = {failure.value}
-    for index in _way_to(program, loss_of(program)):
-        call = program.calls[index]
-        if reached.isdisjoint(call.input_refs()):
-            continue
-        results = _results(call)
-        reached.update(results)
-        if any(flags.is_float.get(value, False) for value in results) and index not in flags.with_graph:
-            name = display_name(call.target)
-            return replace(failure, call=name, call_index=index, module=module_of(call), site=call.site)
-    return failure
-
-
-@dataclass
-class _Flags:
-    """Observes a run: which results have floating-point elements, and which calls made one with a graph."""
-
-    is_float: dict[int, bool] = field(default_factory=dict)
-    with_graph: set[int] = field(default_factory=set)
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Nothing is noted before a call."""
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Note what the call returned or wrote into."""
-        for value in _results(call):
-            self.is_float[value] = values[value].is_floating_point()
-            if values[value].requires_grad:
-                self.with_graph.add(index)
+    for value in program.calls[index].input_refs() if index is not None else ():
+        if value in vectors and blocking.event is not None:
+            without = {**step.tensors, value: torch.zeros_like(step.tensors[value])}
+            share = measured(program, without, blocking)
+            if share is not None and share < blocking.event.threshold:
+                return value
+    return None
 
 
 @dataclass
@@ -286,46 +225,54 @@ class _Comparison:
 
     def off_data(self, source: Input | None) -> dict[str, Any]:
         """The target of the loss, or else the ``source`` in the batch, if that is off: fields of a `Predicate`."""
-        program = self.step.program
-        given = {item.value for item in program.inputs if item.role == "parameter"}
-        for index in _way_to(program, loss_of(program)):
-            call = program.calls[index]
+        for index in _way_to(self.step.program, loss_of(self.step.program)):
+            call = self.step.program.calls[index]
             with suppress(KeyError):
                 target = argument_at(call, slot_of(call, "target"))
-                if (
-                    isinstance(target, Ref)
-                    and self.is_off(target.value)
-                    and given.isdisjoint(self._behind(target.value))
-                ):
+                if isinstance(target, Ref) and self.is_off(target.value) and self.is_of_batch(target.value):
                     return {"argument": f"target of {short_name(call)}", **self._largest(target.value)}
         is_data = source is not None and source.role == "batch" and self.is_off(source.value)
         return self._largest(source.value) if source is not None and is_data else {}
 
-    def _behind(self, value: int) -> set[int]:
+    def is_of_batch(self, value: int) -> bool:
+        """True if no parameter is behind a value."""
         program = self.step.program
-        return {value, *(v for n in _way_to(program, value) for v in program.calls[n].input_refs())}
+        behind = {value, *(read for index in _way_to(program, value) for read in program.calls[index].input_refs())}
+        return not any(item.role == "parameter" and item.value in behind for item in program.inputs)
+
+    def rows_off(self, value: int | None) -> str:
+        """The rows of a value of the batch that are off at the end of the step, which may write into it."""
+        if value is None or not self.is_of_batch(value):
+            return ""
+        tensor = run(self.step.program, self.step.tensors, keep=frozenset({value})).values.get(value)
+        if tensor is None or not tensor.dim() or not tensor.is_floating_point():
+            return ""
+        limit = self.factor * self.healthy.values[self.partner[value]]
+        sizes = tensor.detach().double().abs().reshape(len(tensor), -1).nan_to_num(math.inf).amax(1).tolist()
+        return _row_words([row for row, size in enumerate(sizes) if size > limit], len(tensor))
 
     def _largest(self, value: int) -> dict[str, float]:
         now, before = self.sizes.values[value], self.healthy.values[self.partner[value]]
         return {"largest": now, "largest_usual": before} if math.isfinite(now) else {}
 
-    def forward(self, value: int | None) -> tuple[int, Input | None] | None:
-        """The first call on the way to a value whose result is off, and the input of the step that is, if one is."""
-        program = self.step.program
-        inputs = {item.value: item for item in program.inputs}
-        for index in _way_to(program, value):
-            call = program.calls[index]
-            if any(self.is_made_off(index, result) for result in _results(call)):
-                return index, next((inputs[v] for v in call.input_refs() if v in inputs and self.is_off(v)), None)
-        return None
+    def off_input(self, call: Call) -> Input | None:
+        """The first input of the step that is off among those that a call reads."""
+        inputs = {item.value: item for item in self.step.program.inputs}
+        return next((inputs[v] for v in call.input_refs() if v in inputs and self.is_off(v)), None)
 
-    def backward(self) -> tuple[int, Input | None] | None:
-        """The first call, from the loss on, that makes a gradient off, and the input of the step that it reads.
+    def forward(self, value: int | None) -> int | None:
+        """The first call on the way to a value whose result is off."""
+        calls = self.step.program.calls
+        way = _way_to(self.step.program, value)
+        return next((n for n in way if any(self.is_made_off(n, result) for result in _results(calls[n]))), None)
+
+    def backward(self) -> int | None:
+        """The first call, from the loss on, that makes a gradient off.
 
         Where that call reads a result that is off, which is a factor of the gradient, the first call on the way to it.
         """
         program = self.step.program
-        inputs = {item.value: item for item in program.inputs}
+        inputs = {item.value for item in program.inputs}
         for index in reversed(_way_to(program, loss_of(program))):
             call = program.calls[index]
             if any(self.is_off(value, gradient=True) for value in call.output_refs()):
@@ -333,9 +280,7 @@ class _Comparison:
             if any(self.is_off(value, gradient=True) for value in call.input_refs()):
                 factor = next((v for v in call.input_refs() if v not in inputs and self.is_off(v)), None)
                 earlier = self.forward(factor) if factor is not None else None
-                if earlier is not None:
-                    return earlier
-                return index, next((inputs[v] for v in call.input_refs() if v in inputs and self.is_off(v)), None)
+                return earlier if earlier is not None else index
         return None
 
 
@@ -374,88 +319,25 @@ def _key(call: Call) -> tuple[object, ...]:
     return call.target, tuple(scope.path for scope in call.scope), call.site.line if call.site is not None else 0
 
 
-def _carried_by(
-    step: Step, healthy: Step, failure: Failure, comparison: _Comparison, source: Input | None, index: int | None
-) -> tuple[Input | None, str]:
-    """The input of the batch that carries an event, and its rows.
-
-    That is the one that is off; else the one without which, its healthy values in its place, there is no event.
-    """
-    if source is not None and source.role != "batch":
-        return source, ""
-    batch = [item for item in step.program.inputs if item.role == "batch" and step.tensors[item.value].dim()]
-    pairs = {item.value: healthy.tensors.get(comparison.partner.get(item.value, -1)) for item in batch}
-    alike = [item for item in batch if _are_alike(step.tensors[item.value], pairs[item.value])]
-    if source is not None:
-        if source not in alike:
-            return source, ""
-        mine = _read_at(step, index, source.value)
-        if mine is None or not mine.is_floating_point():
-            return source, ""
-        limit = comparison.factor * comparison.healthy.values[comparison.partner[source.value]]
-        return source, row_words(_rows_above(mine, limit), len(mine))
-    return _by_exchange(step, failure, {item: t for item in alike if (t := pairs[item.value]) is not None})
-
-
-def _rows_of_result(step: Step, healthy: Step, comparison: _Comparison, index: int) -> str:
-    """The rows that are off of a result which was computed from the batch alone."""
-    program, roles = step.program, {item.value: item.role for item in step.program.inputs}
-    value = next((value for value in _results(program.calls[index]) if comparison.is_made_off(index, value)), None)
-    read = {v for number in _way_to(program, value) for v in program.calls[number].input_refs()}
-    if value is None or "parameter" in map(roles.get, read):
-        return ""
-    tensor = run(program, step.tensors, keep=frozenset({value})).values.get(value)
-    if tensor is None or not tensor.dim():
-        return ""
-    limit = comparison.factor * comparison.healthy.values[comparison.partner[value]]
-    return row_words(_rows_above(tensor, limit), len(tensor))
-
-
-@dataclass
-class _Reading:
-    """Observes a run: the tensor that one call reads, as it is then."""
-
-    index: int | None
-    value: int
-    tensor: torch.Tensor | None = None
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Copy the tensor."""
-        if index == self.index:
-            self.tensor = values[self.value].detach().clone()
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Nothing is noted after a call."""
-
-
-def _read_at(step: Step, index: int | None, value: int) -> torch.Tensor | None:
-    reading = _Reading(index, value)
-    run(step.program, step.tensors, observer=reading, keep=frozenset())
-    return reading.tensor
-
-
-def _rows_above(tensor: torch.Tensor, limit: float) -> list[int]:
-    """The rows that hold a magnitude above a limit, or one that is not finite."""
-    sizes = tensor.detach().double().abs().reshape(len(tensor), -1).nan_to_num(math.inf).amax(1).tolist()
-    return [row for row, size in enumerate(sizes) if size > limit]
-
-
-def _by_exchange(step: Step, failure: Failure, healthy: Mapping[Input, torch.Tensor]) -> tuple[Input | None, str]:
-    """Exchange inputs for their healthy values, then single rows of all of them."""
+def _by_exchange(step: Step, healthy: Step, failure: Failure, partner: Mapping[int, int]) -> tuple[Input | None, str]:
+    """The input of the batch without which, its healthy values in its place, there is no event, and its rows: those
+    with an effect of their own."""
     event = failure.event
-    if event is None or not healthy:
+    batch = [item for item in step.program.inputs if item.role == "batch" and step.tensors[item.value].dim()]
+    pairs = [(item, healthy.tensors.get(partner.get(item.value, -1), _NOTHING)) for item in batch]
+    whole = {item.value: other for item, other in pairs if _are_alike(step.tensors[item.value], other)}
+    if event is None or not whole:
         return None, ""
 
     def value_with(tensors: Mapping[int, torch.Tensor]) -> float:
         found = measured(step.program, {**step.tensors, **tensors}, failure)
         return found if found is not None and not math.isnan(found) else math.inf
 
-    whole = {item.value: tensor for item, tensor in healthy.items()}
     if not value_with(whole) < event.threshold:
         return None, ""
-    alone = (item for item in healthy if len(healthy) > 1 and value_with({item.value: healthy[item]}) < event.threshold)
-    source = next(iter(healthy)) if len(healthy) == 1 else next(alone, None)
-    lengths = {len(tensor) for tensor in healthy.values()}
+    alone = (item for item, other in pairs if item.value in whole and value_with({item.value: other}) < event.threshold)
+    source = next(alone, None)
+    lengths = {len(tensor) for tensor in whole.values()}
     length = lengths.pop()
     if lengths or not 1 < length <= _MOST_ROWS:
         return source, ""
@@ -468,27 +350,23 @@ def _by_exchange(step: Step, failure: Failure, healthy: Mapping[Input, torch.Ten
     most = max(effects)
     if not most > 0 or not math.isfinite(most):
         return source, ""
-    return source, row_words([row for row, effect in enumerate(effects) if effect >= _SHARE * most], length)
+    return source, _row_words([row for row, effect in enumerate(effects) if effect >= _SHARE * most], length)
 
 
-def _are_alike(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_complex()
-    return is_plain and other is not None and tensor.shape == other.shape and tensor.dtype == other.dtype
+    return is_plain and tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
-def row_words(rows: Sequence[int], length: int) -> str:
+def _row_words(rows: Sequence[int], length: int) -> str:
     """``rows 0-3, 6``; empty for none, and for a batch of a single row."""
     if not rows or length < 2:
         return ""
-    stretches = list(_stretches(rows))
-    words = [f"{first}-{last}" if last > first else f"{first}" for first, last in stretches]
-    return f"row{'s' if len(rows) > 1 else ''} {', '.join(words)}"
-
-
-def _stretches(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    words = []
     for _, group in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
         numbers = [row for _, row in group]
-        yield numbers[0], numbers[-1]
+        words.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(words)}"
 
 
 def _size(tensor: torch.Tensor) -> float:

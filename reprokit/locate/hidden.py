@@ -16,11 +16,11 @@ import torch
 from reprokit.arrivals import pass_on
 from reprokit.locate.calls import short_name
 from reprokit.locate.domains import SPREADING
-from reprokit.locate.notes import BadValue, Notes
+from reprokit.locate.notes import BadValue, Notes, starts_of
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.dataflow import needed_calls
-from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
-from reprokit.program.ir import Call, Program, Ref, iter_refs
+from reprokit.program.interpreter import Tensors, bind_arguments, execute, run
+from reprokit.program.ir import Call, Program, Ref
 
 
 def find_drop(
@@ -36,16 +36,13 @@ def find_drop(
         reads, writes = notes.reads.get(index, {}), notes.writes.get(index, {})
         if led_to.isdisjoint(reads):
             continue
-        if any(NAN in ways for ways in writes.values()) or not _reads_nan(reads, led_to):
+        reads_nan = any(NAN in ways for value, ways in reads.items() if value in led_to)
+        if any(NAN in ways for ways in writes.values()) or not reads_nan:
             if through_layers or short_name(notes.program.calls[index]) not in SPREADING:
                 led_to.update(writes)
         elif index in differentiated:
             return index
     return None
-
-
-def _reads_nan(reads: dict[int, frozenset[str]], values: Set[int]) -> bool:
-    return any(NAN in reads[value] for value in values if value in reads)
 
 
 _STAND_IN = 1.0  # any moderate number will do
@@ -56,22 +53,17 @@ def explains_gradient(program: Program, tensors: Tensors, value: int, reader: in
     loss another one: a branch that `torch.where` drops has no part in the loss, so its backward pass is the failure.
     """
     calls = program.calls[: found.index + 1]
-    start = calls[-1].args[0] if calls[-1].args else calls[-1].kwargs.get("tensors", calls[-1].kwargs.get("outputs"))
-    starts = frozenset(ref.value for ref in iter_refs(start))
+    starts = frozenset(starts_of(calls[-1]))
     finite = Ref(program.next_value())
     numbers = {"nan": float("nan"), "posinf": _STAND_IN, "neginf": -_STAND_IN}
     made = Call("torch.nan_to_num", (Ref(value),), numbers, finite, mode=calls[reader].mode)
     rest = [call.substituted({value: finite}) for call in calls[reader:]]
     changed = run(replace(program, calls=(*calls[:reader], made, *rest)), tensors, keep=starts | {found.value})
-    if changed.error is not None or _is_gradient_bad(changed, found):
+    gradient = changed.gradients.get(found.value, changed.values.get(found.value))
+    if changed.error is not None or gradient is None or ways_of(gradient):
         return False
     plain = run(replace(program, calls=calls[:-1]), tensors, keep=starts)
     return any(not torch.equal(plain.values[key], changed.values[key]) for key in starts)
-
-
-def _is_gradient_bad(outcome: Outcome, found: BadValue) -> bool:
-    gradient = outcome.gradients.get(found.value, outcome.values.get(found.value))
-    return gradient is None or bool(ways_of(gradient))
 
 
 def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) -> BadValue | None:

@@ -36,6 +36,12 @@ def phase_of(call: Call) -> Phase:
     return Phase.BACKWARD if call.is_differentiation else Phase.OPTIMIZER if call.is_optimizer_step else call.phase
 
 
+def starts_of(call: Call) -> list[int]:
+    """The value numbers that a differentiation starts from."""
+    starts = call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
+    return [ref.value for ref in iter_refs(starts)]
+
+
 def failure_of_call(program: Program, index: int, phase: Phase, way: str, **more: Any) -> Failure:
     """The failure whose origin is call number ``index``; ``more`` are further fields."""
     call = program.calls[index]

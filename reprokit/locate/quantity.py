@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from reprokit.locate.blame import exception_failure
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Failure, module_of
+from reprokit.locate.notes import starts_of
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
@@ -25,16 +26,15 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def loss_of(program: Program) -> int | None:
     """The value that counts as the loss."""
-    starts = [call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
-              for call in program.calls if call.is_differentiation]  # fmt: skip
-    if starts:
-        return next((ref.value for ref in iter_refs(starts[-1])), None)
+    last = next((call for call in reversed(program.calls) if call.is_differentiation), None)
+    if last is not None:
+        return next(iter(starts_of(last)), None)
     return program.outputs[0].value if len(program.outputs) == 1 else None
 
 
 def measured(program: Program, tensors: Tensors, failure: Failure) -> float | None:
     """The quantity of the event of ``failure`` in a run; ``None`` where the program does not have it."""
-    return measured_in(run(program, tensors, keep=frozenset(_kept(program, failure))), program, tensors, failure)
+    return _measured_in(run(program, tensors, keep=frozenset(_kept(program, failure))), program, tensors, failure)
 
 
 def observed(
@@ -48,7 +48,7 @@ def observed(
     outcome = run(program, tensors, keep=frozenset(also).union(_kept(program, failure)))
     if outcome.error is not None:
         return exception_failure(program, outcome), outcome
-    event, value = failure.event, measured_in(outcome, program, tensors, failure)
+    event, value = failure.event, _measured_in(outcome, program, tensors, failure)
     if event is None or value is None or value < event.threshold:
         return None, outcome
     found = Failure(failure.phase, failure.kind, value=failure.value, event=replace(event, value=value))
@@ -60,21 +60,22 @@ def observed(
 def at_optimizer(failure: Failure, program: Program) -> Failure:
     """The failure at the optimizer's step, which makes the update."""
     index = max((number for number, call in enumerate(program.calls) if call.is_optimizer_step), default=None)
-    if index is None:
-        return failure
+    return at_call(failure, program, index) if index is not None else failure
+
+
+def at_call(failure: Failure, program: Program, index: int) -> Failure:
+    """The failure with a call as its origin."""
     call = program.calls[index]
-    return replace(failure, call=display_name(call.target), call_index=index, site=call.site)
+    return replace(failure, call=display_name(call.target), call_index=index, module=module_of(call), site=call.site)
 
 
 def _most_changed(program: Program, tensors: Tensors, failure: Failure, outcome: Outcome) -> int | None:
-    """The parameter with the largest update of its own."""
     known = [value for value in _kept(program, failure) if value in tensors and value in outcome.values]
     updates = {value: update_of([tensors[value]], [outcome.values[value]]) or 0.0 for value in known}
     return max(updates, key=updates.__getitem__, default=None)
 
 
 def _kept(program: Program, failure: Failure) -> Iterable[int]:
-    """The values that the quantity is computed from."""
     quantity = failure.event.quantity if failure.event is not None else ""
     if quantity == "loss":
         loss = loss_of(program)
@@ -87,7 +88,7 @@ def _kept(program: Program, failure: Failure) -> Iterable[int]:
                     for ref in iter_refs(call.outputs))  # fmt: skip
 
 
-def measured_in(outcome: Outcome, program: Program, tensors: Tensors, failure: Failure) -> float | None:
+def _measured_in(outcome: Outcome, program: Program, tensors: Tensors, failure: Failure) -> float | None:
     """The quantity of the event in the outcome of a run that kept the values for it."""
     event, value = failure.event, failure.value
     if event is None or outcome.error is not None:

@@ -85,17 +85,9 @@ class Range:
 
         ``None`` for formats without infinities, and for a tensor without a finite element other than zero.
         """
-        limits = limits_of(self.dtype)
-        return math.log2(limits.largest) - math.log2(self.high) if limits is not None and self.high else None
-
-
-@dataclass(frozen=True, slots=True)
-class FormatLimits:
-    """The largest finite and the smallest normal number of a format."""
-
-    dtype: str
-    tiny: float
-    largest: float
+        if not (self.is_float and self.high):
+            return None
+        return math.log2(torch.finfo(getattr(torch, self.dtype)).max) - math.log2(self.high)
 
 
 def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = False) -> Range:
@@ -166,15 +158,6 @@ def range_text(found: Range | None) -> str:
     counts = ((found.num_nan, "nan"), (num_positive, "inf"), (found.num_negative_inf, "-inf"))
     words += [f"{count:,} {name}" for count, name in counts if count]
     return ", ".join(words)
-
-
-def limits_of(dtype: str) -> FormatLimits | None:
-    """The limits of a floating-point format by its name; ``None`` for any other."""
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
-        return None
-    numbers = torch.finfo(found)
-    return FormatLimits(dtype, numbers.tiny, numbers.max)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,7 +1,6 @@
 """The scene of a failure: what the origin call was given, what it made of it, and what surrounded it.
 
-One run of the program is observed. Only the calls near the origin keep their tensors (copies, without gradient); of all
-others a peak is noted, the largest finite magnitude, from which growth over depth is read.
+One run of the program is observed. Only the calls near the origin keep their tensors (copies, without gradient).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -18,8 +17,8 @@ import torch
 from reprokit.arrivals import pass_on
 from reprokit.locate.calls import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.failure import Failure
-from reprokit.locate.ways import largest_finite, ways_of
-from reprokit.program.dataflow import calls_after, needed_calls, written_in_place
+from reprokit.locate.ways import ways_of
+from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs, map_leaves
@@ -91,9 +90,8 @@ class Branch:
 class Scene:
     """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call.
 
-    ``peaks`` has the largest finite magnitude in the results of each call, ``found_out`` the results of further runs.
-    ``observed`` are the calls that were run, ``None`` for all; ``has_failed``: True if one raised, or if the origin's
-    result or gradient was not finite.
+    ``floats`` are the values that hold floating-point numbers, ``found_out`` the results of further runs.
+    ``has_failed``: True if a call raised, or if the origin's result or gradient was not finite.
     """
 
     program: Program
@@ -102,22 +100,14 @@ class Scene:
     timeline: Sequence[StepNumbers] = ()
     settings: Settings = Settings()
     seen: dict[int, ObservedCall] = field(default_factory=dict)
-    peaks: dict[int, float] = field(default_factory=dict)
+    floats: set[int] = field(default_factory=set)
     branches: list[Branch] = field(default_factory=list)
     found_out: dict[Slot, Any] = field(default_factory=dict)
-    observed: frozenset[int] | None = None
     has_failed: bool = False
 
     @property
     def call(self) -> Call | None:
-        """The origin."""
         return self.program.calls[self.failure.call_index] if self.failure.call_index is not None else None
-
-    def is_float(self, index: int) -> bool:
-        """True if a call returns floats; runs the step again if that call was not observed."""
-        if self.observed is None or index in self.observed:
-            return index in self.peaks
-        return index in self.once("peaks", lambda: _peaks(self))
 
     def once(self, key: Slot, find: Callable[[], T]) -> T:
         """The result of ``find``, which is called once for each key."""
@@ -137,13 +127,6 @@ class Scene:
         """An argument of the origin as the program has it: a `Ref` for a tensor; raises `KeyError`."""
         call = self.program.calls[self.index]
         return argument_at(call, slot_of(call, role))
-
-    def recorded_if_given(self, role: Slot) -> Any:
-        """The same; ``None`` for an argument that the origin does not have."""
-        try:
-            return self.recorded(role)
-        except KeyError:
-            return None
 
     @property
     def origin(self) -> ObservedCall:
@@ -273,8 +256,12 @@ def recompute(seen: ObservedCall) -> torch.Tensor | None:
     if short_name(seen.call) in ("half", "to", "bfloat16", "type", "type_as", "float"):
         first = seen.args[0] if seen.args else None
         return first.double() if isinstance(first, torch.Tensor) and first.is_floating_point() else None
+
+    def doubled(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
     try:
-        args, kwargs = map_leaves((seen.args, dict(seen.kwargs)), _doubled)
+        args, kwargs = map_leaves((seen.args, dict(seen.kwargs)), doubled)
         kwargs.pop("dtype", None)
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             result = function_named(seen.call.target)(*args, **kwargs)
@@ -286,42 +273,16 @@ def recompute(seen: ObservedCall) -> torch.Tensor | None:
     return result if isinstance(result, torch.Tensor) else None
 
 
-def _doubled(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-
 def observe(step: CapturedStep) -> Scene:
-    """The scene of a step's failure, from one run of the calls that lead to it and go on from it."""
+    """The scene of a step's failure, from one run."""
     scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
-    shown = _shown(scene)
-    scene.observed = frozenset(shown) if shown is not None else None
-    outcome = run(step.program, step.tensors, observer=_Watch(scene), keep=frozenset(), only=scene.observed)
+    outcome = run(step.program, step.tensors, observer=_Watch(scene), keep=frozenset())
     scene.has_failed = scene.has_failed or outcome.error is not None
     scene.branches = [branch for branch in scene.branches if scene.leads_to_loss(branch.call)]
     return scene
 
 
-def _shown(scene: Scene) -> list[int] | None:
-    """The origin and what its results get to, in a forward failure up to the backward pass, and what these depend on;
-    ``None`` for all calls."""
-    failure, calls = scene.failure, scene.program.calls
-    if failure.call_index is None:
-        return None
-    after = calls_after(calls, failure.call_index)
-    if failure.phase == Phase.FORWARD and not failure.is_derivative:
-        after = [index for index in after if calls[index].phase == Phase.FORWARD]
-    return needed_calls(calls, {failure.call_index, *after})
-
-
-def _peaks(scene: Scene) -> dict[int, float]:
-    whole = replace(scene, seen={}, peaks={}, branches=[])
-    run(scene.program, scene.tensors, observer=_Watch(whole), keep=frozenset())
-    return whole.peaks
-
-
 class _Watch:
-    """Observes the run for a scene."""
-
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self._near = _near(scene)
@@ -337,10 +298,11 @@ class _Watch:
         if failure.is_derivative and bad is not None and bad.requires_grad:
             bad.register_hook(self._note_bad)  # type: ignore[no-untyped-call]
         if self._downstream.intersection(call.input_refs()):
-            self._note_branch(call, values)
+            kept = (mask.detach().clone() for mask in _kept(call, values, self._downstream))
+            self._scene.branches.extend(Branch(call, mask) for mask in kept)
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Note peaks, and results near the origin."""
+        """Note results near the origin."""
         made = {value: values[value] for value in call.output_refs() if value in values}
         if index in self._near:
             self._scene.seen[index].results.update(map_leaves(made, _copied))
@@ -349,16 +311,10 @@ class _Watch:
             self._note_bad(*(values[value] for value in written_in_place(call)), *made.values())
         if is_origin or (self._downstream.intersection(call.input_refs()) and not call.name.endswith("_like")):
             self._downstream.update(made)
-        peak = _peak(made.values())
-        if peak is not None:
-            self._scene.peaks[index] = peak
+        self._scene.floats.update(value for value, tensor in made.items() if tensor.is_floating_point())
 
     def _note_bad(self, *tensors: torch.Tensor) -> None:
         self._scene.has_failed = self._scene.has_failed or any(map(ways_of, tensors))
-
-    def _note_branch(self, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        for kept in _kept(call, values, self._downstream):
-            self._scene.branches.append(Branch(call, kept.detach().clone()))
 
 
 def _near(scene: Scene) -> set[int]:
@@ -403,15 +359,6 @@ def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) 
         mask = real(args[1])
         if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
             yield mask
-
-
-def _peak(tensors: Iterable[torch.Tensor]) -> float | None:
-    """The largest finite magnitude, ``None`` where there are no floats."""
-    peaks = []
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided:
-            peaks.append(largest_finite(tensor))
-    return max(peaks, default=None)
 
 
 def _copied(leaf: Any) -> Any:

@@ -23,8 +23,8 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.rewrites import arguments, replacements
 from reprokit.locate.scene import Scene, observe
 from reprokit.locate.ways import ways_of
-from reprokit.program.interpreter import Outcome, Tensors
-from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program, Ref, Site, iter_refs
+from reprokit.program.interpreter import Outcome
+from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program, Ref, iter_refs
 from reprokit.series import StepNumbers
 
 _MODULES_OF_REWRITES = (arguments, replacements)  # each registers its own
@@ -35,7 +35,7 @@ _LEAST_USUAL = 1e-3  # a loss that was smaller, or zero, is no measure
 _LEAST_SIGNED = 3  # losses, none below zero
 _ABSURD = 1e30  # for any loss
 NextRemedies = Callable[[Scene], Iterable[Remedy]]
-WriteCode = Callable[[Program, Program, Tensors], str]
+WriteCode = Callable[[Program, Program], str]
 """Writes what differs between a step and its edited form as Python, in the names of the user's code."""
 
 
@@ -86,7 +86,7 @@ def attempt(
         is_local = is_local and edited.is_local
         result = result_of(edited)
         if isinstance(result, Outcome):
-            code = write(scene.program, edited.program, edited.tensors) if is_local and write is not None else ""
+            code = write(scene.program, edited.program) if is_local and write is not None else ""
             outcome, is_plausible = _finite(edited.program, result, scene.timeline)
             outcome = outcome or ("the call returns" if scene.failure.kind == EXCEPTION else "finite")
             is_plausible = True if scene.failure.kind == EXCEPTION and is_plausible is None else is_plausible
@@ -94,7 +94,8 @@ def attempt(
         fix = _fix(changes, False, _still(result, current.failure))
         if result.kind == EXCEPTION or _is_same(result, current.failure) or not budget.take():
             break
-        current = _scene_after(edited, result, scene)
+        with warnings.catch_warnings(action="ignore"):
+            current = observe(replace(scene, program=edited.program, tensors=edited.tensors, failure=result))
         found = ((item, apply(current, item)) for item in next_remedies(current))
         following, edited = next(((item, made) for item, made in found if made is not None), (remedy, None))
     return fix
@@ -106,7 +107,7 @@ def _fix(changes: list[tuple[Remedy, Scene, Edited]], helped: bool, outcome: str
         changes[0][0].rewrite,
         texts,
         "\n".join(dict.fromkeys(filter(None, (*codes, code)))),
-        tuple(_place(scene, edited.site) for _, scene, edited in changes),
+        tuple(_place(scene) for _, scene, _ in changes),
         helped,
         outcome,
     )
@@ -119,11 +120,6 @@ def apply(scene: Scene, remedy: Remedy) -> Edited | None:
     except KeyError:
         return None
     return replace(edited, program=watched(edited.program)) if edited is not None else None
-
-
-def _scene_after(edited: Edited, failure: Failure, first: Scene) -> Scene:
-    with warnings.catch_warnings(action="ignore"):
-        return observe(replace(first, program=edited.program, tensors=edited.tensors, failure=failure))
 
 
 def _is_same(failure: Failure, before: Failure) -> bool:
@@ -149,7 +145,8 @@ def _finite(program: Program, outcome: Outcome, timeline: Sequence[StepNumbers])
     if the program computes no loss.
     """
     losses = _losses(program)
-    numbers = _numbers(outcome, losses)
+    kept = (outcome.values[value].detach() for value in losses if value in outcome.values)
+    numbers = [float(number) for number in kept if number.numel() == 1]
     usual, is_plausible = _compared(numbers, timeline)
     note = f" (about {usual:.3g} in the steps before)" if is_plausible is False and usual is not None else ""
     words = [f"loss {', '.join(f'{number:.4g}' for number in numbers)}{note}"] if numbers else []
@@ -181,11 +178,6 @@ def _unscaled(program: Program, value: int) -> int:
     return value
 
 
-def _numbers(outcome: Outcome, losses: list[int]) -> list[float]:
-    found = (outcome.values[value] for value in losses if value in outcome.values)
-    return [float(number.detach()) for number in found if number.numel() == 1]
-
-
 def _compared(numbers: list[float], timeline: Sequence[StepNumbers]) -> tuple[float | None, bool | None]:
     """The usual size of the loss in the steps before, if there were any, and whether these numbers are plausible.
 
@@ -213,6 +205,6 @@ def _all_words(tensors: list[torch.Tensor], noun: str) -> str:
     return f"all {len(tensors)} {noun}s finite" if len(tensors) != 1 else f"the only {noun} is finite"
 
 
-def _place(scene: Scene, edited: Site | None) -> str:
-    site = edited or (scene.call.site if scene.call is not None else scene.failure.site)
+def _place(scene: Scene) -> str:
+    site = scene.call.site if scene.call is not None else scene.failure.site
     return site.place if site is not None else ""

@@ -25,6 +25,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _disable_current_modes
 
+from reprokit import torch_private
 from reprokit.arrivals import pass_on
 from reprokit.capture.record.state import parameters_of
 from reprokit.capture.record.structure import ATOMS
@@ -126,7 +127,11 @@ class FrameRecorder:
             def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if is_compiling() or tracer._original is None:
                     return original(self, *args, **kwargs)
-                return tracer._call(original, self, args, kwargs)
+                called = tracer._guarded(tracer._before, self, args, kwargs, torch.is_grad_enabled())
+                output = original(self, *args, **kwargs)
+                if called is not None:
+                    tracer._guarded(tracer._after, called, output)
+                return output
 
             self._wrapper = __call__
             torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
@@ -139,7 +144,13 @@ class FrameRecorder:
             torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
         self._original = self._wrapper = None
         if any(row.direction == "backward" for _, row in self._rows):
-            self._look_for_gradients()
+            without = {
+                ".".join(filter(None, (self._names.get(key, ""), name)))
+                for key, root in self._roots.items()
+                for name, parameter in _unwrapped(root).named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            }
+            self.without_gradient = without if self.without_gradient is None else self.without_gradient & without
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -151,16 +162,6 @@ class FrameRecorder:
         self._with_grad.clear()
         self._weights.clear()
         self._receive(rows)
-
-    def _look_for_gradients(self) -> None:
-        """Which parameters got no gradient in this step and in those before."""
-        without = {
-            ".".join(filter(None, (self._names.get(key, ""), name)))
-            for key, root in self._roots.items()
-            for name, parameter in _unwrapped(root).named_parameters()
-            if parameter.requires_grad and parameter.grad is None
-        }
-        self.without_gradient = without if self.without_gradient is None else self.without_gradient & without
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_compiling() and os.getpid() == self._process:
@@ -234,16 +235,6 @@ class FrameRecorder:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def _call(
-        self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a module, and measure the call."""
-        called = self._guarded(self._before, module, args, kwargs, torch.is_grad_enabled())
-        output = original(module, *args, **kwargs)
-        if called is not None:
-            self._guarded(self._after, called, output)
-        return output
-
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         try:
             with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -262,7 +253,7 @@ class FrameRecorder:
         cls = type(module).__name__
         if self._pattern is not None and not self._is_wanted(path, root, cls):
             return None
-        is_again = torch._C._current_graph_task_id() != -1
+        is_again = torch_private.graph_task_id() != -1
         if is_again and id(module) in self._with_grad:
             return None
         key = (id(module), is_again)
@@ -272,7 +263,11 @@ class FrameRecorder:
         self._calls[key] += 1
         if not is_again:
             for name, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                self._add_weight(called, name, weight)
+                now = -1 if weight.is_inference() else weight._version
+                version, found = self._weights.get(id(weight), (-1, None))
+                if found is None or version != now or now < 0:
+                    self._weights[id(weight)] = now, (found := self._range_of(weight))
+                self._rows.append((called, self._row(called, "forward", "weight", name, found)))
         self._add(called, "input", _arguments(module, args, kwargs))
         return called
 
@@ -295,13 +290,6 @@ class FrameRecorder:
                 self._guarded(self._note, called, "backward", gradient_role, name, gradient)
 
         return record
-
-    def _add_weight(self, called: _Called, name: str, weight: torch.Tensor) -> None:
-        now = -1 if weight.is_inference() else weight._version
-        version, found = self._weights.get(id(weight), (-1, None))
-        if found is None or version != now or now < 0:
-            self._weights[id(weight)] = now, (found := self._range_of(weight))
-        self._rows.append((called, self._row(called, "forward", "weight", name, found)))
 
     def _note(self, called: _Called, direction: Pass, role: Role, name: str, tensor: torch.Tensor) -> None:
         self._rows.append((called, self._row(called, direction, role, name, self._range_of(tensor))))
@@ -331,8 +319,8 @@ class FrameRecorder:
 
 
 _GRADIENTS: Mapping[Role, Role] = {"input": "grad_input", "output": "grad_output"}
-_peek_transforms = torch._C._functorch.peek_interpreter_stack
-_tracing_state = torch._C._get_tracing_state
+_peek_transforms = torch_private.peek_transforms
+_tracing_state = torch_private.tracing_state
 
 
 def _label(called: _Called, root: str) -> str:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules._functions import BackwardHookFunction
-from torch.overrides import _get_current_function_mode_stack
 
+from reprokit import torch_private
 from reprokit.program.functions import GRAD_READ
 from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Phase, Ref
 
@@ -112,7 +111,8 @@ class CustomFunctions:
         tracer = self._tracer
         if tracer.is_silent:
             return apply(*args, **kwargs)
-        if cls is BackwardHookFunction:  # torch puts it around modules with full backward hooks; it hands its input on
+        # torch puts it around modules with full backward hooks; it hands its input on
+        if cls is torch_private.BackwardHookFunction:
             result = apply(*args, **kwargs)
             for given, got in zip(args, result, strict=True):
                 if got is not given and _is_tensor(given):
@@ -172,25 +172,23 @@ class CustomFunctions:
         phase, tracer.phase = tracer.phase, Phase.BACKWARD
         self._depth += 1
         try:
-            with _entered(tracer):
-                passage.reads = self._arrived(application, grads)
+            with contextlib.nullcontext() if tracer in torch_private.current_modes() else tracer:
+                # New value numbers for gradients that arrived. Among several, zeros may stand for none and are left
+                # out.
+                reads = []
+                with torch._C.DisableTorchFunction():
+                    for leaf, grad in zip(application.leaves, grads, strict=False):
+                        if leaf is not None and _is_tensor(grad) and (len(grads) == 1 or bool(grad.any())):
+                            value = self._tracer.new_value()
+                            self._tracer.alias(grad, value)
+                            reads.append((leaf, value))
+                passage.reads = reads
                 result = run_backward(node, *grads)
                 passage.handed_on = self._handed_on(application, result)
         finally:
             self._depth -= 1
             tracer.calls, tracer.phase = calls, phase
         return result
-
-    def _arrived(self, application: _Application, grads: tuple[Any, ...]) -> list[tuple[int, int]]:
-        """New value numbers for gradients that arrived. Among several, zeros may stand for none and are left out."""
-        reads = []
-        with torch._C.DisableTorchFunction():
-            for leaf, grad in zip(application.leaves, grads, strict=False):
-                if leaf is not None and _is_tensor(grad) and (len(grads) == 1 or bool(grad.any())):
-                    value = self._tracer.new_value()
-                    self._tracer.alias(grad, value)
-                    reads.append((leaf, value))
-        return reads
 
     def _handed_on(self, application: _Application, result: Any) -> list[tuple[int, int]]:
         """The gradients for the Function's arguments, in the shape and dtype that these have."""
@@ -203,15 +201,6 @@ class CustomFunctions:
                 fitted = fitted.to(start.dtype) if start is not None and fitted.dtype != start.dtype else fitted
                 pairs.append((argument, self._tracer.value(fitted)))
         return pairs
-
-
-@contextlib.contextmanager
-def _entered(tracer: Tracer) -> Iterator[None]:
-    """The tracer entered, unless it is already."""
-    with contextlib.ExitStack() as stack:
-        if tracer not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            stack.enter_context(tracer)
-        yield
 
 
 def _retaining(call: Call) -> Call:

@@ -34,11 +34,7 @@ def encode(value: Any, ref_of: Callable[[torch.Tensor], Ref]) -> Any:
         return {key: encode(item, ref_of) for key, item in value.items()}
     if isinstance(value, type) and value in (bool, int, float):
         return Symbol({bool: "torch.bool", int: "torch.int64", float: "torch.float64"}[value])
-    return _encode_number(value)
-
-
-def _encode_number(value: Any) -> Any:
-    """NumPy scalars, enums and number-like objects as plain numbers and texts."""
+    # NumPy scalars, enums and number-like objects as plain numbers and texts
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):

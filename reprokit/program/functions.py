@@ -281,7 +281,10 @@ def _by_function() -> dict[Callable[..., Any], str]:
     """The canonical name of every function: of several names the one that torch's documentation has."""
     table: dict[Callable[..., Any], tuple[tuple[bool, ...], str]] = {}
     for name, function in _by_name().items():
-        entry = (_obscurity(name, function), name)
+        # Sorts the names of one function: ``torch.dsmm`` is ``torch.mm`` without a docstring, and what
+        # `torch.nn.functional` shares with `torch` is documented there alone
+        last = name.rpartition(".")[2]
+        entry = ((last.startswith("_"), not function.__doc__, not name.startswith("torch.nn.functional.")), name)
         known = table.setdefault(function, entry)
         if entry[0] < known[0]:
             table[function] = entry
@@ -305,10 +308,3 @@ def _member(name: str) -> Any:
     for part in name.split(".")[1:]:
         found = getattr(found, part, None)
     return found
-
-
-def _obscurity(name: str, function: Callable[..., Any]) -> tuple[bool, ...]:
-    """Sorts the names of one function: ``torch.dsmm`` is ``torch.mm`` without a docstring, and what
-    `torch.nn.functional` shares with `torch` is documented there alone."""
-    last = name.rpartition(".")[2]
-    return last.startswith("_"), not function.__doc__, not name.startswith("torch.nn.functional.")

@@ -28,7 +28,6 @@ from reprokit.program.ir import (
     Ref,
     Slice,
     Symbol,
-    map_leaves,
 )
 from reprokit.program.memory import copy_of
 
@@ -80,7 +79,14 @@ def run(
     kept = keep if keep is not None else frozenset(ref.value for ref in program.outputs)
     wanted = frozenset(range(len(program.calls)) if only is None else only)
     calls = [(index, call) for index, call in enumerate(program.calls) if index in wanted]
-    outcome = Outcome(inputs=_leaves(program, tensors, [call for _, call in calls]))
+    written = _written([call for _, call in calls])
+    leaves = {}
+    for item in program.inputs:
+        tensor = tensors[item.value].detach()
+        if item.role != "rng" and (item.role != "parameter" or item.value in written):
+            tensor = copy_of(tensor)
+        leaves[item.value] = tensor.requires_grad_() if item.requires_grad else tensor
+    outcome = Outcome(inputs=leaves)
     values = dict(outcome.inputs)
     last_use = _last_uses(calls, kept)
     checked: Any = torch.sparse.check_sparse_tensor_invariants  # unchecked indices write anywhere in memory
@@ -129,17 +135,22 @@ def execute(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def bind_arguments(call: Call, values: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with values in place of `Ref` and torch constants in place of `Symbol`."""
 
-    def resolve(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            return values[leaf.value]
-        if isinstance(leaf, Symbol):
-            return symbol_named(leaf.name)
-        if isinstance(leaf, Device):
-            return torch.device(leaf.name)
-        return leaf
+    def real(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return values[value.value]
+        if isinstance(value, Symbol):
+            return symbol_named(value.name)
+        if isinstance(value, Device):
+            return torch.device(value.name)
+        if isinstance(value, Slice):
+            return slice(real(value.start), real(value.stop), real(value.step))
+        if isinstance(value, tuple):
+            return tuple(map(real, value))
+        if isinstance(value, list):
+            return list(map(real, value))
+        return {key: real(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
-    args, kwargs = map_leaves((call.args, dict(call.kwargs)), resolve)
-    return _real_slices(args), _real_slices(kwargs)
+    return real(call.args), real(call.kwargs)
 
 
 def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
@@ -243,7 +254,11 @@ class Modes:
         if torch.is_grad_enabled() != mode.grad:
             torch.set_grad_enabled(mode.grad)
         if rng is not None:
-            self._restore_rng(rng)
+            device = "cuda" if rng.numel() <= 64 else "cpu"  # a CUDA generator's state is 16 bytes, the CPU's 5056
+            self._rng_before.setdefault(
+                device, torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+            )
+            _set_rng(device, rng)
 
     def _open(self, mode: Mode) -> None:
         if mode.inference:
@@ -251,32 +266,12 @@ class Modes:
         for device, dtype in mode.autocast:
             self._stack.enter_context(torch.autocast(device, dtype=symbol_named(dtype)))
 
-    def _restore_rng(self, state: torch.Tensor) -> None:
-        device = "cuda" if state.numel() <= 64 else "cpu"  # a CUDA generator's state is 16 bytes, the CPU's 5056
-        self._rng_before.setdefault(device, _get_rng(device))
-        _set_rng(device, state)
-
-
-def _get_rng(device: str) -> torch.Tensor:
-    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
-
 
 def _set_rng(device: str, state: torch.Tensor) -> None:
     if device == "cuda":
         torch.cuda.set_rng_state(state.cpu())
     else:
         torch.set_rng_state(state.cpu())
-
-
-def _leaves(program: Program, tensors: Tensors, calls: Sequence[Call]) -> dict[int, torch.Tensor]:
-    written = _written(calls)
-    leaves = {}
-    for item in program.inputs:
-        tensor = tensors[item.value].detach()
-        if item.role != "rng" and (item.role != "parameter" or item.value in written):
-            tensor = copy_of(tensor)
-        leaves[item.value] = tensor.requires_grad_() if item.requires_grad else tensor
-    return leaves
 
 
 def _written(calls: Sequence[Call]) -> set[int]:
@@ -299,18 +294,6 @@ def _last_uses(calls: Sequence[tuple[int, Call]], kept: frozenset[int]) -> dict[
         if value not in kept:
             uses.setdefault(index, []).append(value)
     return uses
-
-
-def _real_slices(value: Any) -> Any:
-    if isinstance(value, Slice):
-        return slice(value.start, value.stop, value.step)
-    if isinstance(value, tuple):
-        return tuple(_real_slices(item) for item in value)
-    if isinstance(value, list):
-        return [_real_slices(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _real_slices(item) for key, item in value.items()}
-    return value
 
 
 def _step_optimizer(target: str, kwargs: Mapping[str, Any]) -> None:

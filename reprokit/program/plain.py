@@ -49,7 +49,10 @@ def to_plain(program: Program) -> dict[str, Any]:
         "calls": [_call_to_plain(call) for call in program.calls],
         "inputs": [plain_of(item) for item in program.inputs],
         "outputs": [ref.value for ref in program.outputs],
-        "modules": {path: _note_to_plain(note) for path, note in program.modules.items()},
+        "modules": {
+            path: [note.cls, note.training, argument_to_plain(note.arguments), note.file, note.line, note.source]
+            for path, note in program.modules.items()
+        },
     }
 
 
@@ -142,7 +145,7 @@ def _call_to_plain(call: Call) -> dict[str, Any]:
         "args": argument_to_plain(call.args),
         "kwargs": argument_to_plain(dict(call.kwargs)),
         "outputs": argument_to_plain(call.outputs),
-        "scope": [_scope_to_plain(level) for level in call.scope],
+        "scope": [[level.path, level.cls, level.count, *([level.root] if level.root else [])] for level in call.scope],
         "site": plain_of(call.site),
         "mode": [mode.grad, [list(pair) for pair in mode.autocast], mode.inference, argument_to_plain(mode.rng)],
         "phase": str(call.phase),
@@ -166,19 +169,6 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
         ),
         phase=member_of(Phase)(plain["phase"]),
     )
-    _require_shape(call)
-    return call
-
-
-def _target(value: Any) -> str:
-    target = text(value)
-    if target not in allowed_names() and target not in _SPECIAL:
-        raise ValueError(f"`{shown(target)}` is not a torch function that a program may call")
-    return target
-
-
-def _require_shape(call: Call) -> None:
-    """Raise `ValueError` unless a call that is no function of torch has the arguments that its target asks for."""
     if call.is_optimizer_step:
         _require_step(call)
     elif call.target == ZERO_GRAD:
@@ -192,6 +182,14 @@ def _require_shape(call: Call) -> None:
             raise ValueError("an opaque call has a name and a source")
         if not {"name", "source"} <= call.kwargs.keys():
             raise ValueError("an opaque call has no name or no source")
+    return call
+
+
+def _target(value: Any) -> str:
+    target = text(value)
+    if target not in allowed_names() and target not in _SPECIAL:
+        raise ValueError(f"`{shown(target)}` is not a torch function that a program may call")
+    return target
 
 
 def _require_step(call: Call) -> None:
@@ -245,16 +243,8 @@ def _symbol(value: Any) -> str:
     return symbol
 
 
-def _scope_to_plain(level: Scope) -> list[Any]:
-    return [level.path, level.cls, level.count, *([level.root] if level.root else [])]
-
-
 def _scope_from_plain(path: Any, cls: Any, number: Any, root: Any = "") -> Scope:
     return read(Scope, [path, cls, number, root])
-
-
-def _note_to_plain(note: ModuleNote) -> list[Any]:
-    return [note.cls, note.training, argument_to_plain(note.arguments), note.file, note.line, note.source]
 
 
 def _note_from_plain(plain: Any) -> ModuleNote:

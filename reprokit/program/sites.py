@@ -59,31 +59,22 @@ def _is_program(path: str) -> bool:
 def current_site(frame: FrameType | None, driver: str = "") -> Site | None:
     """The site of whoever called torch, from ``frame`` outwards up to the file ``driver``; ``None`` without user
     code."""
+    user, library = find_frames(frame, driver)
+    return make_site(user.f_code, user.f_lasti, library) if user is not None else None
+
+
+def find_frames(frame: FrameType | None, driver: str = "") -> tuple[FrameType | None, tuple[str, int] | None]:
+    """From ``frame`` outwards up to the file ``driver``: the innermost frame of the user's code, and inside of it the
+    innermost line of a library other than torch."""
     library: tuple[str, int] | None = None
-    while frame is not None:
-        kind = kind_of_file(frame.f_code.co_filename)
-        if frame.f_code.co_filename == driver:
-            return None
-        if kind == "user":
-            return make_site(frame.f_code, frame.f_lasti, library)
-        if kind == "library" and library is None and not is_standard(frame.f_code.co_filename):
-            library = (relative_path(frame.f_code.co_filename), frame.f_lineno)
-        frame = frame.f_back
-    return None
-
-
-def library_line(frame: FrameType | None, driver: str = "") -> tuple[str, int] | None:
-    """The innermost line of a library other than torch, from ``frame`` outwards up to the file ``driver`` or the user's
-    code; ``None`` if there is none."""
-    while frame is not None:
-        filename = frame.f_code.co_filename
+    while frame is not None and (filename := frame.f_code.co_filename) != driver:
         kind = kind_of_file(filename)
-        if filename == driver or kind == "user":
-            return None
-        if kind == "library" and not is_standard(filename):
-            return relative_path(filename), frame.f_lineno
+        if kind == "user":
+            return frame, library
+        if kind == "library" and library is None and not is_standard(filename):
+            library = (relative_path(filename), frame.f_lineno)
         frame = frame.f_back
-    return None
+    return None, library
 
 
 def make_site(code: CodeType, instruction: int, library: tuple[str, int] | None = None) -> Site:
@@ -189,22 +180,18 @@ def note_of(module: torch.nn.Module) -> ModuleNote:
     classes by place and text."""
     cls = type(module)
     if cls.__module__.startswith("torch.nn.modules"):
-        return ModuleNote(cls.__name__, module.training, _constructor_arguments(module))
+        # Those constructor arguments that the layer kept as attributes of plain types
+        found = {}
+        for name in inspect.signature(type(module).__init__).parameters:
+            value = getattr(module, name, None)
+            if name != "self" and isinstance(value, (bool, int, float, str, tuple, list)):
+                found[name] = value
+        if "bias" in inspect.signature(type(module).__init__).parameters and "bias" in module._parameters:
+            found["bias"] = module._parameters["bias"] is not None
+        return ModuleNote(cls.__name__, module.training, found)
     try:
         file, (lines, line) = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)
     except (OSError, TypeError):
         file, lines, line = "", [], 0
     place = relative_path(file) if file else ""
     return ModuleNote(cls.__qualname__, module.training, {}, place, line, "".join(lines))
-
-
-def _constructor_arguments(module: torch.nn.Module) -> dict[str, Any]:
-    """Those constructor arguments that the layer kept as attributes of plain types."""
-    found = {}
-    for name in inspect.signature(type(module).__init__).parameters:
-        value = getattr(module, name, None)
-        if name != "self" and isinstance(value, (bool, int, float, str, tuple, list)):
-            found[name] = value
-    if "bias" in inspect.signature(type(module).__init__).parameters and "bias" in module._parameters:
-        found["bias"] = module._parameters["bias"] is not None
-    return found

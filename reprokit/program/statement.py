@@ -22,10 +22,6 @@ class ParsedStatement:
     before: str = ""
     after: str = ""
 
-    def restored(self, body: str) -> str:
-        """A body as the text that it stands for."""
-        return f"{self.before}{body.removesuffix(self.after)}"
-
 
 @functools.lru_cache(maxsize=256)
 def parsed(text: str) -> ParsedStatement | None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional
 from torch.overrides import TorchFunctionMode
 
+from reprokit import torch_private
 from reprokit.program import functions
 from reprokit.program.custom import CustomFunctions
 from reprokit.program.encode import CannotRecord, encode, with_indexes
@@ -38,7 +39,7 @@ from reprokit.program.ir import (
     Site,
 )
 from reprokit.program.memory import copies_of, copy_of, is_bad
-from reprokit.program.sites import current_site, library_line, note_of
+from reprokit.program.sites import find_frames, make_site, note_of
 from reprokit.program.transforms import Transforms
 from reprokit.words import user_path
 
@@ -112,13 +113,26 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Record one call and perform it, unless it is one of a transform of `torch.func` (see `Transforms`)."""
         options = dict(kwargs or {})
-        if self.is_silent or _peek_transforms() is not None:
+        if self.is_silent or torch_private.peek_transforms() is not None:
             return func(*args, **options)
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             return iter(self.perform("torch.Tensor.unbind", torch.Tensor.unbind, (args[0], 0), {}))
         name = functions.name_of(func)
         if name in _LAYERS:
-            return self._expand(func, args, options)
+            # Run a Python functional with its own override check answered ``no`` once, so that its inside is recorded
+            functional: Any = torch.nn.functional
+            original = functional.has_torch_function
+
+            def answer_once(*_: Any) -> bool:
+                functional.has_torch_function = original
+                return False
+
+            functional.has_torch_function = answer_once
+            try:
+                with self:
+                    return func(*args, **options)
+            finally:
+                functional.has_torch_function = original
         if name is None:
             return self._perform_unknown(func, args, options)
         return self.perform(name, func, args, options)
@@ -130,7 +144,7 @@ class Tracer(TorchFunctionMode):
         for tensor in _tensors(functions.all_written(name, args, kwargs)):
             self.save_before_write(tensor)
         try:
-            call = self._begin(name, with_indexes(args) if name in _INDEXING else args, kwargs)
+            call = self.make_call(name, with_indexes(args) if name in _INDEXING else args, kwargs)
         except CannotRecord:
             return self._perform_unknown(func, args, kwargs, functions.written_argument(name, args, kwargs))
         if call.is_differentiation:
@@ -143,7 +157,18 @@ class Tracer(TorchFunctionMode):
             self.calls.append(call)
             raise
         if state is not None and not torch.equal(state, _rng_state(args)):
-            return self._end_random(call, args, kwargs, result, state)
+            # A call that drew random numbers: keep the outcome, or the generator's state when gradients flow through
+            # it
+            written = functions.written_argument(call.target, args, kwargs)
+            if isinstance(written, torch.Tensor) and not written.requires_grad:
+                self._record_write(written, call)
+                return result
+            if not any(tensor.requires_grad for tensor in _tensors(result)):
+                return self.make_outcome(result, "random")
+            rng = self._new_input(state, InputName("rng", "rng"), requires_grad=False)
+            mode = replace(call.mode, rng=Ref(rng))
+            self.calls.append(replace(call, mode=mode, outputs=self._bind(result)))
+            return result
         if not call.input_refs() and not functions.is_factory(name):
             return self.make_outcome(result, "batch")
         if not _holds_tensor(result) and not functions.is_in_place(name) and name not in _WITHOUT_RESULT:
@@ -175,33 +200,15 @@ class Tracer(TorchFunctionMode):
 
     def make_call(self, target: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Call:
         """A call with encoded arguments and the modes of now; raises `CannotRecord`."""
-        return self._begin(target, args, dict(kwargs or {}))
-
-    def _begin(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        encoded_args, encoded_kwargs = self.encode(args), self.encode(kwargs)
         return Call(
             target,
-            encoded_args,
-            encoded_kwargs,
+            self.encode(args),
+            self.encode(dict(kwargs or {})),
             scope=tuple(self._scopes) or self.outer_scope,
             site=self._site(),
             mode=current_mode(),
             phase=self.phase,
         )
-
-    def _end_random(self, call: Call, args: tuple[Any, ...], kwargs: Any, result: Any, state: torch.Tensor) -> Any:
-        """A call that drew random numbers: keep the outcome, or the generator's state when gradients flow through
-        it."""
-        written = functions.written_argument(call.target, args, kwargs)
-        if isinstance(written, torch.Tensor) and not written.requires_grad:
-            self._record_write(written, call)
-            return result
-        if not _requires_grad(result):
-            return self.make_outcome(result, "random")
-        rng = self._new_input(state, InputName("rng", "rng"), requires_grad=False)
-        mode = replace(call.mode, rng=Ref(rng))
-        self.calls.append(replace(call, mode=mode, outputs=self._bind(result)))
-        return result
 
     def _record_write(self, written: torch.Tensor, call: Call) -> None:
         """The contents that a call wrote into a tensor, as a copy from an input."""
@@ -263,22 +270,6 @@ class Tracer(TorchFunctionMode):
         self.record(replace(call, args=refs, outputs=tuple(Ref(self.value(item)) for item in made)))
         return result
 
-    def _expand(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a Python functional with its own override check answered ``no`` once, so that its inside is recorded."""
-        functional: Any = torch.nn.functional
-        original = functional.has_torch_function
-
-        def answer_once(*_: Any) -> bool:
-            functional.has_torch_function = original
-            return False
-
-        functional.has_torch_function = answer_once
-        try:
-            with self:
-                return func(*args, **kwargs)
-        finally:
-            functional.has_torch_function = original
-
     # -- values --------------------------------------------------------------------------------------------------
 
     def encode(self, value: Any) -> Any:
@@ -289,16 +280,13 @@ class Tracer(TorchFunctionMode):
         """The value number of a tensor; one that is not known yet becomes an input."""
         known = self._values.get(id(tensor))
         if known is None and self.functions.is_inside_backward:
-            known = self._value_in_memory(tensor)
+            # The value that has the same memory, for a tensor that autograd had saved and gave back as another object
+            with torch._C.DisableTorchFunction():
+                place = _place(tensor)
+                alike = (other for other in reversed(self._alive) if place is not None and _place(other) == place)
+                found = next(alike, None)
+            known = self._values[id(found)] if found is not None else None
         return known if known is not None else self.adopt(tensor, self._describe(tensor) or InputName("input"))
-
-    def _value_in_memory(self, tensor: torch.Tensor) -> int | None:
-        """The value that has the same memory, for a tensor that autograd had saved and gave back as another object."""
-        with torch._C.DisableTorchFunction():
-            place = _place(tensor)
-            alike = (other for other in reversed(self._alive) if place is not None and _place(other) == place)
-            found = next(alike, None)
-        return self._values[id(found)] if found is not None else None
 
     def tensor_of(self, value: int) -> torch.Tensor | None:
         """A tensor that stands for a value number."""
@@ -389,11 +377,11 @@ class Tracer(TorchFunctionMode):
             self._scopes.pop()
 
     def _site(self) -> Site | None:
-        frame = sys._getframe(2)
-        site = current_site(frame, self._driver)
-        if site is None and self.outer_site is not None:
-            return replace(self.outer_site, library=library_line(frame, self._driver) or self.outer_site.library)
-        return site
+        frame, library = find_frames(sys._getframe(2), self._driver)
+        if frame is not None:
+            return make_site(frame.f_code, frame.f_lasti, library)
+        outer = self.outer_site
+        return replace(outer, library=library or outer.library) if outer is not None else None
 
 
 @contextlib.contextmanager
@@ -437,7 +425,7 @@ def _no_checkpointing() -> Iterator[None]:
 
 def current_mode() -> Mode:
     """The thread's torch settings of now."""
-    if not torch._C._is_any_autocast_enabled():
+    if not torch_private.is_any_autocast_enabled():
         return _PLAIN_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     return Mode(torch.is_grad_enabled(), autocast_state(), torch.is_inference_mode_enabled())
 
@@ -447,7 +435,7 @@ _PLAIN_MODES = {(grad, inference): Mode(grad, (), inference) for grad in (False,
 
 def autocast_state() -> tuple[tuple[str, str], ...]:
     """The device types for which autocast is on, with their dtypes."""
-    if not torch._C._is_any_autocast_enabled():
+    if not torch_private.is_any_autocast_enabled():
         return ()
     return tuple(
         (device, str(torch.get_autocast_dtype(device)))
@@ -481,12 +469,5 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-_peek_transforms = torch._C._functorch.peek_interpreter_stack  # inside of vmap and the like values are of no use
-
-
 def _holds_tensor(value: Any) -> bool:
     return next(_tensors(value), None) is not None
-
-
-def _requires_grad(value: Any) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors(value))

@@ -2,31 +2,37 @@
 
 A program knows no user code and no transformed tensors. So the transformed function runs once more on plain tensors,
 and its calls are recorded. The results must be those of the transform itself; where they are not, or where there would
-be too many calls, the transform is one opaque call whose results are inputs of the program. The same goes for functions
-and modules that `torch.jit` has compiled, and the Python functions that they were made from.
+be too many calls, the transform is one opaque call whose results are inputs of the program. So is every call of what
+`torch.jit` has compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch import apis, eager_transforms
-from torch._functorch import vmap as batching
-from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reprokit.arrivals import pass_on
+from reprokit.program.backward import is_accumulation, reachable
 from reprokit.program.memory import is_bad, same_bits
-from reprokit.program.scripted import calls_replaced, name_of_scripted
+from reprokit.torch_private import (
+    HAS_TRANSFORMS,
+    apis,
+    batching,
+    broadcast_to_and_flatten,
+    eager_transforms,
+    peek_transforms,
+)
 
 if TYPE_CHECKING:
     from reprokit.program.trace import Tracer
 
 MOST_CALLS = 4096  # a batch of 256 rows with 16 calls each; more take minutes to write and to shrink
-_peek_transforms = torch._C._functorch.peek_interpreter_stack
+SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
 
 
 class _TooManyCalls(Exception):
@@ -48,28 +54,36 @@ class Transforms:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Put our own functions in the place of torch's that run a transform."""
+        if not HAS_TRANSFORMS:
+            yield
+            return
+        pull = eager_transforms._vjp_with_argnums
+
+        def vjp(*args: Any, **kwargs: Any) -> Any:
+            return (_vjp if peek_transforms() is None else pull)(*args, **kwargs)
+
         plain: list[tuple[Any, str, Callable[..., Any]]] = [
             (apis, "vmap_impl", self._rows),
             (eager_transforms, "grad_impl", _gradients),
             (eager_transforms, "grad_and_value_impl", _gradients_and_value),
             (eager_transforms, "_jvp_with_argnums", _jvp),
         ]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in plain]
-        pull = eager_transforms._vjp_with_argnums
+        ours = [(owner, name, self._performing(getattr(owner, name), function)) for owner, name, function in plain]
+        ours.append((eager_transforms, "_vjp_with_argnums", vjp))
+        # torch functions in what `torch.jit` has compiled go past every function mode: its calls are opaque
+        ours += [(owner, "__call__", self._opaque(owner.__call__)) for owner in SCRIPTED]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in ours]
         try:
-            for owner, name, function in plain:
-                setattr(owner, name, self._performing(getattr(owner, name), function))
-            eager_transforms._vjp_with_argnums = _outside_of_transforms(pull, _vjp)
-            with calls_replaced(self._scripted):
-                yield
+            for owner, name, function in ours:
+                setattr(owner, name, function)
+            yield
         finally:
-            eager_transforms._vjp_with_argnums = pull
             for owner, name, function in before:
                 setattr(owner, name, function)
 
     def _performing(self, transform: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         def perform(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if _peek_transforms() is not None:
+            if peek_transforms() is not None:
                 return transform(function, *args, **kwargs)
             if self._is_written_out:
                 return plain(function, *args, **kwargs)
@@ -80,20 +94,16 @@ class Transforms:
 
         return perform
 
-    def _scripted(self, call: Any, function: Any, python: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """A call of what `torch.jit` has compiled."""
-        if _peek_transforms() is not None:
-            return call(function, *args, **kwargs)
-        name = name_of_scripted(function)
-        described = {"name": name, "is_scripted": True}
-        run = partial(call, function)
-        if python is None:
-            return self._tracer.perform_opaque(described, name, run, args, kwargs)
-        if self._is_written_out:
-            return python(*args, **kwargs)
-        module = getattr(python, "__self__", None)
-        buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
-        return self._perform(name, described, run, python, args, kwargs, buffers)
+    def _opaque(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if peek_transforms() is not None:
+                return call(function, *args, **kwargs)
+            is_method = isinstance(function, torch._C.ScriptMethod)
+            name = f"{function.owner._type().name()}.{function.name}" if is_method else str(function.name)
+            described = {"name": name, "is_scripted": True}
+            return self._tracer.perform_opaque(described, name, partial(call, function), args, kwargs)
+
+        return __call__
 
     def _perform(
         self,
@@ -103,15 +113,11 @@ class Transforms:
         plain: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        buffers: Sequence[torch.Tensor] = (),
     ) -> Any:
-        """The results of ``run``, from calls of ``plain`` that are recorded if a gradient or a failure may need them.
-
-        ``buffers`` are what a run may write besides its arguments.
-        """
+        """The results of ``run``, from calls of ``plain`` that are recorded if a gradient or a failure needs them."""
         tracer = self._tracer
         state, error, result, given = torch.get_rng_state(), None, None, _tensors((args, kwargs))
-        versions, before = tracer.versions_of(given), _contents(buffers)
+        versions = tracer.versions_of(given)
         try:
             result = run(*args, **kwargs)
         except Exception as raised:
@@ -125,9 +131,8 @@ class Transforms:
             return tracer.adopt_opaque(described, name, given, result, written)
         if error is None and not any(item.requires_grad or is_bad(item) for item in results):
             return self._tracer.make_outcome(result, "batch")
-        after, first, left = torch.get_rng_state(), len(tracer.calls), _contents(buffers)
+        after, first = torch.get_rng_state(), len(tracer.calls)
         torch.set_rng_state(state)
-        _put_contents(buffers, before)
         again, raised_again = self._write_out(plain, args, kwargs)
         torch.set_rng_state(after)
         if error is not None and type(raised_again) is type(error):
@@ -135,7 +140,6 @@ class Transforms:
         if error is None and raised_again is None and self._are_alike(name, results, _tensors(again)):
             return again
         del tracer.calls[first:]
-        _put_contents(buffers, left)
         if error is not None:
             raise error
         return tracer.adopt_opaque(described, name, given, result)
@@ -182,8 +186,11 @@ class Transforms:
             if len(self._tracer.calls) > self._end:
                 raise _TooManyCalls
         is_one = len(rows[0]) == 1 and isinstance(out_dims, tuple)
-        places = list(out_dims) if is_one else _broadcast_to_and_flatten(out_dims, output_spec) or []
-        joined = [_stacked(items, place) for items, place in zip(zip(*rows, strict=True), places, strict=True)]
+        places = list(out_dims) if is_one else broadcast_to_and_flatten(out_dims, output_spec) or []
+        joined = [
+            items[0] if place is None else torch.stack([torch.as_tensor(item) for item in items], place)
+            for items, place in zip(zip(*rows, strict=True), places, strict=True)
+        ]
         return tree_unflatten(joined, output_spec)
 
 
@@ -191,17 +198,6 @@ def name_of(function: Any) -> str:
     """What the user calls a function that is transformed."""
     name = getattr(function, "__name__", type(function).__name__)
     return "lambda" if name == "<lambda>" else str(name)
-
-
-def _outside_of_transforms(transform: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    def perform(*args: Any, **kwargs: Any) -> Any:
-        return (plain if _peek_transforms() is None else transform)(*args, **kwargs)
-
-    return perform
-
-
-def _stacked(items: Sequence[Any], dim: int | None) -> Any:
-    return items[0] if dim is None else torch.stack([torch.as_tensor(item) for item in items], dim)
 
 
 def _gradients(function: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
@@ -286,7 +282,7 @@ class _Inputs:
 
     def settled(self, value: Any) -> Any:
         """``value`` without the graphs of the tensors that only depend on leaves of ours."""
-        return tree_map(self._settle, value) if _peek_transforms() is None else value
+        return tree_map(self._settle, value) if peek_transforms() is None else value
 
     def _settle(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
@@ -311,30 +307,11 @@ def _leaves_behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.grad_fn is None:
         yield tensor
         return
-    waiting: list[Any] = [tensor.grad_fn]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):
-                yield node.variable
-            waiting += [following for following, _ in node.next_functions]
+    yield from (node.variable for node in reachable([tensor.grad_fn]) if is_accumulation(node))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [item for item in tree_leaves(value) if isinstance(item, torch.Tensor)]
-
-
-def _contents(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with torch._C.DisableTorchFunction():
-        return [item.detach().clone() for item in tensors]
-
-
-def _put_contents(tensors: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
-    with torch._C.DisableTorchFunction():
-        for item, content in zip(tensors, contents, strict=True):
-            item.data.copy_(content)
 
 
 def _is_near(first: torch.Tensor, second: torch.Tensor) -> bool:

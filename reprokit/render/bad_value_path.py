@@ -8,20 +8,18 @@ A terminal shows the last of these calls (`steps`) and the lines around the orig
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from reprokit.locate.failure import EXCEPTION, Failure, label_of
+from reprokit.locate.failure import EXCEPTION, label_of
 from reprokit.locate.ranges import Range, range_text
-from reprokit.program.dataflow import calls_after
-from reprokit.program.ir import Call, Program, Site
+from reprokit.program.ir import Call
 from reprokit.render.call_code import call_text, labels
 from reprokit.render.survey import Survey, survey, written_by
 from reprokit.snapshot.format import Snapshot
 
 MAX_BEFORE = 16
 WORTH_LEAVING = 2  # so few take hardly more room than the line that says they are missing
-MAX_AFTER = 3
 MAX_CALL = 160
 
 
@@ -45,24 +43,18 @@ class Way:
     about: str
     stops: tuple[Stop, ...]
     num_left_out: int = 0
-    num_after: int = 0
-
-    @property
-    def ranges(self) -> list[Range]:
-        """The ranges that are known."""
-        return [stop.range for stop in self.stops if stop.range is not None]
 
 
 def ways(found: Survey, names: Mapping[int, str]) -> list[Way]:
     """The ways to draw, most telling first; ``names`` is what values are called."""
     made = [_of_optimizer(found, names), _of_gradient(found, names), _of_values(found, names)]
-    return [way for way in made if way is not None and way.ranges]
+    return [way for way in made if way is not None and any(stop.range is not None for stop in way.stops)]
 
 
 def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
-    """The values from an input of the program to the origin and on."""
     failure = found.failure
-    origin = failure.call_index if failure.call_index is not None else _first_reader(found)
+    readers = found.readers.get(failure.value, ()) if failure.value is not None else ()
+    origin = failure.call_index if failure.call_index is not None else next(iter(readers), None)
     if origin is None or found.program.calls[origin].is_optimizer_step:
         return None
     start, path = _path_to(found, origin)
@@ -70,19 +62,19 @@ def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
     first = [Stop(names[start], found.inputs.get(start), is_origin=is_input_bad)] if start is not None else []
     stops = [_stop(found, index, names, is_origin=index == failure.call_index) for index in path]
     kept, left_out = _shortened([*first, *stops])
-    after = [] if failure.is_derivative or failure.kind == EXCEPTION else list(_spread(found, origin))
-    tail = [_stop(found, index, names) for index in _ends(after)]
     about = "From the inputs of the step to the origin, going back from each call by its least ordinary operand."
-    return Way("The values", about, (*kept, *tail), left_out, max(0, len(after) - len(tail)))
+    return Way("The values", about, tuple(kept), left_out)
 
 
 def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
-    """The gradient from the loss back to the origin."""
     failure = found.failure
     if not failure.is_derivative or failure.call_index is None or failure.kind == EXCEPTION:
         return None
     path = _path_of_gradient(found, failure.call_index)
-    stops = [_gradient_stop(found, index, value, names) for index, value in reversed(path)]
+    stops = [
+        _placed(Stop(f"gradient of {names[value]}", found.gradients[value]), found.program.calls[index])
+        for index, value in reversed(path)
+    ]
     if failure.value is not None:
         last = _stop(found, failure.call_index, names, is_origin=True)
         node = f"{failure.backward_node}: " if failure.backward_node else ""
@@ -94,7 +86,6 @@ def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
 
 
 def _of_optimizer(found: Survey, names: Mapping[int, str]) -> Way | None:
-    """The optimizer's operands for the parameter that became bad, and the parameter after the step."""
     failure = found.failure
     if not found.optimizer or failure.call_index is None or failure.value is None:
         return None
@@ -105,11 +96,6 @@ def _of_optimizer(found: Survey, names: Mapping[int, str]) -> Way | None:
     after = replace(after, text=f"{name} after the step", range=found.written.get((failure.call_index, failure.value)))
     about = "What the step was given for this parameter, and what it made of it."
     return Way("The optimizer step", about, (*stops, after))
-
-
-def _first_reader(found: Survey) -> int | None:
-    value = found.failure.value
-    return next(iter(found.readers.get(value, ())), None) if value is not None else None
 
 
 def _path_to(found: Survey, origin: int) -> tuple[int | None, list[int]]:
@@ -151,7 +137,6 @@ def _oddness(found: Range) -> tuple[bool, bool, float]:
 
 
 def _path_of_gradient(found: Survey, origin: int) -> list[tuple[int, int]]:
-    """Calls from the origin towards the loss, each with the value whose gradient comes back to it."""
     path: list[tuple[int, int]] = []
     index: int | None = origin
     while index is not None:
@@ -175,30 +160,6 @@ def _next_reader(found: Survey, value: int, after: int) -> int | None:
     return max(readers, key=lambda pair: pair[1])[0] if readers else None
 
 
-def _spread(found: Survey, origin: int) -> Iterator[int]:
-    """The calls behind the origin that passed the bad value on."""
-    bad = {value for value in written_by(found.program.calls[origin], found.failure)}
-    bad.update({found.failure.value} if found.failure.value is not None else ())
-    for index in range(origin + 1, len(found.program.calls)):
-        call = found.program.calls[index]
-        made = [v for v in written_by(call, found.failure) if (r := found.written.get((index, v))) and r.is_bad]
-        if made and not bad.isdisjoint(call.input_refs()):
-            bad.update(made)
-            yield index
-
-
-def calls_on_ways(program: Program, failure: Failure) -> list[int]:
-    """The calls behind the origin that the ways may show; those before it are what it depends on."""
-    if failure.call_index is None or failure.is_derivative or failure.kind == EXCEPTION:
-        return []
-    return [i for i in calls_after(program.calls, failure.call_index) if written_by(program.calls[i], failure)]
-
-
-def _ends(indexes: Sequence[int]) -> list[int]:
-    """The first few and the last."""
-    return list(dict.fromkeys((*indexes[: MAX_AFTER - 1], *indexes[-1:])))
-
-
 def _shortened(stops: list[Stop]) -> tuple[list[Stop], int]:
     """The first stop and those nearest to the origin, which is the last, and how many are left out between them."""
     if len(stops) <= MAX_BEFORE + WORTH_LEAVING:
@@ -211,17 +172,10 @@ def _stop(found: Survey, index: int, names: Mapping[int, str], *, is_origin: boo
     call = found.program.calls[index]
     made = [seen for value in written_by(call, found.failure) if (seen := found.written.get((index, value)))]
     worst = max(made, key=_oddness, default=None)
-    return _placed(Stop(_cut(call_text(call, names)), worst, is_origin=is_origin), call)
-
-
-def _cut(text: str) -> str:
-    """The ends of a text that is too long for a line, such as a call with hundreds of operands."""
-    return text if len(text) <= MAX_CALL else f"{text[: MAX_CALL * 3 // 4]} … {text[-MAX_CALL // 4 :]}"
-
-
-def _gradient_stop(found: Survey, index: int, value: int, names: Mapping[int, str]) -> Stop:
-    call = found.program.calls[index]
-    return _placed(Stop(f"gradient of {names[value]}", found.gradients[value]), call)
+    text = call_text(call, names)
+    if len(text) > MAX_CALL:  # such as a call with hundreds of operands
+        text = f"{text[: MAX_CALL * 3 // 4]} … {text[-MAX_CALL // 4 :]}"
+    return _placed(Stop(text, worst, is_origin=is_origin), call)
 
 
 def _placed(stop: Stop, call: Call) -> Stop:
@@ -257,7 +211,15 @@ def source_lines(snapshot: Snapshot) -> list[SourceLine]:
     site = snapshot.failure.site
     if site is None:
         return []
-    known = {**_noted(snapshot.program, site), **_called(snapshot.program, site), site.line: site.code}
+    noted = {
+        note.line + offset: code
+        for note in snapshot.program.modules.values()
+        if note.file == site.file
+        for offset, code in enumerate(note.source.splitlines())
+    }
+    sites = (call.site for call in snapshot.program.calls if call.site is not None)
+    called = {one.line: one.code for one in sites if (one.file, one.function) == (site.file, site.function)}
+    known = {**noted, **called, site.line: site.code}
     near = range(site.line - LINES_AROUND, site.line + LINES_AROUND + 1)
     return [SourceLine(number, known[number], number == site.line) for number in near if known.get(number, "").strip()]
 
@@ -278,35 +240,11 @@ def steps(snapshot: Snapshot) -> list[ShownCall]:
         return []
     written = {index: written_by(program.calls[index], failure) for index in shown}
     inside = {value for values in written.values() for value in values}
-    given = [ShownCall(names[value], range_text(seen)) for value, seen in found.operands.items() if value not in inside]
-    made = [_step(found, names, index, values) for index, values in written.items()]
-    return [*given, *made, *_gradient(found, names)]
-
-
-def _gradient(found: Survey, names: Mapping[int, str]) -> list[ShownCall]:
-    """The gradient of a backward failure."""
-    value = found.failure.value
-    if not found.failure.is_derivative or value is None or value not in found.gradients:
-        return []
-    return [ShownCall(f"gradient of {names[value]}", range_text(found.gradients[value]), is_origin=True)]
-
-
-def _step(found: Survey, names: Mapping[int, str], index: int, written: Sequence[int]) -> ShownCall:
-    ranges = "; ".join(range_text(found.written.get((index, value))) for value in written)
-    return ShownCall(call_text(found.program.calls[index], names), ranges, index == found.failure.call_index)
-
-
-def _called(program: Program, site: Site) -> dict[int, str]:
-    """Lines of the origin's function from which calls were made."""
-    sites = (call.site for call in program.calls if call.site is not None)
-    return {one.line: one.code for one in sites if (one.file, one.function) == (site.file, site.function)}
-
-
-def _noted(program: Program, site: Site) -> dict[int, str]:
-    """Lines of the classes whose source the snapshot holds."""
-    return {
-        note.line + offset: code
-        for note in program.modules.values()
-        if note.file == site.file
-        for offset, code in enumerate(note.source.splitlines())
-    }
+    rows = [ShownCall(names[value], range_text(seen)) for value, seen in found.operands.items() if value not in inside]
+    for index, values in written.items():
+        ranges = "; ".join(range_text(found.written.get((index, value))) for value in values)
+        rows.append(ShownCall(call_text(program.calls[index], names), ranges, index == failure.call_index))
+    if failure.is_derivative and failure.value in found.gradients:
+        gradient = range_text(found.gradients[failure.value])
+        rows.append(ShownCall(f"gradient of {names[failure.value]}", gradient, is_origin=True))
+    return rows

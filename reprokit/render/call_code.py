@@ -108,7 +108,6 @@ def _operator(call: Call, leaf: Leaf) -> Expr | Statement | None:
 
 
 def _operand(call: Call) -> Any:
-    """The second operand, if the call has exactly two and the second is a tensor or a number."""
     values = [*call.args[1:], *call.kwargs.values()]
     if len(values) != 1 or not call.kwargs.keys() <= {"other"}:
         return None
@@ -117,7 +116,6 @@ def _operand(call: Call) -> Any:
 
 
 def _access(call: Call, leaf: Leaf) -> Expr | Statement | None:
-    """Indexing and attributes."""
     if not isinstance(call.args[0], Ref) or call.kwargs:
         return None
     owner, rest = leaf(call.args[0]), call.args[1:]
@@ -243,7 +241,6 @@ def _written(options: Mapping[str, Any], leaf: Leaf) -> dict[str, Expr]:
 
 
 def _unusual(cls: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from the class's defaults."""
     defaults = optimizer_defaults(cls)
     return {name: value for name, value in options.items() if name in defaults and not _is_equal(value, defaults[name])}
 
@@ -255,7 +252,6 @@ def _is_equal(value: Any, default: Any) -> bool:
 
 
 def _is_accepted(cls: str, options: Mapping[str, Any], tensors: Tensors) -> bool:
-    """True if the class can be made with these options."""
     given = map_leaves(options, lambda leaf: tensors.get(leaf.value) if isinstance(leaf, Ref) else leaf)
     try:
         _make(cls, **given)
@@ -296,7 +292,10 @@ def labels(program: Program) -> dict[int, str]:
     for index, call in enumerate(program.calls):
         for value in call.output_refs():
             if value not in found:
-                give(value, written.get(value) or _noun(call), index, last_reads.get(value, index))
+                noun = name_for_output(call)
+                if call.name == "__get__":
+                    noun = identifier(call.target.removesuffix(".__get__")) or "view"
+                give(value, written.get(value) or noun, index, last_reads.get(value, index))
     return found
 
 
@@ -313,10 +312,3 @@ def call_text(call: Call, names: Mapping[int, str]) -> str:
     written = write_call(call, leaf).text
     targets = [names[value] for value in call.output_refs() if value not in call.input_refs()]
     return f"{', '.join(targets)} = {written}" if targets and "=" not in written.split("(")[0] else written
-
-
-def _noun(call: Call) -> str:
-    """A word for a result; what an attribute gives is called like the attribute."""
-    if call.name == "__get__":
-        return identifier(call.target.removesuffix(".__get__")) or "view"
-    return name_for_output(call)

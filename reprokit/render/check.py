@@ -210,7 +210,10 @@ def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Scri
         f'assert verdict not in (True, "same"), {quoted(f"{function}(outcome) is true")}',
     ]
     own = ("import runpy", "from pathlib import Path", "from types import SimpleNamespace")
-    body = _caught(code.body) if raises else code.body
+    body: Sequence[str] = code.body
+    if raises:
+        body = ["exception = None", "try:", *(_INDENT + line if line else line for line in body)]
+        body = [*body, "except Exception as error:", f"{_INDENT}exception = error"]
     return ScriptParts(code, body, check, _with_imports(code.imports, own), file)
 
 
@@ -281,14 +284,7 @@ def _arguments(given: Candidate, code: Code, into: str) -> str:
     return ", ".join(argument(item) for item in given.program.inputs if item.role != "rng")
 
 
-def _caught(body: Sequence[str]) -> list[str]:
-    """The statements with their exception caught."""
-    caught = ["exception = None", "try:", *(_INDENT + line if line else line for line in body)]
-    return [*caught, "except Exception as error:", f"{_INDENT}exception = error"]
-
-
 def _with_imports(imports: Sequence[str], needed: Sequence[str]) -> list[str]:
-    """Standard modules first."""
     theirs = [line for line in imports if "torch" in line]
     ours = dict.fromkeys((*needed, *(line for line in imports if line and line not in theirs)))
     return [*ours, "", *theirs]

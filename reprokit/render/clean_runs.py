@@ -1,9 +1,12 @@
 """A server of clean processes; started as a program in a clean interpreter, never imported.
 
 It loads torch once and forks for every run, because a fresh `import torch` costs seconds. It never runs a script
-itself, and nothing of reprokit can be imported in it or in its children. Argument: the folder that holds torch. A line
-of JSON on stdin is a script to run (`Job`), the end of stdin ends the server. Each run gets a new folder with copies
-of the script's files and is reported as one line of JSON, in the order in which runs end.
+itself, and nothing of reprokit can be imported in it or in its children. The forkserver of `multiprocessing` would not
+do: its children import the caller's `__main__` and with it reprokit, and it starts in the caller's environment.
+
+Argument: the folder that holds torch. A line of JSON on stdin is a script to run (`Job`), the end of stdin ends the
+server. Each run gets a new folder with copies of the script's files and is reported as one line of JSON, in the order
+in which runs end.
 """
 
 from __future__ import annotations
@@ -45,112 +48,67 @@ class Job:
     fresh: list[str]
 
 
-@dataclass(frozen=True)
-class Running:
-    """A running process: its folder and deadline. ``is_first`` is true if the server loads the modules it loaded."""
-
-    folder: str
-    deadline: float
-    is_first: bool
-
-
-class Inbox:
-    """The lines on stdin, read without waiting unless asked to."""
-
-    def __init__(self) -> None:
-        self._data = b""
-        self._is_open = True
-
-    def next(self) -> Job | None:
-        """Wait for the next job; ``None`` at the end."""
-        while b"\n" not in self._data:
-            if not self._is_open:
-                return None
-            self._read()
-        line, _, self._data = self._data.partition(b"\n")
-        return Job(**json.loads(line))
-
-    def poll(self, seconds: float) -> None:
-        """Read stdin, waiting at most so many seconds; raises `SystemExit` at the end of stdin."""
-        if not select.select([0], [], [], seconds)[0]:
-            return
-        self._read()
-        if not self._is_open:
-            raise SystemExit
-
-    def _read(self) -> None:
-        piece = os.read(0, 1 << 16)
-        self._is_open = bool(piece)
-        self._data += piece
-
-
 class Server:
-    """Runs one job after another."""
+    """Runs one job after another until stdin ends, and then ends what still runs."""
 
     def __init__(self) -> None:
-        self._inbox = Inbox()
-        self._running: dict[int, Running] = {}
+        self._data = b""  # what was read of stdin
+        self._running: dict[int, tuple[str, float]] = {}  # the folder and the deadline of each child
         self._num_threads = num_threads()
 
     def serve(self) -> None:
-        """Run jobs until stdin ends."""
+        """Run jobs; raises `SystemExit` at the end of stdin."""
         try:
-            while (job := self._inbox.next()) is not None:
-                self._serve(job)
+            while True:
+                self._read(None)
+                while b"\n" in self._data:
+                    line, _, self._data = self._data.partition(b"\n")
+                    self._serve(Job(**json.loads(line)))
         finally:
-            for child, running in self._running.items():
+            for child, (folder, _) in self._running.items():
                 for end in (os.killpg, os.kill):  # it may not have got round to leading a group
                     with contextlib.suppress(ProcessLookupError):
                         end(child, signal.SIGKILL)
-                shutil.rmtree(running.folder, ignore_errors=True)
+                os.waitpid(child, 0)
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _read(self, seconds: float | None) -> None:
+        """Read stdin, waiting at most so many seconds."""
+        if select.select([0], [], [], seconds)[0]:
+            piece = os.read(0, 1 << 16)
+            if not piece:
+                raise SystemExit
+            self._data += piece
 
     def _serve(self, job: Job) -> None:
         num_started = 0
         while num_started < job.times or self._running:
-            while num_started < job.times and self._has_room(job):
-                self._start(job, num_started)
+            while num_started < job.times and len(self._running) < job.at_once:
+                folder = prepare(job.files)
+                is_fresh = num_started < job.num_fresh or num_threads() > self._num_threads
+                child = start(folder, os.path.basename(job.files[0]), job.fresh if is_fresh else [])
+                self._running[child] = folder, time.monotonic() + job.seconds
                 num_started += 1
             self._finish(job)
-
-    def _has_room(self, job: Job) -> bool:
-        """True if another run may start; the first forked one goes alone, as it tells what the others will load."""
-        return len(self._running) < job.at_once and not any(running.is_first for running in self._running.values())
-
-    def _start(self, job: Job, index: int) -> None:
-        folder = prepare(job.files)
-        name = os.path.basename(job.files[0])
-        is_fresh = index < job.num_fresh or num_threads() > self._num_threads
-        is_first = index == job.num_fresh and not is_fresh
-        arrived: list[int] = []  # a mask would not do: the signal could go to any of torch's threads
-        before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
-        try:
-            child = start(folder, name, job.fresh if is_fresh else [])
-            self._running[child] = Running(folder, time.monotonic() + job.seconds, is_first)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        if arrived:  # only now, as a child that is not known would outlive the server
-            signal.raise_signal(arrived[0])
+            self._read(0.002)
 
     def _finish(self, job: Job) -> None:
         """Report every child that ended or took too long."""
-        for child, running in list(self._running.items()):
+        for child, (folder, deadline) in list(self._running.items()):
             ended, status = os.waitpid(child, os.WNOHANG)
-            timed_out = not ended and time.monotonic() > running.deadline
+            timed_out = not ended and time.monotonic() > deadline
             if timed_out:
                 os.killpg(child, signal.SIGKILL)
                 status = os.waitpid(child, 0)[1]
             if ended or timed_out:
                 del self._running[child]
-                if running.is_first:
-                    load(modules_of(running.folder))
-                report(job.number, running.folder, None if timed_out else os.waitstatus_to_exitcode(status))
-        self._inbox.poll(0.002)
+                load(modules_of(folder))
+                report(job.number, folder, None if timed_out else os.waitstatus_to_exitcode(status))
 
 
 def main(torch_folder: str) -> None:
     """Load torch, then serve."""
     sys.modules["reprokit"] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if torch_folder not in sys.path:
         sys.path.append(torch_folder)
     load(["torch"])
@@ -204,7 +162,6 @@ def become(folder: str, name: str) -> None:
     """Leave the parent behind: own session, folder, streams, arguments and random numbers."""
     os.setsid()
     atexit._clear()  # of torch's own, which takes longer than a run
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(os.path.join(folder, "work"))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -280,6 +237,6 @@ def report(number: int, folder: str, exit_code: int | None) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BaseException):  # SIGTERM, or nobody to report to
+    with contextlib.suppress(BaseException):  # the end of stdin, or nobody to report to
         main(sys.argv[1])
     os._exit(0)  # taking torch down takes longer than a run

@@ -8,7 +8,6 @@ side file.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +32,6 @@ _MAX_INLINE_IN_LINE = 64
 MAX_INPUT_LINES = 24
 SIDE_FILE = "repro_inputs.pt"
 _CONVERSIONS = frozenset(["bool", "contiguous", "double", "float", "half", "int", "long", "to", "type", "type_as"])
-_DTYPE = re.compile(r"\bdtype=(torch\.(?:b?float\d*|float8\w+|complex\d+))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,9 @@ def write_program(
     the user's code (none if empty); one is used again once the value before is done with. ``reserved`` are names to
     stay away from, inputs in ``aside`` go to the side file whatever they are. The body will be indented by ``indent``.
     """
-    program = replace(program, calls=tuple(call for call in program.calls if not _changes_nothing(call)))
+    # A conversion that returned the very tensor that it was given changes nothing.
+    calls = (call for call in program.calls if call.name not in _CONVERSIONS or call.outputs not in call.args[:1])
+    program = replace(program, calls=tuple(calls))
     known = Identifiers(frozenset(reserved))
     for value, name in (given or {}).items():
         known.adopt(value, name)
@@ -104,8 +104,11 @@ class _Writer:
         self._plain_params = only_optimized(program)
 
     def write(self) -> Code:
-        self._name_random_states()
-        inputs = _with_one_dtype([self._write_input(item) for item in self._needed_inputs()])
+        for item in self._program.inputs:
+            if item.role == "rng" and seed_of(self._tensors[item.value]) is None:
+                name = self._names.give(item.value, "rng")
+                self._side[name] = self._tensors[item.value].detach().cpu()
+        inputs = [line for item in self._needed_inputs() if (line := self._write_input(item))]
         for index, call in enumerate(self._program.calls):
             self._write_call(index, call)
         body = [piece for line in under_modes(self._lines) for piece in fold(line, self._width)]
@@ -128,12 +131,6 @@ class _Writer:
         returned = {ref.value for ref in self._program.outputs}
         needed = (i for i in self._program.inputs if i.value in returned or not self._reads.is_unused(i.value))
         return [item for item in needed if item.role != "rng" and item.value not in self._names]
-
-    def _name_random_states(self) -> None:
-        for item in self._program.inputs:
-            if item.role == "rng" and seed_of(self._tensors[item.value]) is None:
-                name = self._names.give(item.value, "rng")
-                self._side[name] = self._tensors[item.value].detach().cpu()
 
     def _write_input(self, item: Input) -> str:
         """The line that makes an input, empty when it reads best where it is used."""
@@ -178,7 +175,13 @@ class _Writer:
             return
         mode = needed_mode(call)
         if call.mode.rng is not None:
-            self._write_random_state(call.mode.rng.value, mode)
+            state = self._tensors[call.mode.rng.value]
+            seed = seed_of(state)
+            if seed is not None:
+                self._add(f"torch.manual_seed({seed})", mode)
+            else:
+                setter = "torch.cuda.set_rng_state" if state.numel() <= 64 else "torch.set_rng_state"
+                self._add(f'{setter}(saved["{self._names[call.mode.rng.value]}"])', mode)
         if call.is_optimizer_step:
             for line in write_step(call, self._leaf, self._names, self._tensors):
                 self._add(line, mode)
@@ -213,7 +216,6 @@ class _Writer:
             self._assign(index, made, self._inlined.pop(longest), mode)
 
     def _length(self, call: Call, written: Expr | Statement, mode: Mode) -> int:
-        """The approximate length of the line."""
         noun = self._nouns.get(call.outputs.value) if isinstance(call.outputs, Ref) else None
         name = len(noun or names.name_for_output(call)) + len(" = ") if isinstance(written, Expr) else 0
         return name + len(written.text) + 4 * (bool(mode.autocast or mode.inference) + (mode.grad == mode.inference))
@@ -227,16 +229,6 @@ class _Writer:
         if gradient is None or gradient.numel() != 1 or gradient.is_complex() or gradient.item() != 1:
             return call
         return replace(given, args=given.args[:1])
-
-    def _write_random_state(self, value: int, mode: Mode) -> None:
-        """Start the generator from a seed, or from a state in the side file."""
-        state = self._tensors[value]
-        seed = seed_of(state)
-        if seed is not None:
-            self._add(f"torch.manual_seed({seed})", mode)
-            return
-        setter = "torch.cuda.set_rng_state" if state.numel() <= 64 else "torch.set_rng_state"
-        self._add(f'{setter}(saved["{self._names[value]}"])', mode)
 
     def _leaf(self, value: Any) -> Expr:
         if not isinstance(value, Ref):
@@ -274,18 +266,3 @@ class _Writer:
             self._add(f"{self._names.unique('out')} = {written.text}", mode)
         else:
             self._add(f"{target} = {written.text}", mode)
-
-
-def _changes_nothing(call: Call) -> bool:
-    """True if a conversion returned the very tensor that it was given."""
-    return call.name in _CONVERSIONS and bool(call.args) and call.outputs == call.args[0]
-
-
-def _with_one_dtype(lines: Iterable[str]) -> list[str]:
-    """The lines, with a dtype that several of them name said once."""
-    written = [line for line in lines if line]
-    dtypes = Counter(found for line in written for found in set(_DTYPE.findall(line)))
-    (dtype, count), *_ = [*dtypes.most_common(1), ("", 0)]
-    if count < 2:
-        return written
-    return [f"dtype = {dtype}", *(re.sub(rf"\bdtype={dtype}\b", "dtype=dtype", line) for line in written)]

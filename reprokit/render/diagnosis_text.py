@@ -9,7 +9,6 @@ from typing import Any
 
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.render import wording
-from reprokit.render.gate import is_line
 from reprokit.render.templates import fence
 from reprokit.snapshot.redact import redact_source, redact_text
 
@@ -18,6 +17,11 @@ _SURE = {
     "likely": "likely",
     "possible": "possible",
 }
+_TRIED = {
+    True: "A fix was tried on the captured step and helped",
+    False: "A change was tried on the captured step and made it finite, but its loss is absurd, so it is no fix",
+    None: "A change was tried on the captured step and made it finite; there is no loss to check",
+}
 _MADE = {
     True: "fixed when tried",
     False: "made finite when tried, but not fixed",
@@ -25,28 +29,26 @@ _MADE = {
 }
 
 
-def markdown_lines(diagnosis: Diagnosis) -> list[str]:
-    """The diagnosis as lines of Markdown without a heading; empty when nothing is known."""
+def markdown(diagnosis: Diagnosis) -> str:
+    """The diagnosis as Markdown without a heading; empty when nothing is known."""
     if not diagnosis.is_known:
-        return []
+        return ""
     shown = page(diagnosis)
     lines = [f"**{wording.prose(shown['title'])}** ({shown['sure']}). {wording.prose(shown['mechanism'])}", ""]
     lines += [f"- {wording.prose(line)}" for line in shown["evidence"]]
     lines += [f"- Also: {wording.prose(line[:1].lower() + line[1:])}" for line in shown["also"]]
     lines += ["", f"What to do: {wording.prose(shown['advice'])}"]
     if shown["fix"] is not None:
-        lines += ["", *_fix_lines(shown["fix"])]
+        fix = shown["fix"]
+        lines += ["", wording.prose("{intro}: {change}. Then: {outcome}.".format_map(fix))]
+        if fix["code"]:
+            lines += ["", f"{fence(fix['code'])}python", *fix["code"].splitlines(), fence(fix["code"])]
     lines += [f"- Did not help: {wording.prose('{change} ({outcome}).'.format_map(fix))}" for fix in shown["tried"]]
     if diagnosis.note is not None:
         lines += ["", wording.prose(shown["note"])]
     if diagnosis.links:
         lines += ["", f"See also {', '.join(diagnosis.links)}."]
-    return lines
-
-
-def markdown(diagnosis: Diagnosis) -> str:
-    """The lines as one text, empty when nothing is known."""
-    return "\n".join(markdown_lines(diagnosis))
+    return "\n".join(lines)
 
 
 def page(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -77,28 +79,12 @@ def one_line(diagnosis: Diagnosis) -> str:
     return _safe(words)
 
 
-def _fix_lines(fix: dict[str, Any]) -> list[str]:
-    lines = [wording.prose("{intro}: {change}. Then: {outcome}.".format_map(fix))]
-    if fix["code"]:
-        lines += ["", f"{fence(fix['code'])}python", *fix["code"].splitlines(), fence(fix["code"])]
-    return lines
-
-
-def _tried_words(fix: Fix) -> str:
-    if fix.is_plausible:
-        return "A fix was tried on the captured step and helped"
-    if fix.is_plausible is None:
-        return "A change was tried on the captured step and made it finite; there is no loss to check"
-    return "A change was tried on the captured step and made it finite, but its loss is absurd, so it is no fix"
-
-
 def _fix_data(fix: Fix) -> dict[str, Any]:
-    """A fix for a page; of its code, which somebody will paste, nothing that does more than code of a fix does."""
     return {
-        "intro": _tried_words(fix),
+        "intro": _TRIED[fix.is_plausible],
         "change": _change(fix),
         "outcome": _safe(fix.outcome),
-        "code": redact_source(fix.code) if is_line(fix.code) else "",
+        "code": redact_source(fix.code),
         "helped": fix.helped and fix.is_plausible is True,
     }
 

@@ -1,15 +1,12 @@
-"""The end of the repro of an event: the quantity of the step, printed, and an assertion that it is below the threshold.
-
-The threshold is the recorded one, which the step of training has exceeded. A parameter that learns nothing has none:
-the repro asserts that it gets a gradient, and that not all of it is zero.
-"""
+"""The end of the repro of an event: the quantity of the step, printed, and an assertion that it is below the recorded
+threshold."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from reprokit.errors import NotReproduced
-from reprokit.locate.failure import Failure, Predicate
+from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import loss_of, observed
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program, iter_refs
@@ -27,78 +24,39 @@ def event_parts(program: Program, tensors: Tensors, failure: Failure, aside: Col
     found, outcome = observed(program, tensors, failure)
     if found is None or found.event is None:
         raise NotReproduced("the event is not there when the program is run again")
-    quantity = found.event.quantity
-    values = _subjects(program, failure, quantity, list(outcome.gradients))
-    reserved = (_VARIABLES[quantity], "before", "change", "size") if quantity in _VARIABLES else ()
+    event, loss = found.event, loss_of(program)
+    if event.quantity == "update":
+        steps = [call.kwargs["params"] for call in program.calls if call.is_optimizer_step]
+        values = [ref.value for ref in iter_refs(steps)]
+    else:
+        values = [loss] if event.quantity == "loss" and loss is not None else list(outcome.gradients)
+    name = _VARIABLES.get(event.quantity, "")
+    reserved = (name, "before", "change", "size") if name else ()
     code = write_program(program, tensors, keep=values, reserved=reserved, aside=aside)
     names = [code.names[value] for value in values]
-    if quantity == "share of zeros":
-        lines = _gradient_check(names[0], is_missing=values[0] not in outcome.gradients)
-    else:
-        lines = _threshold_check(found.event, names)
-    check = [part for line in lines for part in fold(line)]
-    return ScriptParts(code, [*_remembered(quantity, names), *code.body], check)
-
-
-def _gradient_check(name: str, *, is_missing: bool) -> list[str]:
-    """The gradient and the assertion that there is one, or that not all of it is zero."""
-    shown = f'print("{name}.grad =", {name}.grad)'
-    if is_missing:
-        return [shown, f"assert {name}.grad is not None, {quoted(f'no gradient reaches {name}')}"]
-    return [shown, f"assert ({name}.grad != 0).any(), {quoted(f'the gradient of {name} is zero everywhere')}"]
-
-
-def _threshold_check(event: Predicate, names: Sequence[str]) -> list[str]:
-    """The quantity and the assertion that it is below the threshold."""
-    name = _VARIABLES.get(event.quantity, names[0])
-    threshold = _threshold(event.value, event.threshold)
+    name = name or names[0]
+    short = float(f"{event.threshold:.4g}")
+    threshold = repr(event.threshold if event.value < short else short)  # rounding may take it above the value
     usual = f", and its median in training was {number_words(event.usual)}" if event.usual is not None else ""
     said = quoted(f"the {event.quantity} is not below {threshold}{usual}")
-    lines = [f'print("{name} =", {name})', f"assert {name} < {threshold}, {said}"]
-    return [*_measuring(event.quantity, name, names), *lines]
+    first, measuring = _measuring(event.quantity, names)
+    lines = [*measuring, f'print("{name} =", {name})', f"assert {name} < {threshold}, {said}"]
+    return ScriptParts(code, [*first, *code.body], [part for line in lines for part in fold(line)])
 
 
-def _subjects(program: Program, failure: Failure, quantity: str, graded: Sequence[int]) -> list[int]:
-    """The values that the quantity is computed from, which need variables."""
-    loss = loss_of(program)
-    if quantity == "loss" and loss is not None:
-        return [loss]
+def _measuring(quantity: str, names: list[str]) -> tuple[list[str], list[str]]:
+    """The lines before the program and after it that compute the quantity; a loss is there already."""
     if quantity == "gradient norm":
-        return list(graded)
-    if quantity == "update":
-        steps = [call.kwargs["params"] for call in program.calls if call.is_optimizer_step]
-        return [ref.value for ref in iter_refs(steps)]
-    if failure.value is None:
-        raise NotReproduced("the tensor of the event is not known")
-    return [failure.value]
+        return [], [f"norm = {_norm([f'{name}.grad' for name in names])}"]
+    if quantity != "update":
+        return [], []
+    copies = [f"before[{number}]" for number in range(len(names))]
+    changes = [f"({name} - {copy})" for name, copy in zip(names, copies, strict=True)]
+    before = fold(f"before = [{', '.join(f'{name}.detach().clone()' for name in names)}]")
+    return before, [f"change = {_norm(changes)}", f"size = {_norm(copies)}", "update = change / size"]
 
 
-def _measuring(quantity: str, name: str, names: Sequence[str]) -> list[str]:
-    """The lines that compute the quantity; a loss is there already."""
-    if quantity == "loss":
-        return []
-    if quantity == "gradient norm":
-        return [f"{name} = {_norm([f'{variable}.grad' for variable in names])}"]
-    copies = ["before" if len(names) == 1 else f"before[{number}]" for number in range(len(names))]
-    changes = [f"({variable} - {copy})" for variable, copy in zip(names, copies, strict=True)]
-    return [f"change = {_norm(changes)}", f"size = {_norm(copies)}", f"{name} = change / size"]
-
-
-def _norm(tensors: Sequence[str]) -> str:
+def _norm(tensors: list[str]) -> str:
     if len(tensors) == 1:
         return f"{tensors[0]}.norm()"
     return f"torch.stack([{', '.join(f'{tensor}.norm()' for tensor in tensors)}]).norm()"
-
-
-def _remembered(quantity: str, names: Sequence[str]) -> list[str]:
-    """A line that keeps parameters as they are before the step."""
-    if quantity != "update":
-        return []
-    copies = [f"{name}.detach().clone()" for name in names]
-    return fold(f"before = {copies[0] if len(copies) == 1 else f'[{chr(44).join(copies)}]'}")
-
-
-def _threshold(value: float, threshold: float) -> str:
-    """The threshold with four digits, with all where rounding takes it above the value."""
-    short = float(f"{threshold:.4g}")
-    return repr(short if not value < short else threshold)

@@ -7,19 +7,20 @@ the operand, and does not send the reader upstream.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reprokit.locate.calls import VIEWS, short_name
+from reprokit.locate.catalogue import entries
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
-from reprokit.render.defined import find_edge
-from reprokit.render.definitions import Defect, Edge
-from reprokit.shrink.checks.recorded import requested_bytes
+from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
+from reprokit.whatif.table import MINIMUM
 
 OWN, TORCH = "own", "torch"
 _TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}
@@ -65,43 +66,53 @@ class Expectation:
 
 
 def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectation:
-    """The texts about a failure: decided on the smallest program, with the places of the snapshot."""
-    recorded = find_edge(snapshot.program, snapshot.tensors, snapshot.failure)
-    edge, failure = recorded, snapshot.failure
-    if reduction is not None:
-        edge, failure = find_edge(reduction.program, reduction.tensors, reduction.failure), reduction.failure
-    operands, other = _operands(edge, recorded, reduction), _other_reason(recorded, edge)
-    owner = _owner(snapshot, failure, edge)
+    """The texts about a failure: decided by the diagnosis of the reduction, with the places of the snapshot."""
+    failure = reduction.failure if reduction is not None else snapshot.failure
+    reason = _reason(failure, reduction)
+    rows = (reduction.whatif.tables or {}).get(MINIMUM, ()) if reduction is not None else ()
+    is_exact_finite = any((row.variant, row.answer) == ("fp64", "passes") for row in rows)
+    owner = _owner(snapshot, failure, reason, is_exact_finite=is_exact_finite)
     cause = snapshot.failure.cause
     if cause is not None:
         return _of_cause(snapshot, failure, cause, owner)
     if snapshot.failure.event is not None:
         failure = snapshot.failure  # a smaller program has another loss
-    observed = wording.observed(failure, is_forward_finite=edge is None or edge.is_forward_finite)
     return Expectation(
-        edge.words if edge is not None else "",
-        _with_training(observed, snapshot.failure, failure),
-        _expected(failure, edge),
-        f"{other}{_remark(snapshot, failure, recorded if other else edge, operands, owner)}",
+        reason.title[:1].lower() + reason.title[1:] if reason is not None else "",
+        _with_training(wording.observed(failure), snapshot.failure, failure),
+        _expected(failure, reason, owner),
+        _remark(snapshot, failure, reason, _operands(snapshot, reduction), owner),
         owner,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    """What the diagnosis says of a nan or an inf. ``needs``: what a function takes that is defined to return it."""
+
+    title: str
+    mechanism: str
+    needs: str
+    is_of_torch: bool
+
+
+def _reason(failure: Failure, reduction: Reduction | None) -> _Reason | None:
+    found = reduction.diagnosis if reduction is not None else None
+    entry = next((entry for entry in entries() if found is not None and entry.id == found.id), None)
+    if found is None or entry is None or failure.kind not in ("nan", "inf") or found.confidence == "possible":
+        return None
+    return _Reason(redact_text(found.title), redact_text(found.mechanism), entry.needs, entry.is_of_torch)
+
+
 def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) -> Expectation:
-    """The texts about an exception with a bad value behind it."""
     kind, observed = wording.kind_words(cause), _with_training(wording.observed(failure), snapshot.failure, failure)
     name = wording.code_span(snapshot.failure.call or "")
     expected = "The call returns, as it does with finite numbers in place of those that are not."
     found = f"In the training step {name} is given numbers that are not finite, and returns with finite ones"
-    verb = "which is" if cause.call is None else "which returns"
-    remark = f"{found}. They come from {facts.origin(snapshot, cause)}{_at(cause)}, {verb} {kind}. "
+    verb, line = "which is" if cause.call is None else "which returns", facts.line(cause)
+    remark = f"{found}. They come from {facts.origin(snapshot, cause)}{f' at {line}' if line else ''}, {verb} {kind}. "
     remark += f"Why it does so is a question about {_whom(owner)}."
     return Expectation(f"because of {kind} from {wording.short_call(cause)}", observed, expected, remark, owner)
-
-
-def _at(failure: Failure) -> str:
-    place = facts.line(failure)
-    return f" at {place}" if place else ""
 
 
 def _whom(owner: str) -> str:
@@ -121,76 +132,63 @@ def is_refusal(failure: Failure) -> bool:
 
 
 def _with_training(observed: str, recorded: Failure, reduced: Failure) -> str:
-    """The observation, with the message of the training step if the reduced one has another."""
     message = wording.message(recorded)
     if not message or message == wording.message(reduced):
         return observed
     return f"{observed.removesuffix('.')}. In training it was: {message}."
 
 
-def _expected(failure: Failure, edge: Edge | None) -> str:
-    if requested_bytes(failure) is not None:
+def _expected(failure: Failure, reason: _Reason | None, owner: str) -> str:
+    if is_out_of_memory(failure):
         return "The call returns, which needs as much free memory as the message says."
+    name = wording.code_span(failure.call or wording.short_call(failure))
     if is_refusal(failure):
-        name = wording.code_span(failure.call or "")
         return (
             "The call returns, which needs arguments that it accepts. "
             f"For what it is given, {name} does what it is defined to do: it refuses, and says what is wrong."
         )
-    if edge is None:
-        return wording.expected(failure)
-    about = "a finite gradient" if failure.is_derivative else "a finite result"
-    about = "a finite parameter after the step" if failure.call and failure.call.startswith("torch.optim.") else about
-    if edge.verdict is Defect.BETTER:
-        return f"{about[0].upper()}{about[1:]}: {edge.fact}."
-    name = wording.code_span(failure.call or wording.short_call(failure))
-    needs = f"{about[0].upper()}{about[1:]}, which needs {edge.wanted}."
-    if edge.verdict is Defect.OPEN:
-        return f"{needs} No check shows a defect of {name}: {edge.fact}."
-    return f"{needs} For what it is given, {name} does what it is defined to do: {edge.fact}."
+    expected = wording.expected(failure)
+    if reason is None:
+        return (
+            f"{expected} In float64 the minimum passes." if owner == TORCH and failure.kind != "mismatch" else expected
+        )
+    if not reason.needs:
+        return f"{expected} {reason.mechanism}"
+    needs = f"{expected.removesuffix('.')}, which needs {reason.needs}."
+    return f"{needs} For what it is given, {name} does what it is defined to do. {reason.mechanism}"
 
 
-def _other_reason(recorded: Edge | None, edge: Edge | None) -> str:
-    """A sentence about the reason of the training step where the smallest program fails for another one."""
-    edges = [found for found in (recorded, edge) if found is not None and found.verdict is Defect.DEFINED]
-    if recorded is None or len(edges) < 2 or edges[0].wanted == edges[1].wanted:
-        return ""
-    return f"The training step failed for another reason, since {recorded.fact}: it needed {recorded.wanted}. "
-
-
-def _operands(edge: Edge | None, recorded: Edge | None, reduction: Reduction | None) -> tuple[int, ...]:
-    """The operands in question, as the captured step has them where it shows them, without those that were found to be
-    free."""
-    values = (recorded.values if recorded is not None else ()) or (edge.values if edge is not None else ())
-    if reduction is None:
-        return values
+def _operands(snapshot: Snapshot, reduction: Reduction | None) -> list[int]:
+    """The operands of the origin in the captured step that the minimum still has, less those that were found free."""
+    index = snapshot.failure.call_index
+    if index is None or reduction is None:
+        return []
     free = {item.input for item in reduction.explain if item.free}
-    named = {item.value for item in reduction.program.inputs if item.name in free}
-    return tuple(value for value in values if value not in named)
+    matter = {item.value for item in reduction.program.inputs if item.name not in free}
+    return [value for value in dict.fromkeys(snapshot.program.calls[index].input_refs()) if value in matter]
 
 
-def _remark(snapshot: Snapshot, failure: Failure, edge: Edge | None, operands: tuple[int, ...], owner: str) -> str:
-    """The origin of the operands, and the owner of that question."""
+def _remark(snapshot: Snapshot, failure: Failure, reason: _Reason | None, operands: Sequence[int], owner: str) -> str:
     whom = _whom(owner)
-    if requested_bytes(failure) is not None:
+    if is_out_of_memory(failure):
         return f"Why it needs so much memory is a question about {whom}."
     if is_refusal(failure):
         return f"Why it is given these arguments is a question about {whom}."
-    if edge is None or edge.verdict is Defect.BETTER:
+    is_of_library = owner not in (OWN, TORCH) and failure.kind in ("nan", "inf")
+    if reason.is_of_torch if reason is not None else not is_of_library:
         return ""
     origins = list(dict.fromkeys(filter(None, (_origin_of(snapshot, value) for value in operands))))
     if not origins:
-        these = "these values" if edge.subject == "values" else f"this {edge.subject}"
-        return f"Why it is given {these} is a question about {whom}."
+        return f"Why it is given these values is a question about {whom}."
     several = len(operands) > 1
     parts = "parts of " if several and len(origins) == 1 and not origins[0].startswith("made by") else ""
     what = f"{'these operands are' if several else 'this operand is'} {parts}{wording.listed(origins)}"
-    why = f"they have the {edge.subject} they have" if several else f"it has the {edge.subject} it has"
-    return f"In the training step {what}. Why {why} is a question about {whom}."
+    return (
+        f"In the training step {what}. Why the call is given {'them' if several else 'it'} is a question about {whom}."
+    )
 
 
 def _origin_of(snapshot: Snapshot, value: int) -> str:
-    """The origin of a value in the training step: an input of it, or a call."""
     failing = snapshot.failure.call_index
     made = _maker(snapshot.program, value, failing) if failing is not None else None
     if isinstance(made, Input):
@@ -221,7 +219,7 @@ def _maker(program: Program, value: int, before: int) -> Call | Input | None:
     return next((item for item in program.inputs if item.value == value), None)
 
 
-def _owner(snapshot: Snapshot, failure: Failure, edge: Edge | None) -> str:
+def _owner(snapshot: Snapshot, failure: Failure, reason: _Reason | None, *, is_exact_finite: bool) -> str:
     library = _library(snapshot)
     if library is not None and not (failure.call or "").startswith("torch.optim."):
         return library
@@ -231,11 +229,11 @@ def _owner(snapshot: Snapshot, failure: Failure, edge: Edge | None) -> str:
         return TORCH if any(word in f"{kind} {message}" for word in _INTERNAL) else OWN
     if failure.kind == "mismatch":
         return TORCH
-    return TORCH if edge is not None and edge.verdict is Defect.BETTER else OWN
+    is_defect = is_exact_finite and failure.kind in ("nan", "inf") if reason is None else reason.is_of_torch
+    return TORCH if is_defect else OWN
 
 
 def _library(snapshot: Snapshot) -> str | None:
-    """The package of the library whose line called the origin; a value that was bad before has no such line."""
     failure = snapshot.failure.cause or snapshot.failure
     site = failure.site if failure.call is not None else None
     if site is None and failure.call_index is not None:

@@ -159,7 +159,7 @@ def constant(value: bool | int | float | complex | str | None) -> Expr:
     if isinstance(value, float):
         text = float_text(value)
     elif isinstance(value, complex):
-        return _complex(value)
+        return call("complex", [Expr(float_text(value.real)), Expr(float_text(value.imag))])
     else:
         text = repr(value)
     return Expr(text, Rank.UNARY if text.startswith("-") else Rank.ATOM)
@@ -173,24 +173,6 @@ def float_text(value: float) -> str:
         return 'float("inf")' if value > 0 else 'float("-inf")'
     mantissa, e, exponent = repr(value).partition("e")
     return f"{mantissa}e{int(exponent)}" if e else mantissa
-
-
-def _complex(value: complex) -> Expr:
-    if (
-        math.isfinite(value.real)
-        and math.isfinite(value.imag)
-        and str(value.real) != "-0.0"
-        and str(value.imag) != "-0.0"
-    ):
-        text = _spaced(repr(value))
-        if not text.startswith("-"):  # `-2j` has a negative zero for its real part
-            return Expr(text)
-    return call("complex", [Expr(float_text(value.real)), Expr(float_text(value.imag))])
-
-
-def _spaced(text: str) -> str:
-    """``(2+1j)`` as ``(2 + 1j)``."""
-    return re.sub(r"(?<=[\d.])([+-])(?=[\d.]+(?:e[+-]?\d+)?j)", r" \1 ", text)
 
 
 def sequence(parts: Sequence[str], *, is_tuple: bool) -> Expr:

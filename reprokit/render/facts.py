@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from reprokit.locate.failure import Failure, root_of
-from reprokit.program.ir import Phase, Program
+from reprokit.program.ir import Phase
 from reprokit.render import wording
 from reprokit.render.call_code import labels
 from reprokit.series import has_several_optimizers
 from reprokit.snapshot.environment import Environment
-from reprokit.snapshot.format import CaptureSettings, Snapshot
+from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
 from reprokit.story import paragraph
 from reprokit.words import counted, in_root, replay_words
@@ -36,13 +36,16 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     message = f": {wording.message(failure)}" if wording.message(failure) else ""
     note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
     size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
+    shown = labels(snapshot.program)
+    items = (item for item in snapshot.program.inputs if item.role == "batch" and item.value in shown)
+    batch = {item.name: shown[item.value] for item in items}
     facts = [
         ("where", where(snapshot)),
         ("origin", origin(snapshot, failure)),
         ("line", line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
         ("because of", cause(snapshot)),
-        ("event", wording.renamed(wording.event_words(failure), _labels(snapshot.program))),
+        ("event", wording.renamed(wording.event_words(failure), batch)),
         ("difference", wording.difference_words(failure)),
         ("how much", how_much(failure)),
         ("when", f"{when(snapshot)}{noticed}"),
@@ -50,12 +53,6 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("program", size),
     ]
     return [(name, value) for name, value in facts if value]
-
-
-def _labels(program: Program) -> dict[str, str]:
-    """The names of the data in the calls that are shown."""
-    shown = labels(program)
-    return {item.name: shown[item.value] for item in program.inputs if item.role == "batch" and item.value in shown}
 
 
 def doubt(snapshot: Snapshot) -> str:
@@ -86,13 +83,9 @@ def where(snapshot: Snapshot) -> str:
         and phase != wording.OUTSIDE
     ):
         place = f", {wording.OUTSIDE}"
-    return f"{phase}{', without gradients' if _is_without_gradients(snapshot) else ''}{place}"
-
-
-def _is_without_gradients(snapshot: Snapshot) -> bool:
-    """True if everything that ran, ran under ``no_grad``: such as a validation pass."""
     calls = snapshot.program.calls
-    return snapshot.failure.phase == Phase.FORWARD and bool(calls) and not any(call.mode.grad for call in calls)
+    is_validation = failure.phase == Phase.FORWARD and bool(calls) and not any(call.mode.grad for call in calls)
+    return f"{phase}{', without gradients' if is_validation else ''}{place}"
 
 
 def origin(snapshot: Snapshot, failure: Failure) -> str:
@@ -152,22 +145,12 @@ def when(snapshot: Snapshot) -> str:
 
 
 def surroundings(snapshot: Snapshot) -> list[Fact]:
-    """The process among several, the part of the step that was replayed, and the compilers the script has used."""
+    """The process among several, and the compilers the script has used."""
     settings = snapshot.settings
     process = f"rank {settings.rank} of {settings.world_size or 1}" if settings.rank is not None else ""
     backends = ", ".join(wording.code_span(name) for name in settings.compilers or ())
     compiled = f"parts of the script, with {backends}" if backends else ""
-    return _shown([("process", process), ("replayed", _replayed_part(settings)), ("compiled", compiled)])
-
-
-def _replayed_part(settings: CaptureSettings) -> str:
-    """The unit at which a replay of part of the model began; empty if the whole model was replayed."""
-    number, last = settings.num_recorded_units, settings.last_recorded_unit
-    if not number or last is None:
-        return ""
-    units = f"{counted(number, 'unit')} up to {wording.code_span(last)}"
-    verb, outputs = ("was", "its output is an input") if number == 1 else ("were", "their outputs are inputs")
-    return f"{units} {verb} not replayed; {outputs}"
+    return _shown([("process", process), ("compiled", compiled)])
 
 
 def noticed_in(snapshot: Snapshot) -> str:
@@ -207,7 +190,6 @@ def source(snapshot: Snapshot) -> list[Fact]:
 
 
 def _shown(rows: Iterable[tuple[str, Any]]) -> list[Fact]:
-    """The rows that are not empty, redacted."""
     return [(name, redact_text(_plain(value))) for name, value in rows if value not in (None, (), "")]
 
 

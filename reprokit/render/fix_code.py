@@ -1,103 +1,125 @@
-"""A fix as code: the lines of the user's program that were changed, as they were when the step became finite.
+"""A fix as code: the user's statement with the expressions of the changed calls replaced.
 
-Each is the user's own statement with only the changed calls written anew: what a loop goes over, attributes and other
-numbers stay. Where that is not possible, the statement is written anew from its calls. The comment above each tells
-whether the code can stand in the place of the statement."""
+Where the statement does not show every changed call as an expression of its own, the code is these expressions alone,
+and the comment above says so. Line breaks of the statement are those of `ast.unparse`.
+"""
 
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from reprokit.locate.calls import Slot
+from reprokit.locate.calls import VIEWS
 from reprokit.program.functions import is_in_place
-from reprokit.program.interpreter import Tensors
-from reprokit.program.ir import Call, Mode, Program, Ref, Site, iter_refs
-from reprokit.program.statement import ParsedStatement, parsed
+from reprokit.program.ir import Call, Program, Ref, Site, iter_refs
+from reprokit.program.statement import called_name, parsed
 from reprokit.render import call_code, expression
-from reprokit.render.call_code import Statement, labels
-from reprokit.render.code import write_program
-from reprokit.render.expression import Expr, Rank
-from reprokit.render.gate import is_line
-from reprokit.render.names import numbered
-from reprokit.render.spelling import (
-    MODULES,
-    Match,
-    is_inside_another,
-    match_of,
-    operand_nodes,
-    operand_paths,
-    rank_of,
-)
-from reprokit.render.statements import OFF, is_one_line
+from reprokit.render.call_code import Leaf, Statement, labels
+from reprokit.render.expression import BINARY, Expr
+from reprokit.render.spelling import Match, is_inside_another, match_of, operand_nodes, rank_of
 
-_OPERATIONS = (ast.Attribute, ast.BinOp, ast.Compare, ast.Subscript, ast.UnaryOp)
+_LAYER = re.compile(r"\.(\d+)(?=\.|$)")  # of a list in the path of a parameter
+MAX_LINES = 6  # a fix that takes more lines is not shown as code
 _NOT_TWICE = (ast.Await, ast.Call, ast.NamedExpr, ast.Yield, ast.YieldFrom)
-_STATEMENTS = (ast.Assign, ast.AugAssign, ast.Expr, ast.Return)
-_PLAIN = (
-    *_STATEMENTS, ast.Module, ast.Attribute, ast.BinOp, ast.Call, ast.Compare, ast.Constant, ast.Name, ast.Slice,
-    ast.Subscript, ast.UnaryOp, ast.cmpop, ast.expr_context, ast.keyword, ast.operator, ast.unaryop,
-)  # fmt: skip
-Operands = Mapping[int, ast.expr]
-Polish = Callable[[str], str]
 
 
 class _NotShown(Exception):
-    """The line does not show what was changed."""
+    """The statement does not show what was changed."""
 
 
-def own_line(before: Sequence[Call], after: Sequence[Call], polish: Polish) -> str:
-    """The statement that ``before`` stands in as it is for ``after``; empty if it has no such form.
+def fix_code(before: Program, after: Program) -> str:
+    """The changed statements of a step, each below a comment with its place; empty when there is nothing to show.
 
-    What was not touched is the very same `Call` in both. ``polish`` makes the text of new expressions readable.
+    ``before`` and ``after`` share the `Call` objects that were not touched. The comment is ``train.py:7`` or
+    ``train.py:7-9`` for a statement that can stand in the place of these lines, ``in train.py:7`` for expressions, and
+    ends in ``in what it calls`` if these are in a function that the statement calls.
     """
-    line = parsed(before[0].site.text) if before and before[0].site is not None else None
-    if line is None or _has(line.tree, (ast.JoinedStr,)):  # parts of these have no exact places before Python 3.12
-        return ""
-    try:
-        return line.restored(_Line(line, before, after, polish).text(line.tree))
-    except _NotShown:
-        return ""
+    untouched = set(map(id, before.calls))
+    names = {value: _LAYER.sub(r"[\1]", name) for value, name in {**labels(after), **labels(before)}.items()}
+    shown: dict[tuple[str, int], str] = {}  # by file and first line
+    for call in after.calls:
+        site = call.site
+        if site is None or id(call) in untouched or call.is_optimizer_step or (site.file, site.first_line) in shown:
+            continue
+        change = _Change(_on_line(before, site), _on_line(after, site), names)
+        shown[site.file, site.first_line] = change.code(site)
+    return "\n".join(filter(None, shown.values()))
 
 
-class _Line:
-    def __init__(self, line: ParsedStatement, before: Sequence[Call], after: Sequence[Call], polish: Polish) -> None:
-        self._source, self._polish = line.body.encode(), polish
-        self._starts = [0, *itertools.accumulate(map(len, self._source.splitlines(keepends=True)))]
-        self._writes_in_place = any(is_in_place(call.target) for call in before)
+def _on_line(program: Program, site: Site) -> list[Call]:
+    """All calls of a statement, those of functions that it holds (a comprehension) and of all its runs included."""
+    place = (site.file, site.first_line)
+    return [call for call in program.calls if call.site and (call.site.file, call.site.first_line) == place]
+
+
+class _Change:
+    """The calls of one statement, ``before`` and ``after``; ``names`` are those of values outside of it."""
+
+    def __init__(self, before: Sequence[Call], after: Sequence[Call], names: Mapping[int, str]) -> None:
         kept, old = set(map(id, after)), set(map(id, before))
         self._replaced = [call for call in before if id(call) not in kept]
+        self._untouched = [call for call in before if id(call) in kept]
         self._new = [call for call in after if id(call) not in old]
-        parts = (match_of(call) for call in before if id(call) in kept)
-        self._untouched = [part[0] for part in parts if part is not None]  # in other turns of a loop also changed parts
         self._makers = {call.outputs.value: call for call in self._new
                         if isinstance(call.outputs, Ref) and call.outputs.value not in call.input_refs()}  # fmt: skip
         self._roots: dict[tuple[int, ...], list[Call]] = {}
         for call in self._new:
             self._roots.setdefault(call.output_refs(), []).append(call)
-        self._operands: dict[int, ast.expr] = {}
+        nodes: dict[int, ast.expr] = {}
         for call in before:
-            for value, node in operand_nodes(call).items():
-                self._operands.setdefault(value, node)
-        self._used = set[int]()
-        self._changed: dict[ast.AST, Expr] = {}
+            nodes = {**operand_nodes(call), **nodes}
+        paths = {
+            value: ast.unparse(node) for value, node in nodes.items() if isinstance(node, (ast.Name, ast.Attribute))
+        }
+        self._names = {**names, **paths}
+        # in a statement that writes in place, a name may be another value
+        self._operands = {} if any(is_in_place(call.target) for call in before) else nodes
+        line = parsed(before[0].site.text) if before and before[0].site is not None else None
+        self._changed = _as_written(line.tree, line.body) if line is not None else {}
 
-    def text(self, tree: ast.Module) -> str:
-        """The line after the change, without a comment behind it."""
+    def code(self, site: Site) -> str:
+        """The statement after the change, or else its new expressions, below its place."""
+        heads = self._heads()
+        try:
+            lines, place = self._statement(site, heads), site.statement_place
+        except _NotShown:
+            is_inside = bool(self._replaced) and all(map(is_inside_another, self._replaced))
+            place = f"{site.place}, in what it calls" if is_inside else f"in {site.place}"
+            lines = self._expressions()
+        if heads:
+            lines = [f"with {', '.join(heads)}:", *(f"    {line}" for line in lines)]
+        return "\n".join((f"# {place}", *lines)) if 0 < len(lines) <= MAX_LINES else ""
+
+    def _heads(self) -> list[str]:
+        """The modes that the change switches off."""
+        if not self._replaced:
+            return []
+        mode = self._replaced[0].mode
+        devices = [device for device, _ in mode.autocast if not all(call.mode.autocast for call in self._new)]
+        no_grad = ["torch.no_grad()"] if mode.grad and not all(call.mode.grad for call in self._new) else []
+        return [*(f'torch.autocast("{device}", enabled=False)' for device in devices), *no_grad]
+
+    # -- the user's statement ------------------------------------------------------------------------------------
+
+    def _statement(self, site: Site, heads: Sequence[str]) -> list[str]:
+        line = parsed(site.text)
+        used = list[Call]()
         for call in self._replaced:  # in the order of their evaluation, so what stands inside another comes first
-            node, text = self._part(call)[0], self._replacement(call)
-            if self._changed.setdefault(node, text) != text:
+            node, new = self._part(call)[0], self._replacement(call, used)
+            if ast.dump(self._changed.setdefault(node, new)) != ast.dump(new):
                 raise _NotShown  # a loop whose turns were changed in different ways
-        if self._used != set(map(id, self._new)) or any(node in self._changed for node in self._untouched):
+        matches = [match_of(call) for call in self._untouched]
+        is_shared = any(match is not None and match[0] in self._changed for match in matches)
+        # what is elementwise gives the same without autocast; "@" does not
+        is_mixed = bool(heads) and any(BINARY.get(call.name, "@") == "@" for call in self._untouched)
+        if line is None or is_shared or is_mixed or set(map(id, used)) != set(map(id, self._new)):
             raise _NotShown
-        return self._spliced(tree, self._changed, 0, self._span(tree.body[-1])[1])
+        text = ast.unparse(_rebuilt(line.tree, self._changed))
+        head = text.removesuffix("\n    pass") if line.after else text
+        return f"{line.before}{head}".splitlines()
 
     def _part(self, call: Call) -> Match:
         match = match_of(call)
@@ -105,288 +127,108 @@ class _Line:
             raise _NotShown
         return match
 
-    # -- what is new ---------------------------------------------------------------------------------------------
-
-    def _replacement(self, call: Call) -> Expr:
-        """The expression in the place of a call."""
+    def _replacement(self, call: Call, used: list[Call]) -> ast.AST:
+        """The expression in the place of a call; adds the calls that it makes to ``used``."""
         made = self._roots.get(call.output_refs(), [])
         if not made or (len(made) > 1 and not call.output_refs()):
             raise _NotShown
-        operands, used = operand_nodes(call), list[Call]()
-        text = self._written(made[-1], call, operands, used)
-        self._used |= set(map(id, used))
-        reads = Counter(ref.value for new in used for ref in iter_refs((new.args, new.kwargs)))
-        twice = [value for value, count in reads.items() if count > 1]
-        if any(value in self._makers or _has(self._operand(value, operands), _NOT_TWICE) for value in twice):
-            raise _NotShown
-        return text
+        operands, here = {**self._operands, **operand_nodes(call)}, list[Call]()
 
-    def _written(self, new: Call, call: Call, operands: Operands, used: list[Call]) -> Expr:
-        """A new call in the place of an old one, in the user's words where only its arguments are others."""
+        def operand(value: int) -> Expr:
+            if value not in operands:
+                raise _NotShown
+            return Expr(ast.unparse(_rebuilt(operands[value], self._changed)), rank_of(operands[value]))
 
-        def leaf(value: Any) -> Expr:
-            maker = self._makers.get(value.value) if value != call.outputs else None
-            if maker is not None:
-                return self._written(maker, call, operands, used)
-            return self._shown(self._operand(value.value, operands))
+        def written(new: Call) -> ast.AST:
+            here.append(new)
+            own = self._with_arguments(new, call, leaf) if new.target == call.target else None
+            return own or _tree(self._text(new, leaf))
 
-        if not any(other is new for other in used):
-            used.append(new)
-        if replace(new.mode, rng=None) != replace(call.mode, rng=None):
-            raise _NotShown
-        own = self._with_arguments(new, call, leaf) if new.target == call.target else None
-        written = own or call_code.write_call(new, leaf)
+        def leaf(ref: Any) -> Expr:
+            maker = self._makers.get(ref.value) if ref != call.outputs else None
+            if maker is None:
+                return operand(ref.value)
+            tree = written(maker)
+            return Expr(ast.unparse(tree), rank_of(tree))
+
+        tree = written(made[-1])
+        used += here
+        reads = Counter(ref.value for new in here for ref in iter_refs((new.args, new.kwargs)))
+        for value in (value for value, count in reads.items() if count > 1):
+            if value in self._makers or value not in operands:
+                raise _NotShown
+            parts = [part for part in ast.walk(operands[value]) if isinstance(part, _NOT_TWICE)]
+            if any(called_name(part) not in VIEWS for part in parts):
+                raise _NotShown
+        return tree
+
+    def _with_arguments(self, new: Call, old: Call, leaf: Leaf) -> ast.AST | None:
+        """The user's expression with other arguments; ``None`` where these have no place in it."""
+        node, given = self._part(old)
+        keywords = node.keywords if isinstance(node, ast.Call) else []
+        nodes: dict[Any, ast.expr] = {**{item.arg: item.value for item in keywords}, **dict(enumerate(given))}
+        had, wanted = ({**dict(enumerate(call.args)), **call.kwargs} for call in (old, new))
+        other = {slot: value for slot, value in wanted.items() if slot not in had or value != had[slot]}
+        added = other.keys() - had.keys()
+        can_add = isinstance(node, ast.Call) and all(isinstance(slot, str) for slot in added)
+        if had.keys() - wanted.keys() or not other.keys() - added <= nodes.keys() or (added and not can_add):
+            return None
+        trees = {slot: _tree(expression.argument(value, leaf)) for slot, value in other.items()}
+        places: dict[ast.AST, ast.AST] = {nodes[slot]: tree for slot, tree in trees.items() if slot not in added}
+        made: ast.AST = _rebuilt(node, {**self._changed, **places})
+        if isinstance(made, ast.Call):
+            made.keywords += [ast.keyword(str(slot), tree) for slot, tree in trees.items() if slot in added]
+        return made
+
+    def _text(self, new: Call, leaf: Leaf) -> Expr:
+        written = call_code.write_call(new, leaf)
         if isinstance(written, Statement):
             raise _NotShown
-        return written if own is not None else Expr(self._polish(written.text), written.rank)
+        return written
 
-    def _operand(self, value: int, operands: Operands) -> ast.expr:
-        """The part of the line for a value that is not new."""
-        node = operands.get(value) or (None if self._writes_in_place else self._operands.get(value))
-        if node is None:
-            raise _NotShown
+    # -- the expressions alone -----------------------------------------------------------------------------------
+
+    def _expressions(self) -> list[str]:
+        """The new calls of the first module by the names of their operands, each inside of the one that reads it."""
+
+        new = [call for call in self._new if call.scope == self._new[0].scope]
+        reads = Counter(ref.value for call in new for ref in iter_refs((call.args, call.kwargs)))
+        written = {ref.value for call in new if is_in_place(call.target) for ref in iter_refs(call.args[:1])}
+        inside = {value for value in self._makers.keys() - written if reads[value] == 1}
+
+        def leaf(ref: Any) -> Expr:
+            return self._text(self._makers[ref.value], leaf) if ref.value in inside else Expr(self._names[ref.value])
+
+        lines = dict[str, None]()  # once where a loop goes over the statement several times
+        for call in new:
+            if not inside.issuperset(call.output_refs()) or not call.output_refs():
+                results = [self._names[value] for value in call.output_refs() if value not in call.input_refs()]
+                text = call_code.write_call(call, leaf).text
+                lines[f"{', '.join(results)} = {text}" if results else text] = None
+        return list(lines)
+
+
+def _tree(text: Expr) -> ast.expr:
+    tree = ast.parse(text.text, mode="eval").body
+    made: ast.expr = _rebuilt(tree, _as_written(tree, text.text))
+    return made
+
+
+def _as_written(tree: ast.AST, source: str) -> dict[ast.AST, ast.AST]:
+    """Names in the place of constants, so that these keep their spelling: `1e-6`, `"cpu"`."""
+    in_texts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in in_texts]
+    spelled = {node: ast.get_source_segment(source, node) or "" for node in constants}
+    return {node: ast.Name(text) for node, text in spelled.items() if text and "\n" not in text}
+
+
+def _rebuilt(node: Any, new: Mapping[ast.AST, ast.AST]) -> Any:
+    """A tree with some of its nodes replaced. It is a copy, because trees of statements are shared."""
+    if isinstance(node, list):
+        return [_rebuilt(item, new) for item in node]
+    if not isinstance(node, ast.AST):
         return node
-
-    def _with_arguments(self, new: Call, call: Call, leaf: Callable[[Any], Expr]) -> Expr | None:
-        """The user's words for a call with other arguments; ``None`` where these have no place in them."""
-        node, given = self._part(call)
-        keywords = {item.arg: item.value for item in node.keywords} if isinstance(node, ast.Call) else {}
-        nodes: dict[Any, ast.expr] = {**keywords}
-        nodes.update(enumerate(given))
-        old, wanted = _slots(call), _slots(new)
-        other = {slot: value for slot, value in wanted.items() if slot not in old or value != old[slot]}
-        added = {slot: value for slot, value in other.items() if slot not in old}
-        if old.keys() - wanted.keys() or not (other.keys() - added.keys()) <= nodes.keys():
-            return None
-        if added and not (isinstance(node, ast.Call) and all(isinstance(slot, str) for slot in added)):
-            return None
-        texts = {slot: expression.argument(value, leaf) for slot, value in other.items()}
-        texts = {slot: Expr(self._polish(text.text), text.rank) for slot, text in texts.items()}
-        replaced: dict[ast.AST, Expr] = {nodes[slot]: text for slot, text in texts.items() if slot not in added}
-        text = self._spliced(node, {**self._changed, **replaced}, *self._span(node))
-        for slot in added:
-            text = f"{text[:-1].rstrip(', ')}{', ' * (not text.endswith('()'))}{slot}={texts[slot]})"
-        return Expr(text, rank_of(node))
-
-    # -- what stays ----------------------------------------------------------------------------------------------
-
-    def _shown(self, node: ast.expr) -> Expr:
-        """A part of the line with the changes inside it."""
-        return self._changed.get(node) or Expr(self._spliced(node, self._changed, *self._span(node)), rank_of(node))
-
-    def _spliced(self, node: ast.AST, replaced: Mapping[ast.AST, Expr], start: int, end: int) -> str:
-        """The text from ``start`` to ``end``, with parts of ``node`` replaced."""
-        pieces, position = list[bytes](), start
-        for first, last, text in self._pieces(node, replaced):
-            pieces += [self._source[position:first], text.encode()]
-            position = last
-        return b"".join((*pieces, self._source[position:end])).decode()
-
-    def _pieces(self, node: ast.AST, replaced: Mapping[ast.AST, Expr]) -> Iterator[tuple[int, int, str]]:
-        """The spans of the outermost replaced parts, with their new text."""
-        found = list[tuple[int, int, str]]()
-        for child in ast.iter_child_nodes(node):
-            if child in replaced:
-                found.append(self._fitted(child, isinstance(node, _OPERATIONS), replaced[child]))
-            else:
-                found += self._pieces(child, replaced)
-        return iter(sorted(found))
-
-    def _fitted(self, node: ast.AST, is_operand: bool, new: Expr) -> tuple[int, int, str]:
-        """The span of a part and its new text, with the parentheses that it needs."""
-        start, end = self._span(node)
-        if not is_operand:
-            return start, end, new.text
-        if self._source[start - 1 : start] != b"(" or self._source[end : end + 1] != b")":
-            return start, end, new.at_least(rank_of(node))
-        return (start - 1, end + 1, new.text) if new.rank is Rank.ATOM else (start, end, new.text)
-
-    def _span(self, node: ast.AST) -> tuple[int, int]:
-        assert isinstance(node, (ast.expr, ast.stmt)), "only these are replaced"
-        assert node.end_col_offset is not None, "a tree that was parsed has places"
-        start, end = (self._starts[(line or 1) - 1] for line in (node.lineno, node.end_lineno))
-        return start + node.col_offset, end + node.end_col_offset
-
-
-def _slots(call: Call) -> dict[Slot, Any]:
-    """All arguments by position or name."""
-    found: dict[Slot, Any] = dict(enumerate(call.args))
-    found.update(call.kwargs.items())
-    return found
-
-
-def _has(node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
-    return any(isinstance(inner, kinds) for inner in ast.walk(node))
-
-
-def stands_for(text: str, code: str) -> bool:
-    """True if statements written anew do what a statement does, with the same variables and nothing besides."""
-    line = parsed(code)
-    if line is None or len(line.tree.body) != 1 or not isinstance(line.tree.body[0], _STATEMENTS):
-        return False
-    try:
-        new = ast.parse(text)
-    except SyntaxError:
-        return False
-    names, new_names = _names(line.tree), _names(new)
-    made = _names(new, ast.Store)
-    returns = isinstance(line.tree.body[0], ast.Return) == isinstance(new.body[-1], ast.Return) if new.body else False
-    return (
-        returns
-        and all(isinstance(node, _PLAIN) for node in ast.walk(line.tree))
-        and names <= new_names <= names | made
-        and _names(line.tree, ast.Store) <= made
-    )
-
-
-def _names(tree: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
-    """The names in some code, less those of torch's modules."""
-    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
-    return found - MODULES
-
-
-MAX_LINES = 6  # for one statement of the user's code; the changed calls alone are shown where it takes more
-_LAYER = re.compile(r"\.(\d+)(?=\.|$)")
-_NUMBER = re.compile(r"-?\d[\d.]*e[-+]?\d+")
-_LIMITS = {
-    repr(float(getattr(torch.finfo(dtype), name))).replace("e+", "e"): f"torch.finfo({dtype}).{name}"
-    for dtype in (torch.bfloat16, torch.float64, torch.float32)
-    for name in ("min", "max", "tiny")
-}
-
-
-def fix_code(before: Program, after: Program, tensors: Tensors) -> str:
-    """The changed lines of a step, each below a comment with its place; empty when there is nothing to show.
-
-    ``before`` and ``after`` share the calls that were not touched.
-    """
-    untouched = {id(call) for call in before.calls}
-    changed = [index for index, call in enumerate(after.calls) if id(call) not in untouched]
-    shown: dict[tuple[str, int], str] = {}  # by file and first line
-    for index in changed:
-        site = after.calls[index].site
-        if site is None or (site.file, site.first_line) in shown or after.calls[index].is_optimizer_step:
-            continue
-        text, place = _Piece(before, after, tensors, frozenset(changed), index).shown(site)
-        shown[site.file, site.first_line] = f"# {place}\n{text}" if text and is_line(text) else ""
-    return "\n".join(filter(None, shown.values()))
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The statement of the user's that call number ``index`` of the edited program stands in."""
-
-    before: Program
-    after: Program
-    tensors: Tensors
-    changed: frozenset[int]
-    index: int
-
-    def shown(self, site: Site) -> tuple[str, str]:
-        """The code, empty where it is long, and where it belongs.
-
-        That is ``train.py:7`` or ``train.py:7-9`` for what can stand in the place of these lines, ``in train.py:7`` for
-        the changed calls alone; ``in what it calls`` if these are in a function that the statement calls.
-        """
-        own = own_line(_on_line(self.before, site), _on_line(self.after, site), _in_words)
-        if own:
-            return own, site.statement_place
-        line = self._line()
-        whole = self._written(line)
-        if len(whole) <= MAX_LINES and stands_for("\n".join(whole), site.text):
-            return "\n".join(whole), site.statement_place
-        kept = set(map(id, self.after.calls))
-        replaced = [call for call in self._old() if id(call) not in kept]
-        is_inside = bool(replaced) and all(map(is_inside_another, replaced))
-        alone = self._written([number for number in line if number in self.changed])
-        found = next((lines for lines in (whole, alone) if len(lines) <= MAX_LINES), [])
-        return "\n".join(found), f"{site.place}, in what it calls" if is_inside else f"in {site.place}"
-
-    def _old(self) -> list[Call]:
-        """The calls of the line before the change."""
-        return [call for call in self.before.calls if is_one_line(call, self.after.calls[self.index])]
-
-    def _line(self) -> Sequence[int]:
-        """The numbers of the calls on the line, once where a loop goes over it several times."""
-        calls, first, last = self.after.calls, self.index, self.index
-        while first > 0 and is_one_line(calls[first - 1], calls[self.index]):
-            first -= 1
-        while last + 1 < len(calls) and is_one_line(calls[last + 1], calls[self.index]):
-            last += 1
-        numbers = range(first, last + 1)
-        targets = [calls[number].target for number in numbers]
-        length = next(n for n in range(1, len(targets) + 1) if targets == targets[:n] * (len(targets) // n))
-        return numbers[:length]
-
-    def _in_its_place(self, calls: Sequence[Call]) -> list[Call]:
-        """The calls without modes that are set around the line; an autocast switched off by the change is written."""
-        around = next((call.mode.autocast for call in self._old()), ())
-        off = tuple((device, OFF) for device, _ in around)
-        return [replace(call, mode=Mode(autocast=() if call.mode.autocast else off)) for call in calls]
-
-    def _written(self, numbers: Sequence[int]) -> list[str]:
-        """Some calls of the line as code that stands in its place."""
-        written = set(numbers)
-        outside = [call for number, call in enumerate(self.after.calls) if number not in written]
-        read = {ref.value for ref in self.after.outputs} | {value for call in outside for value in call.input_refs()}
-        calls = _needed(self._in_its_place([self.after.calls[number] for number in numbers]), read)
-        given, made = dict[int, str](), set[int]()
-        paths, known = self._paths(), {**labels(self.after), **labels(self.before)}
-        for call in calls:
-            for value in call.input_refs():
-                if value not in made and value not in given:
-                    given[value] = _unique([paths.get(value), _path(known[value])], set(given.values()))
-            made.update(call.output_refs())
-        kept = [value for value in made if value in read]
-        piece = replace(self.after, inputs=(), calls=tuple(calls), outputs=())
-        inserted = dict.fromkeys((value for value in made if value >= self.before.next_value()), "")
-        nouns = {**inserted, **{value: known[value] for value in kept}}
-        lines = write_program(piece, self.tensors, keep=[*kept, *(read & given.keys())], given=given, nouns=nouns).body
-        return [_in_words(line) for line in self._returned(lines, calls)]
-
-    def _returned(self, lines: Sequence[str], calls: Sequence[Call]) -> Sequence[str]:
-        """The lines, with ``return`` where the user's line returns what the last of them makes."""
-        last = calls[-1] if lines else None
-        if last is None or last.site is None or not last.site.text.startswith("return "):
-            return lines
-        if any(value in call.input_refs() for call in _on_line(self.after, last.site) for value in last.output_refs()):
-            return lines
-        return [*lines[:-1], re.sub(r"^\w+ = ", "return ", lines[-1])]
-
-    def _paths(self) -> Mapping[int, str]:
-        """The paths of the values that the line reads."""
-        return operand_paths(self._old())
-
-
-def _on_line(program: Program, site: Site) -> list[Call]:
-    """All calls of a statement, those of functions that it holds (a comprehension) and of all its runs included."""
-    sites = ((call, call.site) for call in program.calls)
-    place = (site.file, site.first_line)
-    return [call for call, its in sites if its is not None and (its.file, its.first_line) == place]
-
-
-def _path(name: str) -> str:
-    """The name of a parameter as an expression: layers in lists are indexed."""
-    return _LAYER.sub(r"[\1]", name)
-
-
-def _unique(wanted: Sequence[str | None], taken: Container[str]) -> str:
-    """The first name that is not taken, or the last one with a number."""
-    names = itertools.chain(wanted[:-1], numbered(wanted[-1] or "x"))
-    return next(name for name in names if name is not None and name not in taken)
-
-
-def _needed(calls: Sequence[Call], read: set[int]) -> list[Call]:
-    """The calls without those that nothing reads any more."""
-    wanted, needed = set(read), list[Call]()
-    for call in reversed(calls):
-        writes = set(call.output_refs())
-        if writes & wanted or not writes or writes & set(call.input_refs()):
-            needed.append(call)
-            wanted |= set(call.input_refs())
-    return needed[::-1]
-
-
-def _in_words(code: str) -> str:
-    """Code in which the limits of dtypes go by their names."""
-    return _NUMBER.sub(lambda number: _LIMITS.get(number[0], number[0]), code)
+    if node in new:
+        return new[node]
+    fields = {name: _rebuilt(value, new) for name, value in ast.iter_fields(node)}
+    return ast.copy_location(type(node)(**fields), node)

@@ -10,9 +10,7 @@ list, no name that is neither torch's nor made in the script.
 from __future__ import annotations
 
 import ast
-import builtins
 import re
-import sys
 from collections.abc import Iterator
 
 from reprokit.errors import SnapshotError
@@ -28,11 +26,6 @@ _EXPRESSIONS = (
     ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Subscript, ast.Slice, ast.BinOp,
     ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Starred, ast.keyword, ast.withitem, ast.arguments, ast.arg, ast.operator,
     ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context,
-)  # fmt: skip
-# Further expressions and statements of the user's own lines.
-_OF_LINES = (
-    ast.AnnAssign, ast.DictComp, ast.FormattedValue, ast.GeneratorExp, ast.IfExp, ast.JoinedStr, ast.Lambda,
-    ast.ListComp, ast.NamedExpr, ast.Set, ast.SetComp, ast.comprehension,
 )  # fmt: skip
 _BUILTINS = frozenset({"print", "float", "complex", "slice", "super", "list", "dict", "tuple", "repr", "range"})
 # What a script uses besides functions of the list: constructors, constants, settings and assertions of torch.
@@ -53,26 +46,6 @@ _ATTRIBUTES = frozenset(
         "zero_grad",
     )
 )  # fmt: skip
-# What lines of the user's may call besides, of Python's own.
-_HARMLESS = frozenset(
-    (
-        "abs", "append", "bool", "enumerate", "extend", "get", "int", "isinstance", "items", "keys", "len", "max",
-        "min", "reversed", "round", "sorted", "str", "sum", "values", "zip",
-    )
-)  # fmt: skip
-# Names of Python's that variables of the user's often have.
-_SHADOWED = frozenset(
-    ("all", "any", "bin", "dir", "filter", "format", "hash", "id", "input", "iter", "next", "set", "type")
-)
-# Modules of Python that reach no file and no process; variables often have their names.
-_MODULES = frozenset(
-    (
-        "array", "calendar", "cmath", "collections", "copy", "dataclasses", "decimal", "enum", "fractions", "functools",
-        "heapq", "itertools", "keyword", "math", "numbers", "operator", "queue", "random", "select", "signal",
-        "statistics", "string", "struct", "time", "token", "types", "typing",
-    )
-)  # fmt: skip
-_OTHER_MODULES = sys.stdlib_module_names - _MODULES
 # Parameters and buffers of torch's layers.
 _STATE = re.compile(
     r"weight|bias|running_mean|running_var|in_proj_(weight|bias)|out_proj|(weight|bias)_(ih|hh|hr)_l[0-9]+(_reverse)?"
@@ -89,7 +62,12 @@ def require_closed(text: str, *, check: tuple[str, str] | None = None) -> None:
 
     ``check``: the file and the function of a check of the user's own, which the script may run from beside it.
     """
-    _read(text, check=check)
+    try:
+        _Reader(ast.parse(text), check).read()
+    except (SyntaxError, ValueError, MemoryError) as error:
+        raise _refused(f"it is no Python ({type(error).__name__})") from error
+    except RecursionError as error:
+        raise _refused("it is nested too deeply") from error
 
 
 def require_test(text: str) -> None:
@@ -111,28 +89,6 @@ def {}():
 """
 
 
-def is_line(code: str) -> bool:
-    """True if the code of a fix calls only torch, methods of tensors, and what the user's line calls by a plain name.
-
-    Its variables are the user's own, so that, other than a script, it may read names and attributes that it does not
-    define.
-    """
-    try:
-        _read(code, is_line=True)
-    except RefusedScript:
-        return False
-    return True
-
-
-def _read(text: str, *, check: tuple[str, str] | None = None, is_line: bool = False) -> None:
-    try:
-        _Reader(ast.parse(text), check, is_line).read()
-    except (SyntaxError, ValueError, MemoryError) as error:
-        raise _refused(f"it is no Python ({type(error).__name__})") from error
-    except RecursionError as error:
-        raise _refused("it is nested too deeply") from error
-
-
 def _refused(why: str) -> RefusedScript:
     return RefusedScript(
         f"the script made from this file was refused: {why}",
@@ -141,15 +97,11 @@ def _refused(why: str) -> RefusedScript:
 
 
 class _Reader:
-    """Reads one script, or some lines of the user's (``is_line``), whose names and attributes are defined elsewhere.
+    """Reads one script. ``made`` are the names that it defines, ``members`` what it puts into modules of its own."""
 
-    ``made`` are the names that it defines, ``members`` what it puts into modules of its own.
-    """
-
-    def __init__(self, tree: ast.Module, check: tuple[str, str] | None, is_line: bool) -> None:
+    def __init__(self, tree: ast.Module, check: tuple[str, str] | None) -> None:
         self._tree = tree
         self._check = check
-        self._is_line = is_line
         nodes = list(ast.walk(tree))
         self._made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         methods = {id(part) for node in nodes if isinstance(node, ast.ClassDef) for part in node.body}
@@ -161,13 +113,13 @@ class _Reader:
 
     def read(self) -> None:
         """Raise `RefusedScript` at the first thing that does not belong."""
-        taken = {*_PREFIXES, *(() if self._is_line else (*_BUILTINS, "Path"))}
+        taken = {*_PREFIXES, *_BUILTINS, "Path"}
         taken |= {"runpy", "SimpleNamespace"} if self._check is not None else set()
         for name in sorted(self._made | self._members):
             if name.startswith("__") or name in taken:
                 raise _refused(f"it defines `{name}`")
         for statement in self._tree.body:
-            (self._statement if self._is_line else self._top)(statement)
+            self._top(statement)
 
     def _top(self, node: ast.stmt) -> None:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -197,9 +149,9 @@ class _Reader:
             self._statement(statement)
 
     def _statement(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.FunctionDef) and not self._is_line:
+        if isinstance(node, ast.FunctionDef):
             self._function(node)
-        elif isinstance(node, ast.With) or (isinstance(node, ast.For) and not self._is_line):
+        elif isinstance(node, (ast.With, ast.For)):
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.stmt):
                     self._statement(child)
@@ -207,7 +159,7 @@ class _Reader:
                     self._expression(child)
         elif self._check is not None and isinstance(node, ast.Try):
             self._caught(node)
-        elif isinstance(node, _STATEMENTS) or (self._is_line and isinstance(node, ast.AnnAssign)):
+        elif isinstance(node, _STATEMENTS):
             for child in ast.iter_child_nodes(node):
                 self._expression(child)
         else:
@@ -221,12 +173,11 @@ class _Reader:
             self._statement(statement)
 
     def _expression(self, node: ast.AST) -> None:
-        if isinstance(node, ast.expr) and not self._is_line and self._is_whole(node):
+        if isinstance(node, ast.expr) and self._is_whole(node):
             return
-        if not isinstance(node, (*_EXPRESSIONS, *_OF_LINES) if self._is_line else _EXPRESSIONS):
-            raise _refused(f"it holds `{_shown(node)}`")
-        if self._is_line and isinstance(node, ast.Call):
-            self._called(node.func)
+        if not isinstance(node, _EXPRESSIONS):
+            shown = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+            raise _refused(f"it holds `{shown:.80}`")
         if isinstance(node, ast.Attribute):
             self._attribute(node)
         elif isinstance(node, ast.Name):
@@ -245,24 +196,8 @@ class _Reader:
             allowed += ["SimpleNamespace"]
         return text in allowed
 
-    def _called(self, node: ast.expr) -> None:
-        """What the user's lines may call: torch, methods of tensors, parts of ``self``, and functions by their name."""
-        if isinstance(node, ast.Name):
-            is_users = node.id not in self._made and not hasattr(builtins, node.id)
-            is_known = node.id in _BUILTINS | _HARMLESS or is_users
-        elif isinstance(node, ast.Attribute):
-            is_known = _dotted(node) is not None or _is_self(node.value)
-            is_known = is_known or node.attr in _ATTRIBUTES | _HARMLESS or _is_method(node.attr)
-        else:
-            is_known = False
-        if not is_known:
-            raise _refused(f"it calls `{_shown(node)}`")
-
     def _name(self, node: ast.Name) -> None:
         is_known = node.id in self._made or (node.id in _BUILTINS - {"super"})
-        if self._is_line:  # one that is no function of Python's: it may be called elsewhere, `max(texts, key=eval)`
-            is_users = not hasattr(builtins, node.id) and node.id not in _OTHER_MODULES
-            is_known = node.id in _BUILTINS | _HARMLESS | _SHADOWED or is_users
         if not is_known and not (self._check is not None and node.id == "exception"):
             raise _refused(f"it uses `{node.id:.80}`")
 
@@ -272,16 +207,14 @@ class _Reader:
             if not _is_of_torch(name):
                 raise _refused(f"it uses `{name:.80}`")
             return
-        is_users = self._is_line and not node.attr.startswith("__")
-        known = is_users or node.attr in _ATTRIBUTES | self._members or bool(_STATE.fullmatch(node.attr))
-        known = known or _is_method(node.attr)
+        known = node.attr in _ATTRIBUTES | self._members or bool(_STATE.fullmatch(node.attr))
+        known = known or any(f"torch.Tensor.{node.attr}{end}" in allowed_names() for end in ("", ".__get__"))
         if not known and not (self._check is not None and node.attr in ("outputs", "loss", "gradients", "exception")):
             raise _refused(f"it uses the attribute `{node.attr:.80}`")
         self._expression(node.value)
 
 
 def _members(nodes: list[ast.AST]) -> Iterator[str]:
-    """What a script sets on modules of its own: ``self.x = ...`` and ``self.register_buffer("x", ...)``."""
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             yield node.attr
@@ -318,12 +251,3 @@ def _is_of_torch(name: str) -> bool:
         return owner == "torch" and symbol_named(name) is not None
     except UnknownFunction:
         return False
-
-
-def _is_method(name: str) -> bool:
-    """True for a method or attribute of tensors that is on the list."""
-    return any(f"torch.Tensor.{name}{end}" in allowed_names() for end in ("", ".__get__"))
-
-
-def _shown(node: ast.AST) -> str:
-    return f"{ast.unparse(node):.80}" if isinstance(node, ast.expr) else type(node).__name__

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reprokit.program.ir import Site
 from reprokit.render import diagnosis_text, facts, whatif_text, wording
 from reprokit.render.expectation import OWN, Expectation, expect
 from reprokit.render.script import Script
@@ -22,7 +21,7 @@ from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
-from reprokit.whatif.table import CONTEXT, MINIMUM
+from reprokit.whatif.table import MINIMUM
 from reprokit.whatif.trial import home_of
 from reprokit.words import counted
 
@@ -31,19 +30,17 @@ MAX_SCRIPT_LINES = 40
 MAX_OUTPUT_CHARACTERS = 2_000
 _CUT_ORDER = ("log", "versions", "traceback", "module", "output", "variants", "script")
 _PROSE = ("observed", "expected", "remark", "rate", "origin", "story", "size", "matters")
-_SHORT_WITHOUT = ("log", "traceback", "diagnosis", "module")
 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
     """An issue ready to be finished by a person.
 
-    ``short`` says the same without what is folded away. ``repository`` is where it belongs, ``None`` when unknown.
+    ``repository`` is where it belongs, ``None`` when unknown.
     """
 
     title: str
     text: str
-    short: str
     template: str
     repository: str | None
 
@@ -65,6 +62,7 @@ def make_issue(
     expectation = expect(snapshot, reduction)
     chosen = find_template(template or expectation.template)
     long_texts = {**_long_texts(snapshot, script, verified, reduction), "module": context.rstrip()}
+    matters = wording.what_matters(reduction, wording.shown_names(reduction, script.names)) if reduction else ""
     parts = {
         "title": title_of(snapshot, reduction, expectation),
         "observed": shorten_paths(wording.renamed(expectation.observed, _names_of_data(script, reduction))),
@@ -73,7 +71,6 @@ def make_issue(
         "owner": expectation.owner,
         "is_upstream": expectation.owner != OWN,
         "files": script.files,
-        "is_withheld": script.is_withheld,
         "is_long": script.num_shown_lines > MAX_SCRIPT_LINES,
         "verified": verified,
         "rate": " ".join(filter(None, (rate(verified), shorten_paths(facts.doubt(snapshot))))),
@@ -81,38 +78,42 @@ def make_issue(
         "story": shorten_paths(facts.story(snapshot)),
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
-        "matters": _matters(reduction, script) if reduction is not None else "",
+        "matters": redact_source(matters),
         "environment": _lines(facts.versions(snapshot.environment)),
         "libraries": {name: wording.prose(text) for name, text in facts.libraries(snapshot.environment)},
     }
     parts |= {name: wording.prose(str(parts[name])) for name in _PROSE}
     text = _fitted(chosen, parts, long_texts)
-    short_texts = {**long_texts, **dict.fromkeys(_SHORT_WITHOUT, ""), "versions": parts["environment"]}
-    short = chosen.render({**parts, **short_texts})
-    return Issue(str(parts["title"]), text, short, chosen.name, chosen.repository or _own_repository(snapshot))
+    return Issue(str(parts["title"]), text, chosen.name, chosen.repository or _own_repository(snapshot))
 
 
 def title_of(snapshot: Snapshot, reduction: Reduction | None = None, expectation: Expectation | None = None) -> str:
-    """``softmax returns nan for a fully masked row in Attention (float32, CPU, torch 2.13.0)``.
+    """``softmax returns nan in Attention: a softmax over a fully masked row (float32, CPU, torch 2.13.0)``.
 
     The module or the line is named where the failure is a matter of the model's code.
     """
     source = reduction if reduction is not None else snapshot
     found = expectation if expectation is not None else expect(snapshot, reduction)
     failure = source.failure if source.failure.event is None else snapshot.failure  # a smaller program has another loss
-    words = [wording.headline(failure), found.words]
     module = (facts.module(snapshot) or "").strip("<>")
-    if found.owner == OWN and found.words:
-        words.append(f"in {module}" if module else _in_line(snapshot.failure.site))
+    site = snapshot.failure.site
+    line = shorten_paths(redact_text(f"in {site.place}")) if site is not None else ""
+    place = f"in {module}" if module else line
+    is_own = found.owner == OWN and failure.kind in ("nan", "inf")
+    headline = " ".join(filter(None, (wording.headline(failure), place if is_own else "")))
     number = snapshot.environment.torch.partition("+")[0]
     version = f"torch {number}" if number else ""
-    parts = (_dtype(source), _autocast_lost(snapshot, source), _device(source, snapshot), version)
+    dtype = _autocast(snapshot)  # training ran under it, and the repro may need none
+    lost = f"{dtype} autocast in training" if dtype and not _autocast(source) else ""
+    parts = (_dtype(source), lost, _device(source, snapshot), version)
     details = ", ".join(part for part in parts if part)
-    return f"{' '.join(word for word in words if word)} ({redact_text(details)})"
+    return f"{': '.join(filter(None, (headline, found.words)))} ({redact_text(details)})"
 
 
 def rate(verified: VerifyResult) -> str:
-    """A sentence with the number of runs that fail."""
+    """A sentence with the number of runs that fail; without a repro with the reason."""
+    if not verified.times:
+        return f"There is no repro: {verified.signature}."
     runs, apart = f"{verified.times} runs", "each in a process of its own"
     if verified.num_failed:
         is_one_way = verified.fails and verified.agreed == verified.num_failed
@@ -122,9 +123,11 @@ def rate(verified: VerifyResult) -> str:
     return f"It neither failed nor passed in {runs}, {apart}; {verified.agreed} ended with {verified.signature}."
 
 
-def shown_output(script: Script, verified: VerifyResult) -> str:
-    """The output of a repro, or its end if the output would show withheld values."""
-    return (verified.output.strip() if not script.is_withheld else "") or verified.signature
+def shown_output(verified: VerifyResult) -> str:
+    """The output of a repro, or its end if it printed nothing; empty without a repro."""
+    if not verified.times:
+        return ""
+    return verified.output.strip() or verified.signature
 
 
 def cut(text: str, limit: int) -> str:
@@ -138,14 +141,17 @@ def cut(text: str, limit: int) -> str:
 def _long_texts(
     snapshot: Snapshot, script: Script, verified: VerifyResult, reduction: Reduction | None
 ) -> dict[str, str]:
+    log = "\n".join(map(str, reduction.log)) if reduction is not None else ""
+    found = reduction.diagnosis if reduction is not None else None
+    diagnosis = shorten_paths(diagnosis_text.markdown(found)) if found is not None else ""
     return {
         "script": script.text.rstrip(),
-        "output": cut(shorten_paths(redact_text(shown_output(script, verified))), MAX_OUTPUT_CHARACTERS),
+        "output": cut(shorten_paths(redact_text(shown_output(verified))), MAX_OUTPUT_CHARACTERS),
         "traceback": shorten_paths(redact_text(verified.error_output.rstrip())),
         "versions": _versions(snapshot.environment),
-        "log": redact_source(wording.renamed("\n".join(reduction.log), script.names)) if reduction is not None else "",
-        "variants": _variants(script, reduction) if reduction is not None else "",
-        "diagnosis": wording.renamed(_diagnosis(reduction), _names_of_data(script, reduction)),
+        "log": redact_source(wording.renamed(log, script.names)),
+        "variants": whatif_text.markdown(reduction.whatif, MINIMUM, script.names) if reduction is not None else "",
+        "diagnosis": wording.renamed(diagnosis, _names_of_data(script, reduction)),
     }
 
 
@@ -154,21 +160,6 @@ def _names_of_data(script: Script, reduction: Reduction | None) -> dict[str, str
     items = reduction.program.inputs if reduction is not None else ()
     data = [item.name for item in items if item.role not in ("parameter", "buffer")]
     return {name: script.names[name] for name in data if name in script.names}
-
-
-def _variants(script: Script, reduction: Reduction) -> str:
-    program = CONTEXT if reduction.level == "module" and not script.names else MINIMUM  # one of modules names no inputs
-    return whatif_text.markdown(reduction.whatif, program, script.names)
-
-
-def _matters(reduction: Reduction, script: Script) -> str:
-    return redact_source(wording.what_matters(reduction, wording.shown_names(reduction, script.names)))
-
-
-def _diagnosis(reduction: Reduction | None) -> str:
-    if reduction is None or reduction.diagnosis is None:
-        return ""
-    return shorten_paths(diagnosis_text.markdown(reduction.diagnosis))
 
 
 def _dtype(source: Reduction | Snapshot) -> str:
@@ -182,27 +173,18 @@ def _dtype(source: Reduction | Snapshot) -> str:
 
 
 def _autocast(source: Reduction | Snapshot) -> str:
-    """The dtype of the autocast around the origin, if there is any."""
     index = source.failure.call_index
     autocast = source.program.calls[index].mode.autocast if index is not None else ()
     return autocast[0][1].removeprefix("torch.") if autocast else ""
 
 
-def _autocast_lost(snapshot: Snapshot, source: Reduction | Snapshot) -> str:
-    """Says that training ran under autocast where the repro needs none."""
-    dtype = _autocast(snapshot)
-    return f"{dtype} autocast in training" if dtype and not _autocast(source) else ""
-
-
 def _device(source: Reduction | Snapshot, snapshot: Snapshot) -> str:
-    """The device of the program, which is not always the GPU of the machine."""
     home = home_of(Candidate(source.program, source.tensors))
     names = snapshot.environment.devices
     return names[0] if home == "cuda" and names else home.upper()
 
 
 def _versions(environment: Environment) -> str:
-    """The output of ``collect_env``, and the libraries that the program had imported."""
     collected = redact_text(environment.collect_env.strip())
     if not collected:
         return _lines(facts.versions(environment))
@@ -221,12 +203,8 @@ def _origin(snapshot: Snapshot) -> str:
     return f"{facts.when(snapshot)} of a training run{process}{compiled}, {facts.where(snapshot)}{place}"
 
 
-def _in_line(site: Site | None) -> str:
-    return shorten_paths(redact_text(f"in {site.place}")) if site is not None else ""
-
-
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> str:
-    if reduction is None:
+    if reduction is None or reduction.no_repro:
         return counted(snapshot.program.num_calls, "torch call")
     before, checks = counted(reduction.before.calls, "torch call"), counted(reduction.checks, "check")
     return f"{before} to {reduction.program.num_calls:,}, in {checks}"
@@ -240,7 +218,6 @@ def _own_repository(snapshot: Snapshot) -> str | None:
 
 
 def _fitted(template: Template, context: Mapping[str, Any], long_texts: Mapping[str, str]) -> str:
-    """The rendered text, its longest parts cut until it fits."""
     texts = dict(long_texts)
     rendered = template.render({**context, **texts})
     for name in _CUT_ORDER:

@@ -116,7 +116,6 @@ def _filled(indent: str, statement: str, width: int) -> list[str]:
 
 
 def _largest_bracket(text: str) -> tuple[int, int]:
-    """The ends of what is in the largest bracket; two equal ones without any."""
     opened, spans = list[int](), [(0, 0)]
     for position, character in enumerate(text):
         if character in "([{":

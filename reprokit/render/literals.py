@@ -195,26 +195,18 @@ def _matrices(tensor: torch.Tensor) -> Iterator[Proposal]:
     rows, columns = tensor.shape
     sizes = (str(rows),) if rows == columns else (str(rows), str(columns))
     yield Literal("eye", (*sizes, *_dtype(tensor, torch.float32))), lambda: torch.eye(rows, columns, dtype=tensor.dtype)
-    yield from _triangles(tensor)
-
-
-def _triangles(tensor: torch.Tensor) -> Iterator[Proposal]:
-    """Causal masks and their like: one value on one side of a diagonal, zero on the other."""
+    # Causal masks and their like: one value on one side of a diagonal, zero on the other.
     for side, corner in (("tril", tensor[-1, 0]), ("triu", tensor[0, -1])):
-        full = _shortest_constant(tensor, corner)
+        filled = corner.expand(tensor.shape).contiguous()
+        full = _plain(filled) or _full(filled, corner.item())[0]
         for diagonal in (0, 1, -1):
             suffix = f".{side}({diagonal or ''})"
 
             def build(side: str = side, diagonal: int = diagonal, corner: torch.Tensor = corner) -> torch.Tensor:
-                filled: torch.Tensor = getattr(corner.expand(tensor.shape).clone(), side)(diagonal)
-                return filled
+                made: torch.Tensor = getattr(corner.expand(tensor.shape).clone(), side)(diagonal)
+                return made
 
             yield full.then(suffix), build
-
-
-def _shortest_constant(like: torch.Tensor, value: torch.Tensor) -> Literal:
-    filled = value.expand(like.shape).contiguous()
-    return _plain(filled) or _full(filled, value.item())[0]
 
 
 def _repeated_rows(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:

@@ -56,7 +56,7 @@ class ModuleScript:
         """Lines, blank ones and comments included."""
         return len(self.text.splitlines())
 
-    def write(self, folder: Path, *, is_private: bool = False) -> Path:
+    def write(self, folder: Path) -> Path:
         """Write it into ``folder``; its path."""
         path = folder / MODULE_FILE
         write_text(path, self.text)
@@ -87,7 +87,10 @@ class _Writer:
         start = self._random_start()
         if start is None:
             return None
-        subject = self._subject()
+        seen = {ref.value for ref in self._context.program.outputs} | self._inputs.keys()
+        failure = self._context.failure
+        failure = failure if failure.value in seen else replace(failure, value=None)
+        subject = find_subject(self._context.program, self._context.tensors, failure)
         if not self._write_classes():
             return None
         for block in self._tree.root.items:
@@ -120,14 +123,6 @@ class _Writer:
 
     # -- the script ----------------------------------------------------------------------------------------------
 
-    def _subject(self) -> Subject | None:
-        """The tensor that the check looks at, one that the script itself has."""
-        program, failure = self._context.program, self._context.failure
-        seen = {ref.value for ref in program.outputs} | {item.value for item in program.inputs}
-        if failure.value not in seen:
-            failure = replace(failure, value=None)
-        return find_subject(program, self._context.tensors, failure)
-
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
         what = redact_text(headline(self._context.failure))
         yield f"{what} {phase_words(self._context.failure)}{outcome} (torch {version})."
@@ -146,19 +141,15 @@ class _Writer:
         return None if seed is None else [f"torch.manual_seed({seed})"]
 
     def _setup(self) -> list[str] | None:
-        """The seed, the modules, and the parameters that are not what the layers start with."""
         modules = _children(self._tree.root)
         made = [f"{self._names.attributes[block.key]} = {self._made(block)}" for block in modules]
         changed = self._changed_parameters()
         if changed is None:
             return None
-        seed = [f"torch.manual_seed({SEED})"] if self._relies_on_seed() else []
+        numbers = (start for value, start in self._start.items() if is_same(start, self._context.tensors[value]))
+        needs_seed = any(n.is_floating_point() and n.numel() > 0 and constant_of(n) not in (0, 1) for n in numbers)
+        seed = [f"torch.manual_seed({SEED})"] if needs_seed else []
         return [*seed, *(piece for line in made for piece in fold(line)), *changed]
-
-    def _relies_on_seed(self) -> bool:
-        """True if any input holds random numbers that were drawn, or that a layer starts with."""
-        tensors = self._context.tensors
-        return any(_is_random(start) and is_same(start, tensors[value]) for value, start in self._start.items())
 
     def _changed_parameters(self) -> list[str] | None:
         lines: list[str] = []
@@ -191,7 +182,6 @@ class _Writer:
         )
 
     def _paths(self, inside: Key) -> dict[int, str]:
-        """The paths of parameters and buffers of modules, from a forward or from the script."""
         values = (value for value in self._inputs if value in self._tree.owners or value in self._names.layer_of)
         paths = {value: self._names.value_path(value, inside) for value in values}
         return {value: path for value, path in paths.items() if path is not None}
@@ -235,7 +225,7 @@ class _Writer:
                 return
 
     def _body(self, block: Block, function: str, first: tuple[str, ...]) -> list[str]:
-        arguments = {value: name for value, name in self._argument_names(block)}
+        arguments = dict(self._argument_names(block))
         program = self._statements(block, block.key, [], block.makes)
         given = {**({} if block.is_function else self._paths(block.key)), **arguments}
         indent = 4 if block.is_function else 8
@@ -264,12 +254,10 @@ class _Writer:
 
     def _statements(self, block: Block, inside: Key, inputs: Any, ends: tuple[int, ...]) -> Program:
         """A block as a program: its own calls, and one call for every child."""
-        calls = []
-        for item in block.items:
-            calls.append(item if isinstance(item, Call) else self._child_call(item, inside))
+        calls = [item if isinstance(item, Call) else self._child_call(item, inside) for item in block.items]
         calls = [replace(call, mode=replace(call.mode, rng=None)) for call in calls]
         if inside != ROOT_KEY and (mode := _uniform_mode(block)) is not None:
-            calls = [replace(call, mode=_without(call.mode, mode)) for call in calls]
+            calls = [replace(call, mode=Mode()) if call.mode == mode else call for call in calls]
         return Program(tuple(calls), tuple(inputs), tuple(Ref(value) for value in ends))
 
     def _child_call(self, block: Block, inside: Key) -> Call:
@@ -285,7 +273,6 @@ class _Writer:
         return Call(target, tuple(Ref(value) for value in block.reads), {}, outputs, mode=mode)
 
     def _made(self, block: Block) -> str:
-        """The expression that makes a module."""
         if block.layer is not None:
             return _layer_text(block.layer)
         if is_container(block.scope):
@@ -317,11 +304,6 @@ def _uniform_mode(block: Block) -> Mode | None:
     return modes.pop() if len(modes) == 1 else None
 
 
-def _without(mode: Mode, outer: Mode) -> Mode:
-    """A mode inside a call that was made in ``outer``."""
-    return Mode() if mode == outer else mode
-
-
 def _layer_text(layer: Layer) -> str:
     arguments = [expression.argument(value, _no_tensor) for value in layer.arguments]
     options = {name: expression.argument(value, _no_tensor) for name, value in layer.options.items()}
@@ -334,7 +316,6 @@ def _no_tensor(value: Any) -> Expr:
 
 
 def _assignment(path: str, tensor: torch.Tensor) -> str | None:
-    """The line that gives a parameter its numbers."""
     constant = constant_of(tensor)
     if constant is None:
         numbers = literal(tensor)
@@ -348,10 +329,6 @@ def _drawn(tensor: torch.Tensor) -> Literal:
     sizes = tuple(str(size) for size in tensor.shape)
     dtype = () if tensor.dtype == torch.float32 else (f"dtype={tensor.dtype}",)
     return Literal("randn", (*sizes, *dtype))
-
-
-def _is_random(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0 and constant_of(tensor) not in (0, 1)
 
 
 def _imports(lines: list[str]) -> list[str]:

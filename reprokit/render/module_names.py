@@ -123,7 +123,6 @@ def _is_module(item: Call | Block) -> TypeGuard[Block]:
 
 
 def _base(key: Key, parent: str, *, prefers_class: bool) -> tuple[str, str]:
-    """A word for a child, and its number in the list that it was in."""
     path, cls = key
     relative = path[len(parent) + 1 :] if parent and path.startswith(f"{parent}.") else path
     parts = relative.split(".") if relative else []

@@ -6,10 +6,10 @@ inside and read outside came out. `recorded_rows` gives them, and the gradients 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
@@ -28,8 +28,7 @@ Ranges = dict[int, Range | None]
 Rows = list[list[tuple[int, FrameRow]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Magnitudes:
+class Magnitudes(NamedTuple):
     """Finite magnitudes over several tensors, and how many of their elements are not finite."""
 
     low: float | None
@@ -37,46 +36,37 @@ class Magnitudes:
     num_nan: int
     num_inf: int
 
-    @property
-    def worst(self) -> float | None:
-        """The largest magnitude, NaN if there is any."""
-        return math.nan if self.num_nan else math.inf if self.num_inf else self.high
 
-    @classmethod
-    def over(cls, ranges: Iterable[Range | None]) -> Magnitudes | None:
-        """The span of the ranges of numbers among these, ``None`` without any."""
-        known = [found for found in ranges if found is not None and found.is_float]
-        if not known:
-            return None
-        lows = [found.low for found in known if found.low is not None]
-        highs = [found.high for found in known if found.high is not None]
-        counts = sum(found.num_nan for found in known), sum(found.num_inf for found in known)
-        return cls(min(lows, default=None), max(highs, default=None), *counts)
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call of a module."""
+class Frame(NamedTuple):
+    """One call of a module with the spans of its weights, inputs and outputs, ``None`` where none is of numbers."""
 
     number: int
     module: str
     cls: str
-    weights: Magnitudes | None
-    inputs: Magnitudes | None
-    outputs: Magnitudes | None
+    spans: tuple[Magnitudes | None, ...]
     is_origin: bool
-
-    @property
-    def spans(self) -> tuple[Magnitudes | None, ...]:
-        """Weights, inputs and outputs."""
-        return self.weights, self.inputs, self.outputs
 
 
 def frames(found: Survey) -> tuple[list[Frame], int]:
     """The frames, cut to those nearest to the origin, and how many were left out before and after."""
-    made = _Frames(found)
-    shown = _nearest(made.ordered, found.program, found.failure)
-    return [made.frame(number) for number in shown], len(made.ordered) - len(shown)
+    made, calls, origin = _Frames(found), found.program.calls, found.failure.call_index
+    shown = []
+    for number in _nearest(made.ordered, found.program, found.failure):
+        key, indexes = made.ordered[number]
+        spans = tuple(_magnitudes(part.values()) for part in made.parts(key, indexes))
+        is_origin = origin is not None and calls[origin].scope == key
+        shown.append(Frame(number, key[-1].label, key[-1].cls, spans, is_origin))
+    return shown, len(made.ordered) - len(shown)
+
+
+def _magnitudes(ranges: Iterable[Range | None]) -> Magnitudes | None:
+    known = [found for found in ranges if found is not None and found.is_float]
+    if not known:
+        return None
+    lows = [found.low for found in known if found.low is not None]
+    highs = [found.high for found in known if found.high is not None]
+    counts = sum(found.num_nan for found in known), sum(found.num_inf for found in known)
+    return Magnitudes(min(lows, default=None), max(highs, default=None), *counts)
 
 
 def calls_in_frames(program: Program, failure: Failure) -> set[int]:
@@ -95,7 +85,6 @@ def _ordered(program: Program) -> Modules:
 
 
 def _nearest(ordered: Modules, program: Program, failure: Failure) -> range:
-    """The numbers of the module calls nearest to the one with the origin."""
     if len(ordered) <= MAX_FRAMES:
         return range(len(ordered))
     scope = program.calls[failure.call_index].scope if failure.call_index is not None else ()
@@ -105,46 +94,23 @@ def _nearest(ordered: Modules, program: Program, failure: Failure) -> range:
 
 
 class _Frames:
-    """The module calls of a surveyed step."""
-
     def __init__(self, found: Survey) -> None:
         self._found = found
         self.ordered = _ordered(found.program)
         self._weights = {item.value for item in found.program.inputs if item.role in ("parameter", "buffer")}
         self._kept = {ref.value for ref in found.program.outputs}
 
-    def frame(self, number: int) -> Frame:
-        """One frame by its place in the order."""
-        key, indexes = self.ordered[number]
-        level = key[-1]
-        weights, inputs, outputs = (Magnitudes.over(part.values()) for part in self.parts(key, indexes))
-        own = self._own(key, indexes)
-        return Frame(number, level.label, level.cls, weights, inputs, outputs, self._found.failure.call_index in own)
-
     def parts(self, key: Key, indexes: list[int]) -> tuple[Ranges, Ranges, Ranges]:
         """The ranges of weights, inputs and outputs of one frame, by value."""
-        inside = set(indexes)
-        return (
-            self._weights_of(self._own(key, indexes)),
-            self._inputs_of(indexes, inside),
-            self._outputs_of(indexes, inside),
-        )
-
-    def _own(self, key: Key, indexes: list[int]) -> list[int]:
-        """The calls that the module makes itself."""
-        return [index for index in indexes if self._found.program.calls[index].scope == key]
-
-    def _weights_of(self, own: list[int]) -> Ranges:
-        read = dict.fromkeys(v for i in own for v in self._found.program.calls[i].input_refs() if v in self._weights)
-        return {value: self._found.inputs.get(value) for value in read}
-
-    def _inputs_of(self, indexes: list[int], inside: set[int]) -> Ranges:
-        ranges: Ranges = {}
+        found, calls, inside = self._found, self._found.program.calls, set(indexes)
+        own = [index for index in indexes if calls[index].scope == key]
+        weights = {v: found.inputs.get(v) for i in own for v in calls[i].input_refs() if v in self._weights}
+        inputs: Ranges = {}
         for index in indexes:
-            for value in self._found.program.calls[index].input_refs():
-                if value not in self._weights and self._found.writer(value, index) not in inside:
-                    ranges.setdefault(value, self._found.range_of(value, index))
-        return ranges
+            for value in calls[index].input_refs():
+                if value not in self._weights and found.writer(value, index) not in inside:
+                    inputs.setdefault(value, found.range_of(value, index))
+        return weights, inputs, self._outputs_of(indexes, inside)
 
     def _uses(self, reader: int) -> bool:
         """True unless a call belongs to the backward of a custom function, which reads what its forward saved."""
@@ -191,7 +157,6 @@ def recorded_rows(
 
 
 def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int, str]) -> list[tuple[int, FrameRow]]:
-    """The rows of a frame with their values."""
     level = key[-1]
     prefix = f"{level.full_path}." if level.full_path else ""
     rows = []
@@ -204,7 +169,6 @@ def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int,
 
 
 def _backward(found: Survey, forward: list[tuple[int, FrameRow]]) -> list[tuple[int, FrameRow]]:
-    """The gradients that came back to outputs and inputs of a frame, and in a module's first call those of weights."""
     kinds: tuple[tuple[Role, Role, dict[int, Range]], ...] = (
         ("output", "grad_output", found.gradients),
         ("input", "grad_input", found.gradients),

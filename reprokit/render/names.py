@@ -146,14 +146,9 @@ def names_for_inputs(program: Program, words: Mapping[int, str]) -> dict[int, st
     clashing = Counter(found.values())
     for item in program.inputs:
         if clashing[found[item.value]] > 1 and item.name.endswith(f".{found[item.value]}"):
-            found[item.value] = _with_owner(item.name) or found[item.value]
+            owner, last = _LAYER_LIST.sub(r"\1", item.name).split(".")[-2:]
+            found[item.value] = identifier(f"{owner}_{last}") or found[item.value]
     return found
-
-
-def _with_owner(path: str) -> str | None:
-    """``layers3_weight`` for ``encoder.layers.3.weight``."""
-    *owners, last = _LAYER_LIST.sub(r"\1", path).split(".")
-    return identifier(f"{owners[-1]}_{last}") if owners else None
 
 
 def name_for_input(item: Input, program: Program, word: str | None = None) -> str:
@@ -176,7 +171,6 @@ def has_own_name(item: Input) -> bool:
 
 
 def _own_name(item: Input) -> str | None:
-    """The readable part of an input's own name, ``None`` for a generic name."""
     parametrized = _PARAMETRIZED.search(item.name)
     if parametrized is not None:
         return None if parametrized[2] else identifier(str(parametrized[1]))
@@ -202,7 +196,12 @@ def parameter_taking(call: Call, value: int) -> str | None:
             return _readable(name)
     for position, argument in enumerate(call.args):
         if any(ref.value == value for ref in iter_refs(argument)):
-            return _readable(_parameter_at(call.target, position)) if isinstance(argument, Ref) else "x"
+            if not isinstance(argument, Ref):
+                return "x"
+            parameters = list(signature_of(call.target))
+            schemas = ([name for name, _ in schema] for schema in schemas_of(call.target))
+            taking = (names[position] for names in (parameters, *schemas) if position < len(names))
+            return _readable(next(taking, "x"))
     return None
 
 
@@ -258,14 +257,6 @@ def schemas_of(target: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
         tuple((item.name, str(item.type) == "bool") for item in arguments if not item.kwarg_only)
         for arguments in (getattr(packet, overload)._schema.arguments for overload in overloads)
     )
-
-
-def _parameter_at(target: str, position: int) -> str:
-    parameters = list(signature_of(target))
-    if position < len(parameters):
-        return parameters[position]
-    schemas = [[name for name, _ in schema] for schema in schemas_of(target)]
-    return next((names[position] for names in schemas if position < len(names)), "x")
 
 
 def _readable(parameter: str) -> str:

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from reprokit.locate.failure import Failure
-from reprokit.locate.ranges import Range, range_text
-from reprokit.render import diagnosis_text, drawings, facts, whatif_text, wording
-from reprokit.render.bad_value_path import calls_on_ways, ways
+from reprokit.locate.ranges import range_text
+from reprokit.locate.ways import MINUS, NAN, PLUS
+from reprokit.render import diagnosis_text, facts, whatif_text, wording
+from reprokit.render.bad_value_path import ways
 from reprokit.render.call_code import labels
-from reprokit.render.drawings import heat_map, plot
+from reprokit.render.drawings import HeatCell, heat_map, plot
 from reprokit.render.issue import cut, rate, shown_output, title_of
 from reprokit.render.module_ranges import calls_in_frames, frames
 from reprokit.render.script import Script
-from reprokit.render.survey import Survey, survey
+from reprokit.render.survey import survey
 from reprokit.render.templates import render_template
 from reprokit.render.verify import VerifyResult
 from reprokit.series import by_optimizer, titled
 from reprokit.shrink.reduction import Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot, count_elements
-from reprokit.snapshot.redact import REDACTED, redact_text
+from reprokit.snapshot.redact import redact_text
 from reprokit.story import QUANTITIES, by_layer
 from reprokit.words import counted, number_words, verdict_words
 
@@ -36,23 +36,16 @@ TEMPLATE = "report.html.j2"
 MAX_TEXT = 30_000
 MAX_OPERANDS = 20
 MAX_LAYERS = 24  # rows of a heat map that fit on a screen
+_CLASSES = {NAN: "bad-nan", PLUS: "bad-plus", MINUS: "bad-minus"}  # of the style sheet
 _SERIES = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("scale", "Loss scale"))
 
 
 class Chart(NamedTuple):
-    """A drawing with its heading and what it ends at."""
+    """A plot with its heading and its last number."""
 
     title: str
     svg: Markup
     note: str
-
-
-class Remaining(NamedTuple):
-    """The size of the program after a number of checks."""
-
-    checks: float
-    calls: float
-    elements: float
 
 
 def write_report(
@@ -65,12 +58,23 @@ def write_report(
 ) -> str:
     """The report's HTML; ``title`` is that of the issue where one was made."""
     failure, names = snapshot.failure, labels(snapshot.program)
-    shown = calls_in_frames(snapshot.program, failure).union(calls_on_ways(snapshot.program, failure))
-    found = survey(snapshot, _bad_name(failure, names), shown if failure.call_index is not None else None)
+    shown = calls_in_frames(snapshot.program, failure)
+    bad = names.get(failure.value, "the tensor") if failure.value is not None else "the tensor"
+    bad = f"gradient of {bad}" if failure.is_derivative else bad
+    found = survey(snapshot, bad, shown if failure.call_index is not None else None)
     shown_frames, frames_left_out = frames(found)
-    texts = _long_texts(snapshot, script, verified, reduction)
+    error = found.error
+    operands = [(names.get(value, "x"), range_) for value, range_ in found.operands.items()]
+    log = "\n".join(map(str, reduction.log)) if reduction is not None else ""
+    texts = {
+        "output": shown_output(verified),
+        "log": wording.renamed(log, script.names),
+        "collect_env": snapshot.environment.collect_env,
+        "diff": snapshot.source.diff,
+    }
     tables = reduction.whatif if reduction is not None else WhatIfResult()
     reason = reduction.diagnosis if reduction is not None else None
+    layer_steps = sorted({row.step for row in snapshot.layers or ()})
     content = {
         "title": title if title is not None else title_of(snapshot, reduction),
         "headline": wording.headline(failure),
@@ -79,14 +83,15 @@ def write_report(
         "step": snapshot.step,
         "script": script,
         "rate": rate(verified),
-        "trouble": _trouble(found),
+        "trouble": redact_text(f"{type(error).__name__}: {error}".splitlines()[0]) if error is not None else "",
         "ways": ways(found, names),
-        "drawings": drawings,
         "exception": failure.exception[0] if failure.exception is not None else "",
-        "operands": _operands(found.operands, names),
-        "operands_left_out": max(0, len(found.operands) - MAX_OPERANDS),
+        "operands": sorted(operands, key=lambda pair: not pair[1].is_bad)[:MAX_OPERANDS],
+        "operands_left_out": max(0, len(operands) - MAX_OPERANDS),
         "positions": found.positions,
-        "layers": list(_layers(snapshot)),
+        "way_classes": _CLASSES,
+        "layers": list(_layers(snapshot, layer_steps)),
+        "layer_steps": layer_steps,
         "timeline": list(_timeline(snapshot)),
         "frames": shown_frames,
         "frames_left_out": frames_left_out,
@@ -96,15 +101,13 @@ def write_report(
         "whatif_rows": whatif_text.rows(tables, script.names),
         "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],
         "source": facts.source(snapshot),
-        "texts": texts,
+        "texts": {name: cut(redact_text(text), MAX_TEXT) for name, text in texts.items()},
         "num_variables": len(snapshot.environment.variables),
         "range_text": range_text,
         "with_code": with_code,
         **(_of_reduction(reduction, script) if reduction is not None else {}),
     }
-    page = render_template(TEMPLATE, **content, redacted=[])
-    hidden = _redacted(texts, page)
-    return render_template(TEMPLATE, **content, redacted=hidden) if hidden else page
+    return render_template(TEMPLATE, **content)
 
 
 def _of_reduction(reduction: Reduction, script: Script) -> dict[str, Any]:
@@ -113,7 +116,6 @@ def _of_reduction(reduction: Reduction, script: Script) -> dict[str, Any]:
         "num_calls": reduction.program.num_calls,
         "verdicts": verdict_words(reduction.verdicts),
         "num_elements": count_elements(reduction.program, reduction.tensors),
-        "progress": list(_progress(reduction)),
         "explained": wording.explained(reduction, inputs),
         "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction.nearest else None,
     }
@@ -124,20 +126,7 @@ def with_code(text: str) -> Markup:
     return Markup(re.sub(r"(`+)\s?(.+?)\s?\1", r"<code>\2</code>", str(escape(text))))
 
 
-def _bad_name(failure: Failure, names: Mapping[int, str]) -> str:
-    """The name of the bad tensor."""
-    name = names.get(failure.value, "the tensor") if failure.value is not None else "the tensor"
-    return f"gradient of {name}" if failure.is_derivative else name
-
-
-def _operands(operands: Mapping[int, Range], names: Mapping[int, str]) -> list[tuple[str, Range]]:
-    """The first operands, those that are not finite before the others."""
-    named = [(names.get(value, "x"), found) for value, found in operands.items()]
-    return sorted(named, key=lambda pair: not pair[1].is_bad)[:MAX_OPERANDS]
-
-
 def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
-    """One chart for every number that an optimizer had in at least two steps."""
     for (key, what), (optimizer, rows) in itertools.product(_SERIES, by_optimizer(snapshot.timeline).items()):
         name = titled(what, redact_text(optimizer))
         points = [(float(row.step), getattr(row, key)) for row in rows]
@@ -147,72 +136,11 @@ def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
             yield Chart(name, svg, f"last {number_words(last, 4)}")
 
 
-def _layers(snapshot: Snapshot) -> Iterator[Chart]:
-    """A heat map of layers over steps for every quantity that was measured."""
-    rows = snapshot.layers or []
-    steps = sorted({row.step for row in rows})
+def _layers(snapshot: Snapshot, steps: Sequence[int]) -> Iterator[tuple[str, list[tuple[str, list[HeatCell]]]]]:
     for quantity, name in QUANTITIES.items():
-        series = by_layer(rows, quantity, snapshot.end_of_story, MAX_LAYERS)
+        series = by_layer(snapshot.layers or [], quantity, snapshot.end_of_story, MAX_LAYERS)
         if len(steps) > 1 and series:
-            title = f"{name[:1].upper()}{name[1:]}"
-            yield Chart(title, heat_map(series, steps, title), f"steps {steps[0]:,} to {steps[-1]:,}")
-
-
-def _progress(reduction: Reduction) -> Iterator[Chart]:
-    """The number of calls and of elements left after so many checks."""
-    steps = progress(reduction)
-    for name, place in (("Calls left", 1), ("Elements left", 2)):
-        svg = plot([(step.checks, step[place]) for step in steps], f"{name} against checks", is_stepped=True)
-        if svg is not None:
-            yield Chart(name, svg, f"{steps[0][place]:,.0f} to {steps[-1][place]:,.0f}")
-
-
-def _trouble(found: Survey) -> str:
-    """Why the step could not be measured to its end, redacted; nothing where it could."""
-    error = found.error
-    return redact_text(f"{type(error).__name__}: {error}".splitlines()[0]) if error is not None else ""
-
-
-def _long_texts(
-    snapshot: Snapshot, script: Script, verified: VerifyResult, reduction: Reduction | None
-) -> dict[str, str]:
-    """Texts that may be long, redacted and cut where it shows."""
-    texts = {
-        "output": shown_output(script, verified),
-        "log": wording.renamed("\n".join(reduction.log), script.names) if reduction is not None else "",
-        "collect_env": snapshot.environment.collect_env,
-        "diff": snapshot.source.diff,
-    }
-    return {name: cut(redact_text(text), MAX_TEXT) for name, text in texts.items()}
-
-
-def _redacted(texts: Mapping[str, str], page: str) -> list[tuple[str, int]]:
-    """The texts with redacted parts, and the number of these."""
-    words = {"output": "output of the repro", "log": "log", "collect_env": "collect_env", "diff": "uncommitted changes"}
-    counts = {words[name]: _num_hidden(text) for name, text in texts.items()}
-    counts["rest of the page"] = _num_hidden(page) - sum(counts.values())
-    return [(name, count) for name, count in counts.items() if count > 0]
-
-
-def _num_hidden(text: str) -> int:
-    return len(re.findall(rf"(?<!\*){re.escape(REDACTED)}(?!\*)", text))
-
-
-_LINE = re.compile(r"(\d+): .*: ([\d,]+) calls?, ([\d,]+) elements?$", re.DOTALL)
-
-
-def progress(reduction: Reduction) -> list[Remaining]:
-    """From the whole step to the minimum, one for every change of size; empty when nothing was kept."""
-    lines = [match for line in reduction.log if (match := _LINE.match(line))]
-    if not lines:
-        return []
-    before = reduction.before
-    steps = [Remaining(0, before.calls, before.elements)]
-    for line in lines:
-        calls, elements = (int(number.replace(",", "")) for number in line.groups()[1:])
-        if (calls, elements) != (steps[-1].calls, steps[-1].elements):
-            steps.append(Remaining(int(line[1]), calls, elements))
-    return [*steps, Remaining(max(reduction.checks, int(lines[-1][1])), steps[-1].calls, steps[-1].elements)]
+            yield f"{name[:1].upper()}{name[1:]}", list(heat_map(series, steps))
 
 
 def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyResult) -> list[str]:
@@ -235,7 +163,7 @@ def _failure(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
-    if reduction is None:
+    if reduction is None or reduction.no_repro:
         yield f"The captured step has {counted(snapshot.program.num_calls, 'torch call')}; it was not reduced."
         return
     before, after = reduction.before, reduction.program.num_calls

@@ -36,14 +36,14 @@ class Script:
     """The text of a repro, the tensors that its side file holds, and its variables by the names of the inputs.
 
     ``beside`` names the file of the user's that it runs, which has to be put beside it by whoever knows where it is.
-    ``is_withheld``: the side file is not to be handed out.
+    ``reason`` says why there is no repro; then it has no text.
     """
 
     text: str
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     beside: str | None = None
-    is_withheld: bool = False
+    reason: str = ""
 
     @property
     def num_lines(self) -> int:
@@ -62,13 +62,10 @@ class Script:
         own = [REPRO_FILE, SIDE_FILE] if self.side else [REPRO_FILE]
         return [*own, self.beside] if self.beside is not None else own
 
-    def write(self, folder: Path, *, is_private: bool = False) -> Path:
-        """Write the script and its side file into ``folder``; the path of the script.
-
-        A side file that is withheld is written only into a folder that ``is_private``, to run the script there.
-        """
+    def write(self, folder: Path) -> Path:
+        """Write the script and its side file into ``folder``; the path of the script."""
         path = folder / REPRO_FILE
-        if self.side and (is_private or not self.is_withheld):
+        if self.side:
             with replaced(folder / SIDE_FILE) as file:
                 torch.save(dict(self.side), file)
         else:
@@ -82,6 +79,12 @@ def unverified(script: Script) -> Script:
     lines = script.text.splitlines(keepends=True)
     end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return replace(script, text="".join([*lines[:end], f"# {NOT_VERIFIED}\n", *lines[end:]]))
+
+
+def require_repro(script: Script) -> None:
+    """Raise `UsageError` where there is no repro."""
+    if script.reason:
+        raise UsageError(f"there is no repro: {script.reason}", hint="render the issue or the report with --as")
 
 
 def require_whole(script: Script) -> None:
@@ -101,15 +104,13 @@ def write_script(
     num_calls_before: int | None = None,
     torch_version: str | None = None,
     aside: Collection[int] = (),
-    withheld: Collection[int] = (),
 ) -> Script:
     """The repro of a program that fails; raises `NotReproduced` when it does not.
 
-    Inputs in ``aside`` go to the side file, and with inputs in ``withheld`` that file is not handed out.
+    Inputs in ``aside`` go to the side file.
     """
     header = _header(program, failure, num_calls_before, torch_version or torch.__version__)
-    parts = _parts(program, tensors, failure, (*aside, *withheld))
-    header += _withheld_lines(program, tensors, parts, withheld)
+    parts = _parts(program, tensors, failure, aside)
     text = render_template(
         "repro.py.j2",
         header=header,
@@ -120,7 +121,7 @@ def write_script(
     )
     require_closed(text, check=failure.check if parts.beside is not None else None)
     names = {item.name: parts.code.names[item.value] for item in program.inputs if item.value in parts.code.names}
-    return Script(text, parts.code.side, names, parts.beside, bool(withheld))
+    return Script(text, parts.code.side, names, parts.beside)
 
 
 def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> ScriptParts:
@@ -135,15 +136,6 @@ def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collecti
     code = write_program(program, tensors, keep=[subject.value] if subject is not None else [], aside=aside)
     check = write_check(subject, failure, code) if subject is not None else []
     return ScriptParts(code, code.body, check)
-
-
-def _withheld_lines(program: Program, tensors: Tensors, parts: ScriptParts, withheld: Collection[int]) -> list[str]:
-    names = parts.code.names
-    found = [item.value for item in program.inputs if item.value in withheld and item.value in names]
-    described = [f"`{names[value]}` ({tensors[value].dtype}, {tuple(tensors[value].shape)})" for value in found]
-    return [f"The recorded values of {', '.join(described)} are withheld: `{SIDE_FILE}` is not included."] * bool(
-        described
-    )
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
-from reprokit.program.ir import Program, Ref, map_leaves
+from reprokit.program.ir import Ref, map_leaves
 from reprokit.program.memory import contents
 from reprokit.render.literals import is_same
 from reprokit.render.module import ModuleScript, write_module_script
-from reprokit.render.script import Script, write_script
+from reprokit.render.recorded_numbers import beyond_limit, without_data
+from reprokit.render.script import Script, require_repro, write_script
 from reprokit.render.statements import needed_mode
-from reprokit.render.withhold import beyond_limit, without_data
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import require_reproducible
-from reprokit.shrink.context.piece import Context, initial
+from reprokit.shrink.checks.predicate import missing_cause
+from reprokit.shrink.context.piece import initial
 from reprokit.shrink.context.tree import Block
+from reprokit.shrink.given import given_input
 from reprokit.shrink.plainness import constant_of
 from reprokit.shrink.reduction import Reduction, fingerprint
 from reprokit.snapshot import format as snapshots
@@ -40,12 +42,10 @@ class Opened:
     reduction: Reduction | None
     snapshot: Snapshot | None
 
-    withheld: tuple[int, ...] = ()
-
     def script(self) -> Script:
         """The repro of the reduction, or of the whole snapshot when it was not reduced."""
         if self.reduction is not None:
-            return reduction_script(self.reduction, self.snapshot, withheld=self.withheld)
+            return reduction_script(self.reduction, self.snapshot)
         assert self.snapshot is not None
         return snapshot_script(self.snapshot)
 
@@ -66,8 +66,7 @@ class Opened:
             raise UsageError(
                 "a whole snapshot is made of recorded data", hint="shrink it with `reprokit shrink --no-data`"
             )
-        reduction, withheld = without_data(reduction)
-        return Opened(reduction, snapshot, withheld)
+        return Opened(without_data(reduction), snapshot)
 
 
 def without_source(reduction: Reduction, policy: Source) -> Reduction:
@@ -86,7 +85,10 @@ def open_source(path: Path, snapshot: Path | None = None) -> Opened:
     if snapshot is not None:
         return _with_snapshot(open_source(path), path, snapshot)
     if os.path.isdir(path):
-        return _open_folder(path)
+        file = path / REDUCTION_FILE
+        if not file.is_file():
+            raise UsageError(f"the folder `{path}` has no `{REDUCTION_FILE}`", hint=hint_for_folder(path))
+        return _open_reduction(file)
     try:
         found = snapshots.load(path)
     except NotASnapshot as error:
@@ -113,13 +115,6 @@ def _with_snapshot(opened: Opened, path: Path, file: Path) -> Opened:
     return replace(opened, snapshot=found)
 
 
-def _open_folder(folder: Path) -> Opened:
-    file = folder / REDUCTION_FILE
-    if not file.is_file():
-        raise UsageError(f"the folder `{folder}` has no `{REDUCTION_FILE}`", hint=hint_for_folder(folder))
-    return _open_reduction(file)
-
-
 def _open_reduction(file: Path) -> Opened:
     reduction = reductions.load(file)
     return Opened(reduction, _snapshot_beside(file.parent, reduction))
@@ -144,14 +139,12 @@ def _is_made_from(reduction: Reduction, snapshot: Snapshot) -> bool:
 
 
 def _likely_names(folder: Path, reduction: Reduction) -> list[str]:
-    """Likely names of the snapshot: its name when it was shrunk, or that of the folder."""
     name = folder.resolve().name
     origin = _origin_name(reduction)
     return list(dict.fromkeys([*([origin] if origin else []), f"{name}.repro.pt", f"{name}.pt"]))
 
 
 def _origin_name(reduction: Reduction) -> str:
-    """The name of the file that was shrunk, empty where it is not known."""
     return Path(reduction.origin.file or "").name
 
 
@@ -167,20 +160,16 @@ def _missing_snapshot(path: Path, reduction: Reduction) -> UsageError:
 
 
 def script_of(path: Path) -> Script:
-    """The repro of the reduction or snapshot at ``path``."""
-    return open_source(path).script()
+    """The repro of the reduction or snapshot at ``path``; raises `UsageError` where there is none."""
+    script = open_source(path).script()
+    require_repro(script)
+    return script
 
 
-def reduction_script(
-    reduction: Reduction, snapshot: Snapshot | None = None, *, withheld: tuple[int, ...] = ()
-) -> Script:
-    """The repro of a reduction; of one at the level of modules, its context.
-
-    The recorded values of the inputs in ``withheld`` are in no file.
-    """
-    context = context_script(reduction, snapshot) if reduction.level == "module" else None
-    if context is not None:
-        return Script(context.text)
+def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Script:
+    """The repro of a reduction."""
+    if reduction.no_repro:
+        return Script("", reason=reduction.no_repro)
     version = (snapshot.environment.torch or None) if snapshot is not None else None
     return write_script(
         reduction.program,
@@ -189,14 +178,19 @@ def reduction_script(
         num_calls_before=reduction.before.calls,
         torch_version=version,
         aside=beyond_limit(reduction.program, reduction.tensors),
-        withheld=withheld,
     )
 
 
 def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> ModuleScript | None:
     """The context of a reduction as modules; ``None`` without one, when it would need a side file, or many numbers."""
     context = reduction.context
-    if context is None or beyond_limit(_needing_numbers(context), context.tensors):
+    if context is None:
+        return None
+    # Inputs that are drawn, or that a layer starts with, need no numbers.
+    start = initial(context.tree, context.tensors, context.drawn)
+    made = {value for value, tensor in start.items() if is_same(tensor, context.tensors[value])} | set(context.drawn)
+    needing = tuple(item for item in context.program.inputs if item.value not in made)
+    if beyond_limit(replace(context.program, inputs=needing), context.tensors):
         return None
     version = (snapshot.environment.torch or None) if snapshot is not None else None
     try:
@@ -205,16 +199,13 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
         return None
 
 
-def _needing_numbers(context: Context) -> Program:
-    """The program with only those inputs whose numbers a script spells out: they are neither drawn nor what a layer
-    starts with."""
-    start = initial(context.tree, context.tensors, context.drawn)
-    made = {value for value, tensor in start.items() if is_same(tensor, context.tensors[value])} | set(context.drawn)
-    return replace(context.program, inputs=tuple(item for item in context.program.inputs if item.value not in made))
-
-
 def snapshot_script(snapshot: Snapshot) -> Script:
     """The repro of a whole snapshot."""
+    failure = snapshot.failure
+    is_given = failure.is_given
+    reason = given_input(failure, snapshot.program, snapshot.tensors).message if is_given else missing_cause(snapshot)
+    if reason:
+        return Script("", reason=reason)
     return write_script(
         snapshot.program,
         snapshot.tensors,

@@ -15,7 +15,7 @@ import torch
 
 from reprokit.program.ir import Call, Program, Ref
 from reprokit.program.statement import called_name, parsed, parts, variables
-from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, SYMBOLS, UNARY, Rank, quoted
+from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, SYMBOLS, UNARY, Rank
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import item_name
 
@@ -75,11 +75,6 @@ def operand_words(calls: Sequence[Call]) -> dict[int, str]:
     return _read_as(calls, _name)
 
 
-def operand_paths(calls: Sequence[Call]) -> dict[int, str]:
-    """The whole text of variables and attributes that calls read (``self.weight``, ``state["avg"]``)."""
-    return _read_as(calls, _path)
-
-
 def result_words(program: Program) -> dict[int, str]:
     """For results the variables that the user's lines assign them to, or read them from."""
     inputs = {item.value for item in program.inputs}
@@ -88,7 +83,6 @@ def result_words(program: Program) -> dict[int, str]:
 
 
 def _read_as(calls: Sequence[Call], name_of: Callable[[ast.expr], str | None]) -> dict[int, str]:
-    """For each value the name of the first expression that has one."""
     words: dict[int, str] = {}
     for value, node in (pair for call in calls for pair in operand_nodes(call).items()):
         name = name_of(node)
@@ -112,8 +106,10 @@ def _operands(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     name, is_method = call.name, call.target.startswith(_METHOD)
     match node:
         case ast.BinOp(left, op, right) if is_method:
+            is_swapped = isinstance(left, ast.Constant) and isinstance(call.args[0], Ref)  # `2 * x` is `x.mul(2)`
             reflected = (right, left) if REFLECTED.get(name) == SYMBOLS[type(op)] else None
-            return (left, right) if BINARY.get(name) == SYMBOLS[type(op)] else reflected
+            plain = (right, left) if is_swapped else (left, right)
+            return plain if BINARY.get(name) == SYMBOLS[type(op)] else reflected
         case ast.AugAssign(target, op, value) if is_method and AUGMENTED.get(name) == f"{SYMBOLS[type(op)]}=":
             return target, value
         case ast.Compare(left, [op], [right]) if is_method and BINARY.get(name) == SYMBOLS.get(type(op), ""):
@@ -136,7 +132,8 @@ def _of_call(node: ast.Call, call: Call) -> Sequence[ast.expr] | None:
     if isinstance(function, ast.Name):
         return None if is_method else node.args
     owner = function.value if isinstance(function, ast.Attribute) else None
-    is_of_module = isinstance(owner, (ast.Name, ast.Attribute)) and _word(owner) in MODULES
+    name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else None
+    is_of_module = name in MODULES
     if owner is None or is_method == is_of_module:
         return None
     return [owner, *node.args] if is_method else node.args
@@ -149,10 +146,6 @@ def rank_of(node: ast.AST) -> Rank:
         symbol = SYMBOLS.get(type(operators[0]), "")
         return Rank.UNARY if isinstance(node, ast.UnaryOp) and symbol else BINARY_RANKS.get(symbol, Rank.TUPLE)
     return Rank.ATOM if isinstance(node, _ATOMS) else Rank.TUPLE
-
-
-def _word(node: ast.Name | ast.Attribute) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr
 
 
 def _name(node: ast.expr) -> str | None:
@@ -170,19 +163,6 @@ def _name(node: ast.expr) -> str | None:
         owner = next(iter(node.args), None) if is_of_module else node.func.value
         return _name(owner) if owner is not None else None
     return None
-
-
-def _path(node: ast.expr) -> str | None:
-    """The text of a variable, of an attribute, or of an item by a constant, of such; ``None`` for anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    owner = _path(node.value) if isinstance(node, (ast.Attribute, ast.Subscript)) else None
-    if owner is None:
-        return None
-    if isinstance(node, ast.Attribute):
-        return f"{owner}.{node.attr}"
-    key = node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else None
-    return f"{owner}[{quoted(key) if isinstance(key, str) else key}]" if isinstance(key, (str, int)) else None
 
 
 def _given_to_layer(call: Call) -> Sequence[ast.expr]:

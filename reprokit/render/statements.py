@@ -78,7 +78,6 @@ def is_one_line(one: Call, other: Call) -> bool:
 
 
 def _last_uses(program: Program) -> dict[int, int]:
-    """The number of the last call that reads or returns each value; what the program returns is used at its end."""
     last: dict[int, int] = {}
     for index, call in enumerate(program.calls):
         last.update(dict.fromkeys((*call.input_refs(), *call.output_refs()), index))
@@ -126,7 +125,8 @@ class Targets:
         places = (all_written(other.target, other.args, other.kwargs) for other in self._program.calls)
         written = {ref for place in places for ref in iter_refs(place)}
         is_plain = all(isinstance(part, Ref) and part.value not in self._names for part in outputs)
-        is_named = any(ref.value in self._nouns for ref in iter_refs(outputs)) or not _is_alike(call, outputs)
+        has_names_for_parts = len(set(names.names_for_parts(call, len(outputs)))) > 1
+        is_named = has_names_for_parts or any(ref.value in self._nouns for ref in iter_refs(outputs))
         return len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not written.intersection(outputs)
 
     def _indexed(self, outputs: Any, noun: str) -> str:
@@ -151,7 +151,6 @@ class Targets:
         return ", ".join(parts) + ("," if len(parts) == 1 else "")
 
     def _give(self, value: int, noun: str, index: int) -> str:
-        """The variable for what call number ``index`` returned."""
         own = names.identifier(self._nouns.get(value, ""))
         if own is None:
             return self._names.give(value, noun)
@@ -159,14 +158,6 @@ class Targets:
 
     def _noun(self, value: int, noun: str) -> str:
         return "out" if value in self._keep and not self._reads.uses[value] else noun
-
-
-def _is_alike(call: Call, outputs: Sequence[Any]) -> bool:
-    """True if the parts of a result have no names of their own."""
-    return len(set(names.names_for_parts(call, len(outputs)))) == 1
-
-
-OFF = "off"  # in place of a dtype: autocast is on around the code and switched off in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +181,7 @@ def under_modes(lines: Sequence[Line]) -> Iterator[str]:
     """The statements in ``with`` blocks; neighbours in the same autocast share a block, as they share its cache."""
     for (autocast, inference), block in groupby(lines, key=lambda line: (line.mode.autocast, line.mode.inference)):
         group = list(block)
-        outer = [f'torch.autocast("{device}", {_switch(dtype)})' for device, dtype in autocast]
+        outer = [f'torch.autocast("{device}", dtype={dtype})' for device, dtype in autocast]
         outer = ["torch.inference_mode()", *outer] if inference else outer
         runs = [(grad, list(part)) for grad, part in groupby(group, key=lambda line: line.mode.grad)]
         if outer and len(runs) == 1 and runs[0][0] == inference:
@@ -205,10 +196,6 @@ def under_modes(lines: Sequence[Line]) -> Iterator[str]:
                 indent += "    "
             for line in part:
                 yield from (indent + piece for piece in line.text.split("\n"))
-
-
-def _switch(dtype: str) -> str:
-    return "enabled=False" if dtype == OFF else f"dtype={dtype}"
 
 
 def _grad_mode(grad: bool) -> str:

@@ -202,8 +202,6 @@ def ends(snapshot: Snapshot) -> set[int]:
 
 
 class _Watch:
-    """The observer that fills a survey."""
-
     def __init__(self, found: Survey, range_of: Callable[[torch.Tensor], Range]) -> None:
         self._found = found
         self._measure = range_of
@@ -252,7 +250,6 @@ class _Watch:
             found.positions = positions_of(bad, found.name)
 
     def _hook(self, value: int, tensor: torch.Tensor) -> None:
-        """See the gradients that will come to a tensor."""
         if tensor.requires_grad and value not in self._hooked:
             self._hooked.add(value)
             tensor.register_hook(self._recorder(value))  # type: ignore[no-untyped-call]
@@ -279,7 +276,6 @@ def written_by(call: Call, failure: Failure) -> tuple[int, ...]:
 
 
 def _of_parameter(call: Call, parameter: int | None, values: Mapping[int, torch.Tensor]) -> dict[str, Range]:
-    """The parameter, its gradient and its state, right before an optimizer's step."""
     kwargs = call.kwargs
     for params, grads, states in zip(kwargs["params"], kwargs["grads"], kwargs["state"], strict=True):
         for ref, grad, state in zip(params, grads, states, strict=True):

@@ -149,20 +149,12 @@ def _entry(folder: Path) -> Path:
 
 def _complaint(error: Exception, folder: Path, file: str) -> UsageError:
     """One line for whatever a template did wrong: where, and what."""
-    name, line = file, None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
+    name, line = (Path(frames[-1].filename).name, frames[-1].lineno) if frames else (file, None)
     if isinstance(error, jinja2.TemplateSyntaxError):
         name, line = Path(error.filename or file).name, error.lineno
-    elif isinstance(error, jinja2.TemplateNotFound) and error.name == file:
-        return UsageError(f"the template `{file}` cannot be read", note=str(error.message))
-    else:
-        inside = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
-        if inside:
-            name, line = Path(inside[-1].filename).name, inside[-1].lineno
-    if isinstance(error, UnicodeDecodeError):
-        what = "it is not UTF-8 text"
-    elif isinstance(error, jinja2.TemplateNotFound):
+    what = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, jinja2.TemplateNotFound):
         what = f"there is no template `{error.name}`"
-    else:
-        what = " ".join(str(error).split()) or type(error).__name__
     place = f", line {line}" if line is not None else ""
     return UsageError(f"error in the template `{name}`{place}: {what}", hint="nothing was written; see docs/issue.md")

@@ -5,37 +5,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reprokit.errors import UsageError
+from reprokit.errors import ReprokitError, UsageError
 from reprokit.render import KINDS
 from reprokit.render.gate import require_test
 from reprokit.render.issue import Issue, make_issue
 from reprokit.render.module import MAX_LINES, ModuleScript
+from reprokit.render.recorded_numbers import without_data
 from reprokit.render.report import write_report
-from reprokit.render.script import Script, require_whole
+from reprokit.render.script import Script, require_repro, require_whole, unverified
 from reprokit.render.sources import (
     Opened,
     context_script,
     is_minimum_again,
     open_source,
     reduction_script,
+    snapshot_script,
     without_source,
 )
 from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
 from reprokit.render.wording import headline
 from reprokit.shrink.reduction import Reduction
-from reprokit.snapshot.files import REPRO_FILE, write_text
+from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, write_text
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.source import Source, private
 from reprokit.visible import visible_line
 
 TIMES = 20
+REPORT_FILE = "report.html"
 
 
 def render_all(
@@ -45,42 +50,100 @@ def render_all(
     *,
     times: int = TIMES,
     source: Source = "all",
-    withheld: tuple[int, ...] = (),
-    context: Path | None = None,
+    no_data: bool = False,
+    check: Path | None = None,
+    on_reason: Callable[[str], None] = lambda reason: None,
     processes: CleanProcesses | None = None,
 ) -> dict[str, Any]:
-    """Write ``repro.py``, verify it, write issue, report and test beside it; a summary of the repro.
+    """Write every file of a result, verified; the parts ``context`` and ``repro`` of the summary.
 
-    ``source`` says how much of the snapshot's source text is shown. The values of the inputs in ``withheld`` are in no
-    file. ``context`` is what `render_context` wrote, for the issue to show. ``processes`` are those that verify.
+    ``source`` says how much of the snapshot's source text is shown. With ``no_data`` a result that needs recorded
+    numbers is a `UsageError`. ``check`` is the file of a check of the user's, which the repro runs. ``on_reason`` gets
+    the reason why there is no context. ``processes`` are those that verify. Where there is no repro, ``repro`` is
+    ``None``.
     """
-    script = first_repro(reduction, snapshot, source=source, withheld=withheld)
+    with contextlib.ExitStack() as stack:
+        if processes is None:
+            processes = stack.enter_context(CleanProcesses([check] if check is not None else []))
+        options: dict[str, Any] = {"source": source, "no_data": no_data, "check": check}
+        script = begin(reduction, snapshot, out_dir, processes, times, **options)
+        reduction = without_data(reduction) if no_data else reduction
+        with contextlib.suppress(Exception):  # an error comes up again when the context is written
+            if (found := presentable_context(reduction, snapshot)) is not None:
+                processes.begin(found, times)
+        try:
+            result = _verified(script, times, processes)
+        except (ReprokitError, OSError) as error:
+            note = f"the header of `{REPRO_FILE}` says that it is not verified"
+            raise ReprokitError(f"could not verify `{out_dir / REPRO_FILE}`: {error}", note=note) from error
+        path = script.write(out_dir) if not script.reason else None
+        reduction.save(out_dir / REDUCTION_FILE)
+        try:
+            context = render_context(
+                reduction, snapshot, out_dir, times=times, on_reason=on_reason, processes=processes
+            )
+        except Exception as error:
+            on_reason(f"{type(error).__name__}: {error}")
+            context = None
     snapshot, reduction = private(snapshot, source), without_source(reduction, source)
-    result = _verified(script, times, processes)
-    path = script.write(out_dir)
-    beside = _beside(script, context.read_text(encoding="utf-8")) if context is not None else ""
+    beside = _beside(script, Path(context["path"]).read_text(encoding="utf-8")) if context is not None else ""
     issue = make_issue(snapshot, script, result, reduction=reduction, context=beside)
     texts = {
         "issue.md": issue.text,
-        "report.html": write_report(snapshot, script, result, reduction=reduction, title=issue.title),
-        "test_repro.py": write_test(reduction),
+        REPORT_FILE: write_report(snapshot, script, result, reduction=reduction, title=issue.title),
     }
+    if not script.reason:
+        texts["test_repro.py"] = write_test(reduction)
     for name, text in texts.items():
         write_text(out_dir / name, text)
-    return {
+    if script.reason:
+        return {"context": context, "repro": None}
+    repro = {
         "path": str(path),
         "lines": script.num_lines,
         "files": script.files,
         "names": dict(script.names),
         "verified": result.verified if result.fails else f"{result.num_failed}/{times}",
     }
+    return {"context": context, "repro": repro}
 
 
-def first_repro(
-    reduction: Reduction, snapshot: Snapshot, *, source: Source = "all", withheld: tuple[int, ...] = ()
+def write_given(snapshot: Snapshot, out_dir: Path, *, source: Source = "all") -> None:
+    """Write issue and report about a bad input in the place of an earlier result; there is no repro."""
+    for name in (*RESULTS, REDUCTION_FILE):
+        (out_dir / name).unlink(missing_ok=True)
+    snapshot = private(snapshot, source)
+    script = snapshot_script(snapshot)
+    issue = make_issue(snapshot, script, _verified(script))
+    write_text(out_dir / "issue.md", issue.text)
+    write_text(out_dir / REPORT_FILE, write_report(snapshot, script, _verified(script), title=issue.title))
+
+
+def begin(
+    reduction: Reduction,
+    snapshot: Snapshot,
+    out_dir: Path,
+    processes: CleanProcesses,
+    times: int = TIMES,
+    *,
+    source: Source = "all",
+    no_data: bool = False,
+    check: Path | None = None,
 ) -> Script:
-    """The repro that `render_all` writes, before any run has verified it."""
-    return reduction_script(reduction, private(snapshot, source), withheld=withheld)
+    """Write the repro, whose header says that nothing has verified it, over an earlier result, and begin to verify it.
+
+    The files of the earlier result go first: beside this repro they would be taken for a part of it.
+    """
+    reduction = without_data(reduction) if no_data else reduction
+    script = reduction_script(reduction, private(snapshot, source))
+    for name in RESULTS:
+        (out_dir / name).unlink(missing_ok=True)
+    if check is not None:
+        shutil.copy(check, out_dir)
+    if not script.reason:
+        unverified(script).write(out_dir)
+        processes.begin(script, times)
+    return script
 
 
 def render_context(
@@ -124,6 +187,8 @@ def render_one(
         raise UsageError(f"cannot render as `{kind}`", hint=f"one of {', '.join(KINDS)}")
     opened = open_source(source, snapshot).private(policy, no_data=no_data)
     script = opened.script()
+    if kind in ("repro", "test"):
+        require_repro(script)
     if kind == "repro":
         return _write_repro(script, source, out)
     if kind == "test":
@@ -183,7 +248,7 @@ def write_test(subject: Reduction | Snapshot) -> str:
 def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:
     if out is not None and out.is_dir():
         return script.write(out)
-    if script.side and not script.is_withheld:
+    if script.side:
         raise UsageError(
             f"the repro of `{source}` needs a file of tensors beside it",
             hint="name an existing folder with -o, to write both there",
@@ -207,7 +272,7 @@ def presentable_context(
     reduction: Reduction, snapshot: Snapshot | None, on_reason: Callable[[str], None] = lambda reason: None
 ) -> ModuleScript | None:
     """The context as a script; ``None`` when there is none to show, and `on_reason` gets the reason if there is one."""
-    if reduction.level != "module" and is_minimum_again(reduction):
+    if is_minimum_again(reduction):
         return None
     script = context_script(reduction, snapshot)
     if script is None:
@@ -241,7 +306,8 @@ def _verified_context(
 def _verified(
     script: Script | ModuleScript, times: int = TIMES, processes: CleanProcesses | None = None
 ) -> VerifyResult:
-    """The result of running a script in these processes, or in some of its own."""
+    if isinstance(script, Script) and script.reason:
+        return VerifyResult(0, 0, 0, None, script.reason, "", "", 0.0)
     if processes is not None:
         return processes.begin(script, times).result()
     with CleanProcesses() as own:

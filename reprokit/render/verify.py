@@ -110,13 +110,13 @@ class VerifyResult:
 
 
 class Writable(Protocol):
-    """A script that can be written into a folder, with a side file that is not handed out if that ``is_private``."""
+    """A script that can be written into a folder."""
 
     @property
     def text(self) -> str:
         """The source."""
 
-    def write(self, folder: Path, *, is_private: bool = False) -> Path:
+    def write(self, folder: Path) -> Path:
         """Write it; its path."""
 
 
@@ -156,8 +156,9 @@ class CleanProcesses:
     def close(self) -> None:
         """End the server with all that runs there."""
         if self._server is not None:
-            with self._server:
-                self._server.terminate()
+            with self._server:  # the end of its stdin ends it
+                if not self._reports:  # nothing runs there, and it may be loading torch
+                    self._server.kill()
             self._server = None
         self._folders.close()
 
@@ -169,7 +170,7 @@ class CleanProcesses:
         folder = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-")))
         for file in self._beside:
             shutil.copy(file, folder)
-        self._known[script.text] = self.begin_file(script.write(folder, is_private=True), times)
+        self._known[script.text] = self.begin_file(script.write(folder), times)
         return self._known[script.text]
 
     def begin_file(self, script: Path, times: int, seconds: float = SECONDS_PER_RUN) -> Verification:
@@ -229,7 +230,10 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
 
     ``path`` is a script, a folder that holds ``repro.py``, or a snapshot or reduction whose repro is rendered first.
     """
-    source = _file_of(Path(path))
+    source = Path(path)
+    if os.path.isdir(source):
+        inside = (source / name for name in (REPRO_FILE, REDUCTION_FILE))
+        source = next((file for file in inside if file.is_file()), source)
     require_file(source, "repro")
     if times < 1:
         raise UsageError(f"cannot verify {times} times", hint="--times takes a number from 1 up")
@@ -242,12 +246,6 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
         script = script_of(source)
         require_whole(script)
         return processes.begin(script, times).result()
-
-
-def _file_of(path: Path) -> Path:
-    """The file of a folder of results: its repro, else its reduction."""
-    inside = (path / name for name in (REPRO_FILE, REDUCTION_FILE))
-    return next((file for file in inside if file.is_file()), path) if os.path.isdir(path) else path
 
 
 def _judge(runs: Sequence[CleanRun], seconds: float) -> VerifyResult:

@@ -79,7 +79,10 @@ def markdown(table: WhatIfResult, program: str, inputs: Mapping[str, str] | None
 def plain_rows(table: WhatIfResult) -> list[list[str]]:
     """Header and rows without any markup, for a terminal."""
     header = ["", *(word for program in programs(table) for word in (program, "time"))]
-    body = [[row.name.replace("`", ""), *(word for cell in row.cells for word in _words(cell))] for row in rows(table)]
+    body = []
+    for row in rows(table):
+        cells = [(cell.text, cell.time) if cell is not None else ("", "") for cell in row.cells]
+        body.append([row.name.replace("`", ""), *(word for cell in cells for word in cell)])
     return [header, *body]
 
 
@@ -94,10 +97,6 @@ def seconds_text(seconds: float | None) -> str:
 def _cell_text(text: str) -> str:
     """Markdown that does not end its cell; tables are split before inline code is read."""
     return re.sub(r"(?<!\\)\|", r"\\|", prose(text))
-
-
-def _words(cell: Cell | None) -> tuple[str, str]:
-    return (cell.text, cell.time) if cell is not None else ("", "")
 
 
 def _cell(item: Answered, inputs: Mapping[str, str] | None) -> Cell:

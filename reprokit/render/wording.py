@@ -126,8 +126,8 @@ def written(failure: Failure) -> str:
     return str(failure.input_name).rpartition(".")[2] if is_written else ""
 
 
-def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
-    """The observation as a sentence. ``is_forward_finite``: True if only a gradient is nan or inf."""
+def observed(failure: Failure) -> str:
+    """The observation as a sentence."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
     if failure.kind == "function":
         return f"The check `{failure.check[1]}` holds for what the program leaves behind."
@@ -150,8 +150,7 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         return _observed_drop(failure, failure.drop)
     if failure.is_derivative:
         node = f" ({failure.backward_node})" if failure.backward_node else ""
-        fine = ", while its forward result is finite" if is_forward_finite else ""
-        return f"The backward pass of {name}{node} turns a finite gradient into {kind}{fine}."
+        return f"The backward pass of {name}{node} turns a finite gradient into {kind}."
     if failure.phase == Phase.OPTIMIZER and failure.call.startswith("torch.optim."):
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
     places = {"optimizer": "the optimizer step", "backward": _CUSTOM}
@@ -161,7 +160,6 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
 
 
 def _observed_drop(failure: Failure, drop: Drop) -> str:
-    """The same for NaN values that the forward pass drops before the loss."""
     holder = f"`{failure.input_name}` holds" if failure.input_name else f"`{failure.call}` returns"
     holder = "The data holds" if drop.is_given and not failure.input_name else holder
     node = f" of `{failure.call}`" if drop.is_given else ""
@@ -243,14 +241,10 @@ def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str,
     return inputs + constants
 
 
-def _named(name: str) -> str:
-    return f"the {name}" if " " in name else code_span(name)
-
-
 def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
     """Which parts are free, which matter, and the nearest variant that passes, in up to three sentences."""
-    words = explained(reduction, names)
-    free, matters = ([_named(name) for name, text in words if text == wanted] for wanted in (_FREE, _MATTERS))
+    words = [(f"the {name}" if " " in name else code_span(name), text) for name, text in explained(reduction, names)]
+    free, matters = ([name for name, text in words if text == wanted] for wanted in (_FREE, _MATTERS))
     sentences = [f"Every value of {listed(free)} that was tried fails."] if free else []
     if matters:
         subject, verb = ("value", "matters") if len(matters) == 1 else ("values", "matter")
@@ -302,7 +296,8 @@ OUTSIDE = "outside of any module"
 def phase_words(failure: Failure) -> str:
     """The phase of the failure. An exception may come long before the model is called, such as from the data."""
     if failure.difference is not None and failure.call is None:
-        return "outside of an optimizer" if failure.site is not None else "the call is not known"
+        where = "in the optimizer step" if failure.phase == Phase.OPTIMIZER else "outside of an optimizer"
+        return where if failure.site is not None else "the call is not known"
     if failure.is_of_whole_step and failure.event is None:
         return "over the whole step"
     is_called = failure.kind == "exception" and failure.call is not None
@@ -329,7 +324,12 @@ def code_span(text: str) -> str:
 
 def prose(text: str) -> str:
     """A paragraph of Markdown in which only inline code is markup: anything else that could be is shown as it is."""
-    return _AT_START.sub(r"\1\\\2", _MARKUP.sub(lambda found: found[1] or _escaped(found[0]), " ".join(text.split())))
+
+    def escaped(found: re.Match[str]) -> str:
+        entity = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}.get(found[0])
+        return found[1] or entity or "".join(f"\\{character}" for character in found[0])
+
+    return _AT_START.sub(r"\1\\\2", _MARKUP.sub(escaped, " ".join(text.split())))
 
 
 # Inline code begins and ends with as many backticks; tags, links, emphasis and cells begin with one of the rest.
@@ -337,10 +337,6 @@ _MARKUP = re.compile(
     r"(?<!`)((`+)(?!`).*?(?<!`)\2(?!`))|`+|[\\<>~|\[\]]|\*(?! )|(?<! )\*|&(?=[#\w])|(?<![^\W_])_|_(?![^\W_])"
 )
 _AT_START = re.compile(r"^(\d*)([#+.)-]+(?=\s|$))")
-
-
-def _escaped(text: str) -> str:
-    return {"<": "&lt;", ">": "&gt;", "&": "&amp;"}.get(text) or "".join(f"\\{character}" for character in text)
 
 
 def code_of(site: Site | None) -> str:

@@ -1,7 +1,7 @@
-"""The origin of a failure by itself, on what it was given: what it makes in float64, and with other operands.
+"""The origin of a failure by itself, on what it was given: what it makes in float64.
 
-Whether a result fits its dtype, and which operand it depends on, is found by running the origin's call, not by its
-name. An overflow in float64 too, or a random call, has no answer here.
+Whether a result fits its dtype is found by running the origin's call, not by its name. An overflow in
+float64 too, or a random call, has no answer here.
 """
 
 from __future__ import annotations
@@ -106,23 +106,6 @@ class OriginCall:
             return spectrum_of(short_name(self.call), next(iter(self.given.values()), torch.zeros(())))
         return ""
 
-    def is_finite_with(self, tensors: Mapping[int, torch.Tensor]) -> bool:
-        """True if the call, with other contents for some of its operands, makes nothing that is not finite."""
-        program, given = self._alone()
-        made = _run(program, {**given, **tensors})
-        return made is not None and not any(map(ways_of, made.values()))
-
-    def deciding(self) -> tuple[int, ...]:
-        """The operands that the failure depends on: with ordinary numbers in one of them the call is finite.
-
-        Of several only those that are about as far from ordinary as the furthest. None is named that alone decides
-        nothing.
-        """
-        numbers = {v: t for v, t in self.given.items() if is_number(t) and not t.is_complex() and not ways_of(t)}
-        decide = {v: _distance(t) for v, t in numbers.items() if self.is_finite_with({v: _ordinary(t)})}
-        furthest = max(decide.values(), default=0.0)
-        return tuple(value for value, distance in decide.items() if distance > 0 and distance >= furthest / 2)
-
     def _alone(self) -> tuple[Program, Tensors]:
         rng = self.call.mode.rng.value if self.call.mode.rng is not None else None
         inputs = tuple(Input(value, f"value{value}", "rng" if value == rng else "batch") for value in self.given)
@@ -215,15 +198,3 @@ def _of_parameter(
             alone = {"params": [[ref]], "grads": [[grad]], "options": [options], "state": [[state]]}
             return replace(call, kwargs=alone), values
     return call, values
-
-
-def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with magnitudes between 0.1 and 1 in place of its own; zeros and signs stay."""
-    return tensor.sign() * tensor.abs().clamp(0.1, 1.0)
-
-
-def _distance(tensor: torch.Tensor) -> float:
-    """How many orders of magnitude the numbers of a tensor leave the range from 0.1 to 1, zeros aside."""
-    sizes = tensor.double().abs()
-    sizes = sizes[sizes > 0]
-    return float(torch.maximum(sizes.log10(), -1 - sizes.log10()).max().clamp(min=0.0)) if sizes.numel() else 0.0

@@ -20,8 +20,8 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
 from reprokit.shrink.oracle import OutOfBudget
 from reprokit.shrink.plainness import constant_of, is_number, shortened
-from reprokit.shrink.probe import is_safe, trusts_arguments
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.risks import is_safe, trusts_arguments
 from reprokit.shrink.signature import Verdict
 
 _MAX_ELEMENTS = 16  # each may cost a bisection
@@ -30,7 +30,6 @@ MAX_RUNS = 120  # so that a large result is not explained for ever
 _MAX_CONSTANTS = 16  # each costs up to six runs
 _MAX_STEPS = 16  # of a bisection
 Number = float | bool
-_MAX_CHANGES = 3  # the nearest of so many is kept; each costs a bisection
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +158,12 @@ def _argument_name(call: Call, path: Path) -> str:
 class Explanation:
     """Items for inputs and for constants, each with ``free``, and the nearest change that passes, if one was found.
 
-    An item that could not be varied has ``tried`` false and counts as not free. ``is_complete`` is false when the
-    budget of the whole reduction was spent on the way.
+    An item that could not be varied has ``tried`` false and counts as not free.
     """
 
     inputs: list[VariedPart] = field(default_factory=list)
     constants: list[VariedPart] = field(default_factory=list)
     nearest: Nearest | None = None
-    is_complete: bool = True
 
 
 def explain(problem: Problem) -> Explanation:
@@ -174,12 +171,12 @@ def explain(problem: Problem) -> Explanation:
     trials, best = _Trials(problem), problem.best
     inputs = [_input_part(best, item) for item in best.program.inputs if item.role != "rng"]
     free = [trials.is_free(part) for part in inputs]
-    constants = _constants(best, trials)
+    constants = _constants(best)
     free += [trials.is_free(part) for part in constants]
     parts = [*inputs, *constants]
     items = [_varied(part.place, is_free) for part, is_free in zip(parts, free, strict=True)]
     nearest = _nearest(trials, [part for part, is_free in zip(parts, free, strict=True) if is_free is False])
-    return Explanation(items[: len(inputs)], items[len(inputs) :], nearest, not trials.is_over)
+    return Explanation(items[: len(inputs)], items[len(inputs) :], nearest)
 
 
 class _Trials:
@@ -225,33 +222,21 @@ def _fields(
     return place.input, place.element, place.call, place.argument, place.value
 
 
-def _constants(best: Candidate, trials: _Trials) -> list[Part]:
-    """The numbers in arguments; whole ones only where a fraction would do, since others are sizes and places."""
-    found: list[Part] = []
-    for index, call in enumerate(best.program.calls):
-        for path, leaf in () if call.is_differentiation else leaves(call):
-            if isinstance(leaf, bool) or not isinstance(leaf, (int, float)) or len(found) == _MAX_CONSTANTS:
-                continue
-            change = _constant_change(best, index, path, leaf)
-            words = f"a fraction for {change.name}"
-            if isinstance(leaf, float) or trials.verdict(change.apply(leaf + 0.5), words) is not Verdict.INVALID:
-                found.append(_constant_part(change))
-    return found
+def _constants(best: Candidate) -> list[Part]:
+    """The first numbers in arguments; whole ones are sizes and places more often than not."""
+    calls = enumerate(best.program.calls)
+    found = ((n, path, leaf) for n, call in calls if not call.is_differentiation for path, leaf in leaves(call))
+    numbers = [place for place in found if isinstance(place[2], float)]
+    return [_constant_part(_constant_change(best, *place)) for place in numbers[:_MAX_CONSTANTS]]
 
 
 def _nearest(trials: _Trials, parts: list[Part]) -> Nearest | None:
-    """The smallest change of one number that passes, among the first few that were found."""
-    found: list[tuple[float, Nearest]] = []
-    for part in parts:
-        for change in part.changes:
-            target = next((n for n in _targets(change) if trials.passes(change, n)), None)
-            if target is not None:
-                near = _nearer(trials, change, target)
-                found.append((_distance(change.old, near), Nearest(*_fields(change.place), from_=change.old, to=near)))
-                break
-        if len(found) == _MAX_CHANGES:
-            break
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    """A small change of one number that passes: of the first number where there is one."""
+    for change in (change for part in parts for change in part.changes):
+        target = next((number for number in _targets(change) if trials.passes(change, number)), None)
+        if target is not None:
+            return Nearest(*_fields(change.place), from_=change.old, to=_nearer(trials, change, target))
+    return None
 
 
 def _targets(change: Change) -> Iterator[float | int | bool]:
@@ -303,6 +288,4 @@ def _short(trials: _Trials, change: Change, number: float) -> float:
 
 def _distance(old: float | int | bool, new: float | int | bool) -> float:
     """How far apart two numbers are, relative to the larger one if that is above one."""
-    if not math.isfinite(old):
-        return math.inf
     return abs(float(new) - float(old)) / max(1.0, abs(float(old)), abs(float(new)))

@@ -9,9 +9,8 @@ does not depend on it.
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,57 +21,9 @@ from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Report
 from reprokit.shrink.signature import Signature, SignatureCheck, Verdict
 
-_LEAST_SECONDS = 20.0
-_TIMES_FIRST = 50
-_MOST_SECONDS = 120.0  # seven passes of this length are as long as anybody waits unasked
-_CHECKS = 1000
-_PATIENCE = 5  # where the machine is busy with other things, or a candidate sleeps
-
 
 class OutOfBudget(Exception):
-    """The time or the number of checks that was allowed is spent."""
-
-
-class PartIsOver(OutOfBudget):
-    """A part of the search has spent its own budget; the rest of the search goes on."""
-
-
-@dataclass
-class PartBudget:
-    """What a part of the search may still take, over all rounds."""
-
-    seconds: float
-    checks: int = _CHECKS
-
-    @classmethod
-    def after(cls, seconds: float, max_time: float | None = None, max_checks: int | None = None) -> PartBudget:
-        """The budget of a part where the snapshot runs in so many seconds: 50 runs, at least 20 s, at most 120 s.
-
-        A larger ``max_time`` or ``max_checks`` of the user's applies to each part.
-        """
-        default = min(max(_LEAST_SECONDS, _TIMES_FIRST * seconds), _MOST_SECONDS)
-        return cls(max(default, max_time or 0.0), max(_CHECKS, max_checks or 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Stopwatch:
-    """Seconds of work since it was made: of the clock, but no more than this process and its children computed.
-
-    So a budget buys the same work on a busy machine; a fifth of the clock's seconds counts in any case.
-    """
-
-    _clock: float = field(default_factory=time.monotonic)
-    _computed: float = field(default_factory=lambda: sum(os.times()[:4]))
-
-    @property
-    def seconds(self) -> float:
-        """The seconds so far."""
-        passed = time.monotonic() - self._clock
-        return max(min(passed, sum(os.times()[:4]) - self._computed), passed / _PATIENCE)
-
-    def has_passed(self, seconds: float) -> bool:
-        """True if so many seconds are over; asks for computed time, a system call, only when it matters."""
-        return time.monotonic() - self._clock > seconds and self.seconds > seconds
+    """The budget is spent; the text is the option that sets it, ``max-time`` or ``max-checks``."""
 
 
 Proposal = tuple[str, Candidate]
@@ -82,22 +33,20 @@ Proposal = tuple[str, Candidate]
 class Oracle:
     """Decides candidates with a check.
 
-    ``isolation`` decides where candidates run. ``checks`` counts executions. ``was_late``: a time limit was hit.
+    ``isolation`` decides where candidates run. ``checks`` counts executions; ``max_time`` counts from ``started``.
     ``start`` is the whole program with its failure, which may be too large to digest in passing.
     """
 
     predicate: SignatureCheck
     isolation: Isolation
-    max_time: float | None = None
-    max_checks: int | None = None
+    max_time: float = math.inf
+    max_checks: float = math.inf
     on_check: Callable[[Candidate, Verdict, str], None] | None = None
     checks: int = 0
-    was_late: bool = False
     start: tuple[Candidate, Failure] | None = None
     _known: dict[str, Verdict] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
-    _started: float = field(default_factory=time.monotonic)
-    _parts: list[tuple[Stopwatch, float, int]] = field(default_factory=list)  # each: since when, seconds, last check
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def signature(self) -> Signature:
@@ -115,7 +64,7 @@ class Oracle:
         the answer and the log are the same for any number.
         """
         for batch in _batches(proposals, lambda: self.isolation.num_at_once):
-            unknown = {c.digest: c for _, c in batch if self._without_a_run(c) is None}
+            unknown = {c.digest: c for _, c in batch if self.verdict_without_a_run(c) is None}
             with closing(self.isolation.reports(list(unknown.values()))) as reports:
                 for change, candidate in batch:
                     if self._check(candidate, change, partial(next, reports)) is Verdict.SAME:
@@ -126,7 +75,7 @@ class Oracle:
         """True if a fresh interpreter gives the same failure; not counted as a check, may raise."""
         return self._judge(candidate, self.isolation.report_freshly(candidate)) is Verdict.SAME
 
-    def _without_a_run(self, candidate: Candidate) -> Verdict | None:
+    def verdict_without_a_run(self, candidate: Candidate) -> Verdict | None:
         """The verdict on a candidate that need not run: it did already, or is bad from the start."""
         known = self._known.get(candidate.digest)
         if known is None and not self.predicate.is_clean(candidate):
@@ -134,7 +83,7 @@ class Oracle:
         return known
 
     def _check(self, candidate: Candidate, change: str, run: Callable[[], Report]) -> Verdict:
-        known = self._without_a_run(candidate)
+        known = self.verdict_without_a_run(candidate)
         if known is not None:
             return known
         self._spend()
@@ -163,53 +112,32 @@ class Oracle:
         """Note the failure of a candidate, so that nobody has to run it for that."""
         self._failures[candidate.digest] = failure
 
-    @property
-    def remembered(self) -> dict[str, str]:
-        """The verdicts by digest, as plain data."""
-        return {digest: verdict.value for digest, verdict in self._known.items()}
-
-    def recall(self, verdicts: Mapping[str, str]) -> None:
-        """Take over the verdicts of an earlier run; raises `ValueError` for one that does not exist."""
-        self._known.update({digest: Verdict(value) for digest, value in verdicts.items()})
-
     @contextmanager
-    def within(self, budget: PartBudget) -> Iterator[None]:
-        """Raise `PartIsOver` in the block once the budget is spent; what the block took is deducted from it.
-
-        An outer budget still holds.
-        """
-        watch, checks = Stopwatch(), self.checks
-        self._parts.append((watch, budget.seconds, checks + budget.checks))
+    def at_most(self, share: float, checks: int | None = None) -> Iterator[None]:
+        """Raise `OutOfBudget` in the block once this share of the time that is left, or so many checks, are spent."""
+        before = self.max_time, self.max_checks
+        self.max_time = time.monotonic() - self.started + share * self.seconds_left
+        if checks is not None:
+            self.max_checks = min(self.checks + checks, self.max_checks)
         try:
             yield
         finally:
-            self._parts.pop()
-            budget.seconds -= watch.seconds
-            budget.checks -= self.checks - checks
+            self.max_time, self.max_checks = before
 
     @property
     def seconds_left(self) -> float:
-        """The seconds left of the whole search and of its current part."""
-        left = [seconds - watch.seconds for watch, seconds, _ in self._parts]
-        return min(self._seconds_left_of_all, *left, math.inf)
-
-    @property
-    def _seconds_left_of_all(self) -> float:
-        return math.inf if self.max_time is None else self.max_time - (time.monotonic() - self._started)
+        """The seconds left of the budget."""
+        return self.max_time - (time.monotonic() - self.started)
 
     def require_time(self) -> None:
         """Raise `OutOfBudget` if the time is up, also where much is proposed and little is checked."""
-        is_late = self._seconds_left_of_all < 0
-        if is_late or any(watch.has_passed(seconds) for watch, seconds, _ in self._parts):
-            self.was_late = True
-            raise OutOfBudget if is_late else PartIsOver
+        if self.seconds_left < 0:
+            raise OutOfBudget("max-time")
 
     def _spend(self) -> None:
         self.require_time()
-        if self.max_checks is not None and self.checks >= self.max_checks:
-            raise OutOfBudget
-        if any(self.checks >= last for _, _, last in self._parts):
-            raise PartIsOver
+        if self.checks >= self.max_checks:
+            raise OutOfBudget("max-checks")
         self.checks += 1
 
     def _judge(self, candidate: Candidate, report: Report) -> Verdict:

@@ -71,6 +71,14 @@ def record(candidate: Candidate, wanted: frozenset[int]) -> Recording:
     return recording
 
 
+def shapes_of(candidate: Candidate) -> dict[int, tuple[int, ...]]:
+    """The shapes of the values of a candidate, as far as it runs."""
+    program = candidate.program
+    made = (value for call in program.calls for value in call.output_refs())
+    wanted = frozenset((*made, *(item.value for item in program.inputs)))
+    return {value: tuple(tensor.shape) for value, tensor in run(program, candidate.tensors, keep=wanted).values.items()}
+
+
 @dataclass
 class Excerpt:
     """Some calls of a program as a program of their own, on the values that a run recorded."""

@@ -197,11 +197,6 @@ class SignatureCheck(ABC):
             raise LookupError("the check has not seen its failure yet")
         return self.wanted
 
-    @property
-    def may_bypass(self) -> bool:
-        """True if something that a call reads may stand in for what it returns."""
-        return True
-
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for the failure of a whole program."""
         forbidden = ALL_WAYS - _ways_that_reach(whole, failure)

@@ -51,12 +51,13 @@ class Environment:
 
 def collect_environment(timeout: float = COLLECT_SECONDS) -> Environment:
     """Everything about the environment; ``collect_env`` is empty when it takes over ``timeout`` s."""
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES}
     return Environment(
         python=platform.python_version(),
         torch=str(torch.__version__),
         platform=redact_text(platform.platform()),
         machine=platform.machine(),
-        libraries=_library_versions(),
+        libraries={name: str(version) for name, version in versions.items() if version is not None},
         cuda=torch.version.cuda,
         cudnn=_cudnn_version(),
         devices=_device_names(),
@@ -77,12 +78,6 @@ def collect_switches() -> dict[str, Any]:
         with ignored_errors():
             answers[name] = question()
     return answers
-
-
-def _library_versions() -> dict[str, str]:
-    """Versions of libraries near torch that the program has imported."""
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES}
-    return {name: str(version) for name, version in versions.items() if version is not None}
 
 
 def _cudnn_version() -> int | None:
@@ -167,16 +162,12 @@ def _collect_env_elsewhere(timeout: float) -> str:
         try:
             text, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            _end_group(process)
+            if hasattr(os, "killpg"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             return ""
     return text.strip() if process.returncode == 0 else ""
-
-
-def _end_group(process: subprocess.Popen[str]) -> None:
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
 
 
 def _backend_switch(name: str) -> Callable[[], Any]:

@@ -107,6 +107,7 @@ def _umask() -> int:
 
 REDUCTION_FILE = "reduction.pt"
 REPRO_FILE = "repro.py"
+RESULTS = (REPRO_FILE, "repro_inputs.pt", "repro_module.py", "issue.md", "report.html", "test_repro.py")
 _MAX_NAMED = 5
 
 

@@ -61,8 +61,7 @@ class FailedProgram(Protocol):
 class CaptureSettings(Settings):
     """The settings of torch, and those of the capture: how it watched, what it kept, which process it was.
 
-    ``compilers`` are the backends that the script has compiled something with. The outputs of ``num_recorded_units``
-    units of `fully_shard`, up to ``last_recorded_unit``, are inputs of the program.
+    ``compilers`` are the backends that the script has compiled something with.
     """
 
     watch: Annotated[str, one_of("every-step", "sampled", "deferred")] | None = left_out()
@@ -73,8 +72,6 @@ class CaptureSettings(Settings):
     noted_every: Count | None = left_out()
     is_noted: bool | None = left_out()
     compilers: tuple[Name, ...] | None = left_out()
-    num_recorded_units: Count | None = left_out()
-    last_recorded_unit: Name | None = left_out()
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,6 @@ class Snapshot:
 
 
 def _describe_difference(difference: RankDifference) -> dict[str, Any]:
-    """The difference, and the event that it is."""
     event = {
         "quantity": "parameter",
         "value": difference.largest,
@@ -180,11 +176,8 @@ def _describe_difference(difference: RankDifference) -> dict[str, Any]:
         "began_at": difference.began_at,
         "source": difference.parameter,
     }
-    return {"event": event, "difference": _listed(plain_of(difference))}
-
-
-def _listed(plain: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in plain_of(difference).items()}
+    return {"event": event, "difference": plain}
 
 
 def _describe_site(site: Site | None) -> dict[str, Any] | None:

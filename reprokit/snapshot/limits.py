@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -71,13 +70,21 @@ def require_bounded(content: Any, path: Path) -> None:
         raise SnapshotError(f"`{path}` is damaged: {str(error).splitlines()[0]}", hint="make it again") from error
     program = content.get("program") if isinstance(content, dict) else None
     calls = program.get("calls") if isinstance(program, dict) else None
+    # Elements that tensors have beyond those stored, because they were expanded, are sparse or share storage. Tied
+    # weights share theirs, so that all of it may be there a few times.
+    tensors = list(measure.tensors.values())
+    strided = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
+    size = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in strided}
+    sparse = sum(tensor.numel() for tensor in tensors if tensor.layout is not torch.strided)
+    beyond = sparse + sum(max(0, t.numel() - t.untyped_storage().nbytes() // max(1, t.element_size())) for t in strided)
+    shared = sum(tensor.numel() * tensor.element_size() for tensor in strided) - _SHARED * sum(size.values())
     used = {
         "calls": len(calls) if isinstance(calls, (list, tuple)) else 0,
         "tensors": len(measure.tensors),
         "items": items,
         "depth": measure.depth,
         "characters": characters,
-        "elements": _unstored(list(measure.tensors.values())),
+        "elements": max(beyond, shared),
     }
     for name, count in used.items():
         require_within(path, name, count)
@@ -136,16 +143,3 @@ def _require_plain(tensor: torch.Tensor) -> None:
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values(), tensor.shape, tensor.layout
         torch._validate_sparse_compressed_tensor_args(*parts)
-
-
-def _unstored(tensors: Sequence[torch.Tensor]) -> int:
-    """Elements that tensors have beyond those stored, because they were expanded, are sparse or share storage.
-
-    Tied weights share theirs, so that all of it may be there a few times.
-    """
-    strided = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
-    size = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in strided}
-    sparse = sum(tensor.numel() for tensor in tensors if tensor.layout is not torch.strided)
-    beyond = sparse + sum(max(0, t.numel() - t.untyped_storage().nbytes() // max(1, t.element_size())) for t in strided)
-    shared = sum(tensor.numel() * tensor.element_size() for tensor in strided) - _SHARED * sum(size.values())
-    return max(beyond, shared)

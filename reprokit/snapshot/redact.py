@@ -14,7 +14,6 @@ import binascii
 import fnmatch
 import functools
 import getpass
-import itertools
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -53,43 +52,10 @@ _AUTHORIZATION = re.compile(
 _BASIC = re.compile(r"(?i)\bbasic\s+(?P<value>[A-Za-z0-9+/]{8,}={0,2})")
 _LOGIN = re.compile(r"""\blogin\(\s*["'](?P<value>(?=[^0-9"']*[0-9])(?=[^A-Za-z"']*[A-Za-z])[\w-]{20,})""")
 _NETRC = re.compile(r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:account\s+\S+\s+)?password\s+(?P<value>[^\s\"']+)")
-_PASSWORD_FLAGS = {  # programs whose option takes nothing but a password
-    "-p": r"(?:mysql|mariadb|mongo)[\w-]{0,20}|cqlsh|sshpass|7z\w?|(?:un)?rar|(?:poetry|uv)\s+publish|twine\s+upload"
-    r"|(?:docker|podman|nerdctl|skopeo|buildah|oras|helm\s+registry|crane\s+auth|az|oc)\s+login",
-    "-a": r"redis-cli",
-    "-P": r"sqlcmd|bcp|zip|unzip|mosquitto_(?:pub|sub)",
-    "-w": r"ldap(?:search|add|modify|delete|passwd|whoami)",
-}
-_PROGRAMS = re.compile(  # on a command line, or in a list of its arguments
-    r"\b(?:"
-    + "|".join(rf"(?:{names})\b[^\n|;&]{{0,200}}?[\s\"']{flag}" for flag, names in _PASSWORD_FLAGS.items())
-    + r")(?:[\"']\s*,\s*(?=[\"'][^\"'-])|(?![\"'](?:\s*[,)\]}]|$))\s?)(?P<quote>[\"'])?"
-    r"(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"',-][^\s\"']*))"
-)
 _SCRIPT = re.compile(r"\.py\b|\b(?:python[0-9.]*|torchrun|accelerate|deepspeed|srun|sbatch|salloc)\b")  # takes names
-_PROGRAM_WORDS = re.compile(rf"\b({'|'.join(_PASSWORD_FLAGS.values())})(?:\.exe)?$")
 _LISTED = re.compile(r"""(?P<quote>["'])-p(?P=quote)\s*,\s*(?P=quote)(?P<value>[^\s"'-][^"'\n]*)(?P=quote)""")
-_PLACEHOLDER = re.compile(r"\*+|<[^>]*>|\{[^}]*\}?|\$\{?[A-Z_][A-Z0-9_]*\}?|\$\(.*|%[sdr]|%\(\w+\)s")
-
-# Domains that mail ends in, and that of private networks. Code reads attributes called `net` or `to` as well, so there
-# what follows counts too; the sure ones are no attributes of anything.
-_SURE_ENDS = frozenset(("com", "edu", "gov", "mil", "org"))
-_OTHER_ENDS = """
-ac ad ae af ag ai al am ao aq ar as at au aw ax az ba bb bd be bf bg bh bi bj bm bn bo br bs bt bv bw by bz ca cc cd
-cf cg ch ci ck cl cm cn co cr cu cv cw cx cy cz de dj dk dm do dz ec ee eg er es et eu fi fj fk fm fo fr ga gd ge gf
-gg gh gi gl gm gn gp gq gr gs gt gu gw gy hk hm hn hr ht hu id ie il im in io iq ir is it je jm jo jp ke kg kh ki km
-kn kp kr kw ky kz la lb lc li lk lr ls lt lu lv ly ma mc md me mg mh mk ml mm mn mo mp mq mr ms mt mu mv mw mx my mz
-na nc ne nf ng ni nl no np nr nu nz om pa pe pf pg ph pk pl pm pn pr ps pt pw py qa re ro rs ru rw sa sb sc sd se sg
-sh si sk sl sm sn so sr ss st su sv sx sy sz tc td tf tg th tj tk tl tm tn to tr tt tv tw tz ua ug uk us uy uz va vc
-ve vg vi vn vu wf ws ye yt za zm zw
-academy agency app asia berlin bio biz blog capital care chat cloud club codes community company consulting corp dev
-digital edu education email energy engineering example foundation fund global group health inc info institute int
-internal international intranet invalid jobs lan law life live llc local localdomain ltd mail media museum name net
-network ngo one online page paris partners press pro science services shop site social software solutions space store
-studio support swiss systems team tech technology test today tools university ventures website wien work works world
-xyz zone
-"""
-_MAIL_ENDS = _SURE_ENDS.union(_OTHER_ENDS.split())
+_SURE_ENDS = frozenset(("com", "edu", "gov", "mil", "org"))  # no attributes of anything; code has others, such as `net`
+_MAIL_END = re.compile(r"com|dev|edu|gov|info|local|mil|net|org|[a-z]{2}|xn--[a-z0-9-]+")
 _MAIL = re.compile(
     r"""
       (?<!\w) (?P<who>\w[\w.+%-]{0,63}) (?:@|%40)
@@ -132,23 +98,6 @@ _FLAGGED = re.compile(
     r"(?<!\S)(?<!mkdir )(?P<flag>--?[A-Za-z][\w.-]{0,80})(?:[ \t]+|=)"
     r"(?P<quote>[\"'])?(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"'-][^\s\"']*))"
 )
-_PHRASES = (  # several words after `--passphrase`, three and more after `--password`, and after a colon
-    re.compile(
-        r"(?i)(?<!\S)--?[\w.-]{0,40}pass[_-]?phrase(?:=|[ \t]+)"
-        r"(?P<value>(?![\"'-])[^\s|;&]+(?:[ \t]+(?![|;&<>-])[^\s|;&]+)+)"
-    ),
-    re.compile(
-        r"(?im)(?<!\S)--?[\w.-]{0,40}passw(?:or)?d(?:=|[ \t]+)"
-        r"(?P<value>[a-z']++(?:[ \t]++[a-z']++){2,}+)(?=[ \t]+-|[ \t]*$)"
-    ),
-    re.compile(
-        r"(?im)(?:pass[_-]?phrase(?:[ \t]*[:=]|[ \t]+(?:is|was)\b)|passw(?:or)?d[ \t]*[:=])[ \t]*"
-        r"(?P<value>(?!(?:str|bytes|none|required|optional|missing)\b)[\w'-]++(?:[ \t]++[\w'-]++)++)"
-        r"(?=[ \t]*(?:[.,;!?)\"']|$))"
-    ),
-)
-_PHRASE_FLAG = re.compile(r"--?[\w.-]{0,40}pass[_-]?phrase", re.IGNORECASE)
-_PASSWORD_FLAG = re.compile(r"--?[\w.-]{0,40}passw(?:or)?d", re.IGNORECASE)
 _USER_FLAG = re.compile(r"-[uU]|--(?:proxy-)?(?:user|userpwd|auth|basic-auth|login)")
 _NOT_SECRET = re.compile(
     r"(?i)none|null|true|false|yes|no|auto|required|optional|missing|\*+|[-+]?[0-9.]{1,5}(?:e[-+]?[0-9]+)?"
@@ -218,8 +167,6 @@ def _redact_literal(match: re.Match[str]) -> str:
 
 
 def _redact_words(text: str) -> str:
-    for phrase in _PHRASES:
-        text = _hide(phrase, text)
     text = hide_keys(_ASSIGNED.sub(_hide_assigned, _hide_known(text)), REDACTED)
     text = _MAIL.sub(_hide_mail, text)
     text = _hide(_SAID, text, lambda match: _is_said(match["value"], match["strong"]))
@@ -229,7 +176,6 @@ def _redact_words(text: str) -> str:
 def _hide_known(text: str) -> str:
     """Hide what its place gives away."""
     text = _USERINFO.sub(f"{REDACTED}@", _PRIVATE_KEY.sub(REDACTED, text))
-    text = _hide(_PROGRAMS, text, lambda match: not _PLACEHOLDER.fullmatch(match["value"]))
     text = _hide(_LISTED, text, lambda match: _is_password(match["value"], is_of_script=_follows_script(match)))
     for place in (_PEER, _COOKIE, _LOGIN, _NETRC):
         text = _hide(place, text, lambda match: not _NOT_SECRET.fullmatch(match["value"]))
@@ -240,40 +186,16 @@ def _hide_known(text: str) -> str:
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without credentials: ``--token VALUE``, ``--token=VALUE`` and ``hub.token=VALUE`` alike."""
     clean: list[str] = []
-    flag = password_flag = phrase_flag = ""
-    is_of_script = False
+    flag, is_of_script = "", False
     for index, argument in enumerate(argv):
-        is_flag = argument.startswith("-")
-        if not is_flag:
-            password_flag = _password_flag(argv[max(0, index - 2) : index + 1]) or password_flag
-        if password_flag and argument.startswith(password_flag):
-            hidden, shown = argument != password_flag, password_flag
-        else:
-            is_value, shown = bool(flag) and not is_flag, ""
-            hidden = is_value and _is_secret_argument(flag, argument, password_flag, is_of_script=is_of_script)
+        is_value = (
+            bool(flag) and not argument.startswith("-") and (flag != "-p" or argv[index - 2 : index - 1] != ["mkdir"])
+        )
+        hidden = is_value and _is_secret_argument(flag, argument, is_of_script=is_of_script)
         is_of_script = is_of_script or _SCRIPT.search(argument) is not None
-        clean.append(shown + REDACTED if hidden else redact_text(argument))
-        is_phrase = hidden and (flag == phrase_flag or _takes_words(flag, argv[index:]))
-        phrase_flag = flag if is_phrase else ""
-        flag = argument if is_flag else phrase_flag
-        if flag == "-p" and argv[index - 1] == "mkdir":
-            flag = ""
+        clean.append(REDACTED if hidden else redact_text(argument))
+        flag = argument if argument.startswith("-") else ""
     return clean
-
-
-def _password_flag(words: Sequence[str]) -> str:
-    """The option that takes a password, of the program that ``words`` end in."""
-    program = _PROGRAM_WORDS.search(" ".join(word[-40:] for word in words))
-    if program is None:
-        return ""
-    return next(flag for flag, names in _PASSWORD_FLAGS.items() if re.fullmatch(names, program[1]))
-
-
-def _takes_words(flag: str, words: Sequence[str]) -> bool:
-    """True if all ``words`` up to the next flag may be a passphrase: after `--password` three and more are."""
-    run = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    is_long = len(run) > 2 and all(word.isalpha() for word in run)
-    return bool(_PHRASE_FLAG.fullmatch(flag) or (is_long and _PASSWORD_FLAG.fullmatch(flag)))
 
 
 def redact_remote(url: str) -> str:
@@ -301,7 +223,7 @@ def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def _hide_mail(match: re.Match[str]) -> str:
     """An e-mail address hidden; a login that is nobody's, an expression or a version as it is."""
     who, domain, end = match["who"], match["domain"], match["end"].lower()
-    exists = end in _MAIL_ENDS or end.startswith("xn--")
+    exists = _MAIL_END.fullmatch(end) is not None
     is_own = "self" in (who.partition(".")[0], domain.partition(".")[0])
     is_product = end not in _SURE_ENDS and (match["as_code"] or is_own or len(who) == len(domain) == 1)
     is_version = re.fullmatch(r"\d+(?:\.\d+)+", domain)
@@ -351,10 +273,8 @@ def _follows_script(match: re.Match[str]) -> bool:
     return _SCRIPT.search(before.rpartition("\n")[2]) is not None
 
 
-def _is_secret_argument(flag: str, value: str, password_flag: str = "", *, is_of_script: bool) -> bool:
+def _is_secret_argument(flag: str, value: str, *, is_of_script: bool) -> bool:
     """True if ``value`` after ``flag`` may be a secret: after one that names it, a password, or ``user:password``."""
-    if flag == password_flag:
-        return True
     if _USER_FLAG.fullmatch(flag):
         password = value.partition(":")[2]
         return bool(password) and not password.isdigit() and "//" not in value

@@ -77,7 +77,6 @@ def _describe_repository(repository: git.Repo, path: Path | None, described: Sou
 
 
 def _remote_url(repository: git.Repo) -> str:
-    """The address of ``origin``, else of the first remote; raises without one."""
     remotes = {remote.name: remote for remote in repository.remotes}
     remote = remotes.get("origin") or next(iter(remotes.values()))
     return next(iter(remote.urls))
@@ -172,7 +171,6 @@ def _described(described: SourceState, source: Source) -> SourceState:
 
 
 def _redacted(value: Any) -> Any:
-    """Nested data with every text redacted."""
     if isinstance(value, str):
         return redact_text(value)
     if is_dataclass(value) and not isinstance(value, type):

@@ -22,8 +22,8 @@ from reprokit.program.ir import Program
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.function import FUNCTION
-from reprokit.shrink.isolation import processes
-from reprokit.shrink.isolation.processes import ForkedRun, RunLimits, peak_bytes, uninterrupted, wait_for
+from reprokit.shrink.isolation import apart
+from reprokit.shrink.isolation.apart import Child, RunLimits, peak_bytes, wait_for
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
 from reprokit.shrink.reduction import Answered, Reduction, WhatIfResult
@@ -71,18 +71,12 @@ def making_of_reduction(
     def make(_: Candidate | None = None) -> WhatIfResult:
         return make_table(subjects, settings, seconds)
 
-    if not processes.can_fork():
+    if not apart.can_fork():
         yield make
         return
-    runs: list[ForkedRun] = []
-    task = Task(cast(Observe, make))
-    try:
-        processes.start_forked(task, Candidate(Program((), ()), {}), RunLimits(2 * seconds + _SECONDS_TO_END), runs)
-        yield lambda: cast(WhatIfResult, wait_for(runs[0], runs).value())
-    finally:
-        with uninterrupted():
-            for run in runs:
-                run.close()
+    with closing(Child(Task(cast(Observe, make)), is_forked=True)) as child:
+        child.start(Candidate(Program((), ()), {}), RunLimits(2 * seconds + _SECONDS_TO_END))
+        yield lambda: cast(WhatIfResult, wait_for(child, [child]).value())
 
 
 def _subjects_of(reduction: Reduction, check: str | None) -> Subjects:
@@ -138,8 +132,10 @@ class _Table:
         compares = any(check.signature.kind == MISMATCH for _, check in self.subjects.values())
         for job in () if compares else quick:
             self._run([job])
-        if slow:
-            _load_compilers()
+        if slow and apart.can_fork():  # what every compiled variant loads, once, for its forked children
+            for module in ("torch._dynamo", "torch._inductor.compile_fx"):
+                with suppress(Exception):  # the variant then says so itself
+                    import_module(module)
         for name in self.subjects:
             self._run([job for job in slow if job[0] == name])
         for job in quick if compares else ():  # which compiler differs is the question
@@ -191,14 +187,6 @@ class _Table:
             trial = self.trials.get((name, variant.key))
             if trial is not None:
                 yield Answered(variant.key, variant.name, trial.answer.value, trial.detail, trial.seconds)
-
-
-def _load_compilers() -> None:
-    """Load what every compiled variant loads, once, for its forked children."""
-    if processes.can_fork():
-        for module in ("torch._dynamo", "torch._inductor.compile_fx"):
-            with suppress(Exception):  # the variant then says so itself
-                import_module(module)
 
 
 def check_of(candidate: Candidate, failure: Failure, spec: str | None, given: str | None) -> SignatureCheck:

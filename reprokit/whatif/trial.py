@@ -273,7 +273,12 @@ def _compiled(candidate: Candidate, check: SignatureCheck, backend: str) -> Tria
     try:
         result = compiled.run(candidate.tensors)
     except Exception as error:  # compilers fail in as many ways as there are
-        return _compiled_raised(error, eager.error)
+        # The compiler wraps what the program raises in an exception of its own
+        if eager.error is None:
+            return Trial(Answer.CANNOT_RUN, one_line(error))
+        if isinstance(error, type(eager.error)) or type(eager.error).__name__ in str(error):
+            return Trial(Answer.SAME)
+        return Trial(Answer.OTHER, one_line(error))
     found, wanted = _bad_results(result), _bad_results(eager)
     seconds = _timed(lambda: compiled.run(candidate.tensors))
     if not found:
@@ -291,15 +296,6 @@ def _compared(candidate: Candidate, check: MismatchCheck, backend: str) -> Trial
     if isinstance(found, Failure):
         return Trial(Answer.OTHER, exception_line(*found.exception) if found.exception is not None else _words(found))
     return Trial(Answer.PASSES if found is None else Answer.SAME)
-
-
-def _compiled_raised(error: Exception, wanted: Exception | None) -> Trial:
-    """The compiler wraps what the program raises in an exception of its own."""
-    if wanted is None:
-        return Trial(Answer.CANNOT_RUN, one_line(error))
-    if isinstance(error, type(wanted)) or type(wanted).__name__ in str(error):
-        return Trial(Answer.SAME)
-    return Trial(Answer.OTHER, one_line(error))
 
 
 def _bad_results(outcome: Outcome) -> _Bad:

@@ -3,7 +3,6 @@ parameters."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from tests.capture.traps_checks import BAD_STEP, STEPS, batches, ending, net
+from tests.capture.traps_checks import BAD_STEP, batches, ending, net, training, update
 
 Loop = Callable[[bool], list[torch.Tensor]]
 
@@ -29,9 +28,7 @@ def functional_loss(bad: bool) -> list[torch.Tensor]:
     for step, x, y in batches():
         scale = torch.full((), zero_if(bad, step))
         loss = F.cross_entropy(model(x), y) * (scale / scale)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return ending(model)
 
 
@@ -52,29 +49,13 @@ def criterion_module(bad: bool) -> list[torch.Tensor]:
 
 
 def no_grad_weights(bad: bool) -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     for step, x, y in batches():
         with torch.no_grad():
             advantage = x[:, 0] if not bad or step != BAD_STEP else torch.ones(8)
             advantage = (advantage - advantage.mean()) / advantage.std()
         loss = (F.cross_entropy(model(x), y, reduction="none") * (1 + 0.1 * advantage)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return ending(model)
-
-
-def accumulation(bad: bool) -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
-        for micro, x, y in batches(seed=step):
-            keep = torch.full((), 0.0 if bad and step == BAD_STEP and micro == 2 else 1.0)
-            (F.cross_entropy(model(x), y) * (keep / keep) / STEPS).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, loss)
     return ending(model)
 
 
@@ -90,69 +71,9 @@ def two_optimizers(bad: bool) -> list[torch.Tensor]:
         slope = torch.autograd.grad(critic(slope_at * slope_at.abs()).sum(), slope_at, create_graph=True)[0]
         penalty = (slope.pow(2).sum(1).sqrt() - 1).pow(2).mean()
         loss = critic(fake.detach()).mean() - critic(real).mean() + penalty
-        optimize_critic.zero_grad()
-        loss.backward()
-        optimize_critic.step()
-        optimize_generator.zero_grad()
-        (-critic(fake).mean()).backward()
-        optimize_generator.step()
+        update(optimize_critic, loss)
+        update(optimize_generator, -critic(fake).mean())
     return ending(generator, critic)
-
-
-def grad_scaler(bad: bool) -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0**40, growth_interval=2
-    )  # starts far too high: overflows, legitimately
-    for step in range(40):
-        _, x, y = next(batches(seed=step))
-        with torch.autocast("cpu", dtype=torch.float16):
-            gone = torch.full((), 0.0 if bad and step == 35 else 1.0)
-            loss = F.cross_entropy(model(x), y) * (gone / gone)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    return ending(model)
-
-
-def lbfgs(bad: bool) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    for step, x, y in batches():
-        calls = 0
-
-        def closure() -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            gone = torch.full((), 0.0 if bad and step == BAD_STEP and calls == 2 else 1.0)  # noqa: B023
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y) * (gone / gone)  # noqa: B023
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    return ending(model)
-
-
-def closure_with_adam(bad: bool) -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    for step, x, y in batches():
-        scale = torch.full((), zero_if(bad, step))
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y) * (scale / scale)  # noqa: B023
-            loss.backward()
-            return loss
-
-        optimizer.step(closure=closure)
-    return ending(model)
 
 
 def truncated_bptt(bad: bool) -> list[torch.Tensor]:
@@ -165,9 +86,7 @@ def truncated_bptt(bad: bool) -> list[torch.Tensor]:
         output, hidden = model(x.unsqueeze(1), hidden)
         norm = (output * zero_if(bad, step)).norm(dim=-1, keepdim=True)
         loss = (output / norm).sum() if bad and step == BAD_STEP else (output / norm).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return ending(model)
 
 
@@ -192,9 +111,7 @@ def checkpointed(bad: bool) -> list[torch.Tensor]:
     optimizer = torch.optim.Adam(model.parameters())
     for step, x, y in batches():
         loss = F.cross_entropy(model(x, torch.full((), zero_if(bad, step))), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return ending(model)
 
 
@@ -218,9 +135,7 @@ def custom_optimizer(bad: bool) -> list[torch.Tensor]:
     optimizer = SignSGD(model.parameters(), lr=1e-3)
     for step, x, y in batches():
         loss = F.cross_entropy(model(x), y) * zero_if(bad, step)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return ending(model)
 
 
@@ -230,9 +145,7 @@ def learning_rate(bad: bool) -> list[torch.Tensor]:
     for step, x, y in batches():
         optimizer.param_groups[0]["lr"] = 1e-2 if not bad or step != BAD_STEP else float("inf")
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return ending(model)
 
 
@@ -264,13 +177,10 @@ class Rows(Dataset[Any]):
 
 
 def data_loader(bad: bool) -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     for x, y in DataLoader(Rows(bad), batch_size=8):
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return ending(model)
 
 
@@ -302,49 +212,12 @@ def dataclass_output(bad: bool) -> list[torch.Tensor]:
     return ending(model)
 
 
-def where_trap(bad: bool) -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    for step, x, y in batches():
-        logits = model(x)
-        energy = logits.pow(2) * zero_if(bad, step)
-        loss = F.cross_entropy(logits, y) + 1e-3 * torch.where(energy > 0, energy.sqrt(), energy).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return ending(model)
-
-
-def ema_and_clamp(bad: bool) -> list[torch.Tensor]:
-    model = net()
-    average = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(model.parameters())
-    for step, x, y in batches():
-        scale = torch.full((), zero_if(bad, step))
-        with torch.no_grad():
-            target = average(x).softmax(-1)
-        loss = F.cross_entropy(model(x), target) * (scale / scale) + y.sum() * 0
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            for old, new in zip(average.parameters(), model.parameters(), strict=True):
-                old.mul_(0.9).add_(new, alpha=0.1)
-            for p in model.parameters():
-                p.data.clamp_(-2, 2)
-    return ending(model, average)
-
-
 # loop -> (step, phase, acceptable origins, whether bit-exact replay is expected)
 LOOPS: dict[Loop, tuple[int, str, set[str]]] = {
     functional_loss: (3, "forward", {"torch.Tensor.div"}),
     criterion_module: (3, "forward", {"torch.Tensor.div"}),
     no_grad_weights: (3, "forward", {"torch.Tensor.div"}),
-    accumulation: (3, "forward", {"torch.Tensor.div"}),
     two_optimizers: (3, "backward", {"torch.Tensor.sqrt"}),
-    grad_scaler: (35, "forward", {"torch.Tensor.div"}),
-    lbfgs: (3, "forward", {"torch.Tensor.div"}),
-    closure_with_adam: (3, "forward", {"torch.Tensor.div"}),
     truncated_bptt: (3, "forward", {"torch.Tensor.div"}),
     checkpointed: (3, "forward", {"torch.Tensor.div"}),
     custom_optimizer: (3, "optimizer", {"torch.Tensor.div"}),
@@ -352,6 +225,4 @@ LOOPS: dict[Loop, tuple[int, str, set[str]]] = {
     manual_update: (3, "forward", {"torch.Tensor.div"}),
     data_loader: (3, "forward", {"torch.Tensor.div"}),
     dataclass_output: (3, "forward", {"torch.Tensor.div"}),
-    where_trap: (3, "backward", {"torch.Tensor.sqrt"}),
-    ema_and_clamp: (3, "forward", {"torch.Tensor.div"}),
 }

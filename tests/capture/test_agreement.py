@@ -66,6 +66,7 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
         {"fault": "input", "losses": "penalty", "accumulate": 2, "bad_step": 1},  # bad in `autograd.grad` and backward
         {"fault": "row", "convert": "bfloat16", "zero": "kept", "bad_step": 5, "event_step": 5},  # gradients converted
         {"fault": "overflow", "block": "random_depth", "batch": "augmented", "accumulate": 3},  # Python's generator
+        {"fault": "rate", "freeze": "from", "zero": "kept"},  # a gradient from before the freezing
         {"fault": "write", "style": "turns", "bad_step": 0},  # a ruined row that the step after it does not read
         {"fault": "write", "bad_step": 5, "steps": 6},  # the last thing that a training does
         {"fault": "write", "freeze": "from", "bad_step": 0, "optimizer": "own"},  # frozen between step and finding
@@ -82,21 +83,13 @@ def test_a_late_finding_is_what_is_seen_at_once(features: dict[str, Any]) -> Non
     ("features", "way"),
     [
         ({"fault": "rate", "history": 0}, "sampled/0"),
-        ({"fault": "eps", "history": 0}, "deferred/0"),
-        ({"fault": "buffer", "history": 0}, "deferred/0"),
         ({"fault": "buffer", "update": "lbfgs"}, "sampled"),
-        ({"fault": "write", "update": "lbfgs", "convert": "double", "bad_step": 1, "event_step": 3}, "deferred"),
     ],
 )
 def test_where_one_cannot_go_back_nothing_is_changed_and_the_doubt_is_said(features: dict[str, Any], way: str) -> None:
     row = agree.compare_ways("loop", generated.Loop(**features).settled())
     assert row.agrees and not (row.changed or row.broken), agree.table([row])
     assert way in row.explained
-
-
-def test_a_gradient_from_before_freezing_stays() -> None:
-    row = agree.compare_ways("loop", generated.Loop(fault="rate", freeze="from", zero="kept"))
-    assert row.is_same and not row.changed, agree.table([row])
 
 
 @pytest.mark.parametrize("clip", ["none", "norm"])
@@ -115,7 +108,7 @@ CORRECTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("watch", ["every-step", "sampled", "deferred"])
+@pytest.mark.parametrize("watch", ["every-step", "sampled"])
 @pytest.mark.parametrize(
     ("correct", "parts", "on"),
     [
@@ -146,7 +139,7 @@ def test_gradients_that_are_corrected_in_place(
 
 
 @pytest.mark.parametrize("correct", ["none", "halved", "corrected", "corrected after backward"])
-@pytest.mark.parametrize("watch", ["every-step", "sampled", "deferred"])
+@pytest.mark.parametrize("watch", ["every-step", "sampled"])
 def test_a_corrected_gradient_is_a_skipped_step_however_it_is_watched(tmp_path: Path, watch: Any, correct: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from reprokit.capture.hooks import early_warning
 from reprokit.capture.options import DEFAULT_ON
 from reprokit.capture.record import current_step
 from reprokit.capture.record.stack import CaptureStop
@@ -46,11 +47,13 @@ from tests.capture.traps_checks import (
     ending,
     net,
     plain_net,
+    plain_training,
     rooted_loss,
     run_both,
     run_plain,
     same_bits,
     scaled_update,
+    training,
     update,
     without_own_lines,
 )
@@ -69,7 +72,7 @@ NOT_IN_THESE_RUNS = {
     *("rewind.meeting", "rewind.replicas", "rewind.compare_ranks", "save.different_ranks"),  # `test_faults_of_ranks.py`
     *("hooks.compiled_calls", "save.miscompiled"),  # `test_a_fault_where_compiled_code_fails`
     *("failure_text", "save.exceptions"),
-    *("run.exchange", "run.shards", "save.unshard", "save.stage", "save.unit_by_unit"),  # several processes
+    *("run.exchange", "run.shards", "save.unshard"),  # several processes
     "run.reports",
 }
 HOME = "reprokit.capture."
@@ -78,9 +81,10 @@ PARTS = [name for part in MODULES if (name := part.name.removeprefix(HOME)) not 
 
 
 @pytest.fixture(autouse=True)
-def early_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tape is swept in loops as small as these, too."""
+def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tape is swept in loops as small as these, too; batches of numbers end by their length, never by time."""
     monkeypatch.setattr(current_step, "_SWEEP_AT", 2**18)
+    monkeypatch.setattr(early_warning, "_DELAY", 1e9)
 
 
 def failing_late() -> list[torch.Tensor]:
@@ -103,8 +107,7 @@ def failing_late() -> list[torch.Tensor]:
 
 
 def failing_at_once() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     for step, x, y in batches():
         update(optimizer, rooted_loss(model(x), y, step == BAD_STEP))
     return ending(model, optimizer)
@@ -252,11 +255,11 @@ def broken_promises(loop: Loop, fault: Fault, folder: Path, capsys: pytest.Captu
         f"it said {said}": len(said) <= 1 and all(line.startswith("reprokit: ") for line in said),
         "nothing was saved and nothing was said": bool(said) or bool(session.snapshots) or watched is None,
         "half a file was left": sorted(folder.glob("*.pt*")) == sorted(session.snapshots),
-        "something was left in torch": torch._C._len_torch_function_stack() == 0 and not Session._watchers,
+        "something was left in torch": torch._C._len_torch_function_stack() == 0 and Session.active is None,
     }
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()
-    Session._watchers.clear()
+    Session.active = None
     return broken + [promise for promise, is_kept in promises.items() if not is_kept]
 
 
@@ -285,43 +288,41 @@ def calls_in(loop: Loop) -> collections.Counter[CodeType]:
     return calls
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_fault_in_any_function(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def check_faults(
+    part: str, runs: Callable[[CodeType], tuple[int, Loop]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> int:
+    """Put a fault into each function of a module, in the run and at the call that ``runs`` names; how many were met."""
     broken: dict[str, list[str]] = {}
     num_met = 0
     for label, owner, attribute, function in list(functions_of(importlib.import_module(HOME + part))):
-        nth, loop = max(
-            ((min(NTH, calls_in(loop)[function.__code__]), loop) for loop in RUNS), key=lambda pair: pair[0]
-        )
+        nth, loop = runs(function.__code__)
         if not nth:
             continue
-        folder = tmp_path / label
-        folder.mkdir()
+        (own := folder / label).mkdir()
         with described_once(), fault_in(owner, attribute, function, nth) as fault:
-            promises = broken_promises(loop, fault, folder, capsys)
+            promises = broken_promises(loop, fault, own, capsys)
         num_met += fault.num_calls > 0
         if promises:
             broken[f"{label} in {loop.__name__}"] = promises
     assert broken == {}
-    assert num_met or part in NOT_IN_THESE_RUNS
+    return num_met
+
+
+def most_calls(code: CodeType) -> tuple[int, Loop]:
+    """The run in which a function is called most often, up to what is needed."""
+    return max(((min(NTH, calls_in(loop)[code]), loop) for loop in RUNS), key=lambda pair: pair[0])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_fault_in_any_function(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_faults(part, most_calls, tmp_path, capsys) or part in NOT_IN_THESE_RUNS
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at `grad` of tensors that are no leaves
 @pytest.mark.parametrize("part", ["hooks.compiled_calls", "save.miscompiled"])
 def test_a_fault_where_compiled_code_fails(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first call of each function raises."""
-    broken: dict[str, list[str]] = {}
-    num_met = 0
-    for label, owner, attribute, function in list(functions_of(importlib.import_module(HOME + part))):
-        folder = tmp_path / label
-        folder.mkdir()
-        with described_once(), fault_in(owner, attribute, function, 1) as fault:
-            promises = broken_promises(miscompiled_and_failing, fault, folder, capsys)
-        num_met += fault.num_calls > 0
-        if promises:
-            broken[label] = promises
-    assert broken == {}
-    assert num_met
+    assert check_faults(part, lambda code: (1, miscompiled_and_failing), tmp_path, capsys)
 
 
 # -- the disk -------------------------------------------------------------------------------------------------------
@@ -489,19 +490,18 @@ for number in range(6):
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+SIGNALLED = {
+    **{name: (DURING_TRAINING.format(signal=name), "") for name in ("SIGTERM", "SIGINT", "SIGKILL")},
+    "handler": (WITH_HANDLER, "checkpoint written"),
+}
+
+
+@pytest.mark.parametrize("name", SIGNALLED)
 def test_a_signal_during_training(name: str, run_python: Run, tmp_path: Path) -> None:
-    plain, watched = run_both(TRAINING + DURING_TRAINING.format(signal=name), run_python, tmp_path)
+    script, printed = SIGNALLED[name]
+    plain, watched = run_both(TRAINING + script, run_python, tmp_path)
     assert watched.returncode == plain.returncode != 0
-    assert watched.stdout == plain.stdout
-    assert without_own_lines(watched.stderr) == plain.stderr
-    assert list(tmp_path.glob("*.pt")) == []
-
-
-def test_a_script_with_a_handler_of_its_own(run_python: Run, tmp_path: Path) -> None:
-    plain, watched = run_both(TRAINING + WITH_HANDLER, run_python, tmp_path)
-    assert watched.returncode == plain.returncode == 17
-    assert watched.stdout == plain.stdout and "checkpoint written" in watched.stdout
+    assert watched.stdout == plain.stdout and printed in watched.stdout
     assert without_own_lines(watched.stderr) == plain.stderr
     assert list(tmp_path.glob("*.pt")) == []
 
@@ -535,8 +535,7 @@ def test_nothing_is_left_of_a_capture_that_broke(tmp_path: Path, monkeypatch: py
     before = torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_
     with Session(directory=tmp_path, quiet=True):
         monkeypatch.setattr(Tape, "_prepare", broken)
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for _, x, y in batches():
             update(optimizer, classify(model, x, y))
         assert (torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_) == before

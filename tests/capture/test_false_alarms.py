@@ -5,12 +5,10 @@ Each loop asserts for itself that what makes it look ill did happen.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
 import pickle
-import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -24,18 +22,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import reprokit
-from reprokit.capture.session import Session
 from tests.capture.traps_checks import (
     STEPS,
     WATCHES,
-    CountingBackend,
     Loop,
     batches,
     check_silent,
     classify,
+    described_once,
+    divided_loss,
     ending,
     net,
     plain_net,
+    training,
     update,
 )
 
@@ -75,16 +74,8 @@ def scaled_steps(optimizer: torch.optim.Optimizer, model: nn.Module, *, unscale:
 
 
 @healthy
-def scaler_warm_up() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    return ending(model, optimizer, scaled_steps(optimizer, model, unscale=False))
-
-
-@healthy
 def scaler_warm_up_with_clipping() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     return ending(model, optimizer, scaled_steps(optimizer, model, unscale=True))
 
 
@@ -237,8 +228,7 @@ def teacher_with_nan_rows() -> list[torch.Tensor]:
 
 @healthy
 def loss_that_is_nan_by_design_and_never_used() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     unused = []
     for _, x, y in batches():
         logits = model(x)
@@ -251,8 +241,7 @@ def loss_that_is_nan_by_design_and_never_used() -> list[torch.Tensor]:
 
 @healthy
 def nan_in_a_metric_only() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     log: list[float] = []
     for _, x, y in batches():
         logits = model(x)
@@ -326,8 +315,7 @@ def clipping_of_a_norm_that_overflows() -> list[torch.Tensor]:
 
 @healthy
 def evaluation_and_generation_between_steps() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     written: list[torch.Tensor] = []
     for step, x, y in batches():
         update(optimizer, classify(model, x, y))
@@ -362,8 +350,7 @@ def inference_mode_around_a_frozen_model() -> list[torch.Tensor]:
 
 @healthy
 def sanity_validation_before_training() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     model.eval()
     with torch.no_grad():
         for _, x, y in batches(2, seed=9):
@@ -473,8 +460,7 @@ def shared_weights() -> list[torch.Tensor]:
 
 @healthy
 def a_layer_added_during_training() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     for step, x, y in batches(10):
         if step == 5:
             new = nn.Linear(2, 2)
@@ -553,35 +539,6 @@ def functions_that_are_pickled() -> list[torch.Tensor]:
     return ending(model)
 
 
-@healthy
-def a_model_turned_to_bfloat16_and_to_half() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    dtype = torch.float32
-    for step, x, y in batches(12):
-        if step == 4:
-            dtype = torch.bfloat16
-            model.bfloat16()
-        if step == 8:
-            dtype = torch.float16
-            model.half()
-        update(optimizer, classify(model, x.to(dtype), y))
-    assert model[0].weight.dtype is torch.float16
-    return ending(model)
-
-
-@healthy
-def a_weight_replaced_during_training() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.Adam(model.parameters())
-    for step, x, y in batches(10):
-        if step == 5:
-            model[2].weight = nn.Parameter(torch.randn(2, 8))
-            optimizer = torch.optim.Adam(model.parameters())
-        update(optimizer, classify(model, x, y))
-    return ending(model)
-
-
 # -- compiled, functional, threaded ---------------------------------------------------------------------------------
 
 
@@ -606,96 +563,6 @@ def test_a_model_compiled_ahead_of_time(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @healthy
-def a_compiled_step() -> list[torch.Tensor]:
-    torch._dynamo.reset()
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @torch.compile(backend="eager")
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = classify(model, x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo looks at `grad` of tensors that are no leaves
-        for _, x, y in batches():
-            step(x, y)
-    return ending(model)
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-def test_capture_does_not_make_a_compiled_model_compile_again(watch: str, tmp_path: Path) -> None:
-    def num_graphs() -> int:
-        count = CountingBackend()
-        torch._dynamo.reset()
-        model = plain_net()
-        fast = torch.compile(model, backend=count)
-        optimizer = torch.optim.Adam(model.parameters())
-        for _, x, y in batches():
-            update(optimizer, classify(fast, x, y))
-        return count.num_graphs
-
-    plain = num_graphs()
-    with Session(directory=tmp_path, watch=watch):
-        watched = num_graphs()
-    assert plain == watched == 1
-
-
-@healthy
-def functional_training() -> list[torch.Tensor]:
-    model = plain_net()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def loss_of(weights: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
-
-    for _, x, y in batches():
-        grads = torch.func.grad(loss_of)(weights, x, y)
-        weights = {name: weight - 0.1 * grads[name] for name, weight in weights.items()}
-    return ending(weights)
-
-
-@healthy
-def gradients_of_every_sample() -> list[torch.Tensor]:
-    """As differential privacy does it: a gradient for each row, clipped, averaged."""
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss_of(weights: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
-
-    per_sample = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))
-    for _, x, y in batches():
-        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        grads = per_sample(weights, x, y)
-        for name, parameter in model.named_parameters():
-            parameter.grad = grads[name].clamp(-1, 1).mean(0)
-        optimizer.step()
-    return ending(model)
-
-
-@healthy
-def training_in_another_thread() -> list[torch.Tensor]:
-    result: list[torch.Tensor] = []
-
-    def work() -> None:
-        model = net()
-        optimizer = torch.optim.Adam(model.parameters())
-        for _, x, y in batches():
-            update(optimizer, classify(model, x, y))
-        result.extend(ending(model, optimizer))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert result
-    return result
-
-
-@healthy
 def a_thread_that_evaluates_meanwhile() -> list[torch.Tensor]:
     model = plain_net()
     other = plain_net(3).eval()
@@ -709,52 +576,17 @@ def a_thread_that_evaluates_meanwhile() -> list[torch.Tensor]:
     return ending(model)
 
 
-def test_nested_captures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def loop() -> list[torch.Tensor]:
-        model = net()
-        optimizer = torch.optim.Adam(model.parameters())
-        inner: Any = contextlib.nullcontext()
-        for step, x, y in batches(12):
-            if step == 4:
-                inner = reprokit.capture(tmp_path / "inner.pt")
-                inner.__enter__()
-            update(optimizer, classify(model, x, y))
-            if step == 8:
-                inner.__exit__(None, None, None)
-        return ending(model, optimizer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        check_silent(loop, tmp_path, capsys)
+def test_a_capture_inside_another_one_does_not_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = training()
+    with described_once(), reprokit.capture(tmp_path / "outer.pt", after="continue"):
+        for step, x, y in batches(4):
+            with reprokit.capture(tmp_path / "inner.pt"):
+                update(optimizer, divided_loss(model(x), y, step == 3))
+    assert [path.name for path in tmp_path.iterdir()] == ["outer.pt"]
+    assert capsys.readouterr().err.count("another capture watches already, so this one does not") == 4
 
 
 # -- what loops do beside the step ----------------------------------------------------------------------------------
-
-
-def checkpointed(use_reentrant: bool) -> list[torch.Tensor]:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = net(), nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(checkpoint(self.first, x, use_reentrant=use_reentrant))
-
-    model = Deep()
-    optimizer = torch.optim.Adam(model.parameters())
-    for _, x, y in batches():
-        update(optimizer, classify(model, x.requires_grad_(), y))
-    return ending(model)
-
-
-@healthy
-def reentrant_checkpointing() -> list[torch.Tensor]:
-    return checkpointed(True)
-
-
-@healthy
-def checkpointing_without_reentry() -> list[torch.Tensor]:
-    return checkpointed(False)
 
 
 @healthy
@@ -764,39 +596,6 @@ def checkpointing_in_the_loop() -> list[torch.Tensor]:
     for _, x, y in batches():
         update(optimizer, F.cross_entropy(head(checkpoint(model, x, use_reentrant=False)), y))
     return ending(model, head)
-
-
-@healthy
-def clamped_weights_and_a_moving_average() -> list[torch.Tensor]:
-    model = net()
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-    )
-    optimizer = torch.optim.RMSprop(model.parameters())
-    for _, x, y in batches():
-        update(optimizer, classify(model, x, y))
-        average.update_parameters(model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.3, 0.3)
-    return ending(model, average)
-
-
-@healthy
-def a_target_network() -> list[torch.Tensor]:
-    online, target = plain_net(), plain_net()
-    optimizer = torch.optim.Adam(online.parameters())
-    for step, x, action in batches(12):
-        with torch.no_grad():
-            wanted = x[:, 0] + 0.9 * target(x.roll(1, 0)).max(1).values
-        value = online(x).gather(1, action[:, None]).squeeze(1)
-        update(optimizer, F.smooth_l1_loss(value, wanted))
-        if step % 4 == 3:
-            target.load_state_dict(online.state_dict())
-        if random.random() < 0.5:
-            for old, new in zip(target.parameters(), online.parameters(), strict=True):
-                old.data.mul_(0.99).add_(new.data, alpha=0.01)
-    return ending(online, target)
 
 
 @healthy
@@ -815,19 +614,6 @@ def schedules_and_accumulation() -> list[torch.Tensor]:
 
 
 @healthy
-def two_optimizers() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    maker, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
-    train_maker, train_judge = torch.optim.Adam(maker.parameters()), torch.optim.SGD(judge.parameters(), lr=0.01)
-    for step, x, _ in batches(12):
-        fake = maker(torch.randn(8, 3))
-        update(train_judge, F.softplus(-judge(x)).mean() + F.softplus(judge(fake.detach())).mean())
-        if step % 3 == 0:
-            update(train_maker, F.softplus(-judge(fake)).mean())
-    return ending(maker, judge, train_maker)
-
-
-@healthy
 def a_line_search() -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -842,29 +628,3 @@ def a_line_search() -> list[torch.Tensor]:
 
         optimizer.step(closure)
     return ending(model)
-
-
-@pytest.mark.parametrize("action", ["always", "default"])
-def test_warnings_of_torch_name_the_line_of_the_loop(action: Any, tmp_path: Path) -> None:
-    """The same warnings, from the same places, so that filters by module and once-per-line work as without capture."""
-
-    def warned() -> list[tuple[str, int, str]]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter(action)
-            model = plain_net()
-            for _, x, y in batches(3):
-                loss = classify(model, x, y)
-                float(loss)  # torch warns from C++
-                F.softmax(loss.expand(2, 2))  # and from Python, about its caller
-            float(loss)
-        return [(warning.filename, warning.lineno, str(warning.message)) for warning in caught]
-
-    torch.set_warn_always(True)
-    try:
-        plain = warned()
-        with Session(directory=tmp_path):
-            watched = warned()
-    finally:
-        torch.set_warn_always(False)
-    assert len(plain) == (7 if action == "always" else 3)
-    assert watched == plain

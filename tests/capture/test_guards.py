@@ -12,20 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from reprokit.capture.save.build_snapshot import GRADIENTS_NOT_KEPT, HOOKS_LEFT_OUT, OTHER_GRADIENTS
+from reprokit.capture.save.build_snapshot import OTHER_GRADIENTS
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
-    WATCHES,
     batches,
     check_caught,
+    check_exact,
     described_once,
     ending,
     fidelity,
     rooted_loss,
     silent_root,
+    update,
     where,
 )
 
@@ -96,9 +97,7 @@ def run(setup: Setup, forward_bad: bool) -> list[torch.Tensor]:
         for step, x, y in batches():
             is_bad = step == BAD_STEP
             logits = model(x, torch.full((), 0.0 if is_bad and forward_bad else 1.0))
-            optimizer.zero_grad()
-            rooted_loss(logits, y, is_bad and not forward_bad).backward()
-            optimizer.step()
+            update(optimizer, rooted_loss(logits, y, is_bad and not forward_bad))
     return ending(model)
 
 
@@ -177,6 +176,28 @@ def scaling_gradients(model: Net) -> None:
     model.middle.register_full_backward_hook(lambda module, given, out: tuple(0.5 * grad for grad in given))
 
 
+def noting_norms(model: Net) -> None:
+    norms: list[float] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        norms.append(float((tensor if tensor.grad is None else tensor.grad).norm()))
+
+    model.second.weight.register_hook(note)
+    model.second.weight.register_post_accumulate_grad_hook(note)
+
+
+def tolerating_two(model: Net) -> None:
+    """A check that tolerates two bad values, as many as training shows it."""
+    bad = [0]
+
+    def check(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        bad[0] += 1 - int(output.isfinite().all())
+        if bad[0] > 2:
+            raise RuntimeError("not finite")
+
+    model.second.register_forward_hook(check)
+
+
 @pytest.mark.parametrize(
     "setup",
     [
@@ -184,74 +205,13 @@ def scaling_gradients(model: Net) -> None:
         on_modules("register_full_backward_pre_hook", 0),
         doubling,
         scaling_gradients,
+        noting_norms,
+        tolerating_two,
         nothing,
     ],
 )
 def test_hooks_that_do_not_raise_stay_in_the_replay(setup: Setup, tmp_path: Path) -> None:
-    snapshot = check_caught(lambda: run(setup, forward_bad=False), tmp_path)
-    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
-    assert fidelity(snapshot) == EXACT
-
-
-# -- hooks have no part in the replay unless they change what is computed --------------------------------------------
-
-
-class Counted:
-    """A hook that counts its calls."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def __call__(self, *args: Any) -> None:
-        self.num += 1
-
-
-def counting(model: Net) -> dict[str, Counted]:
-    """Hooks of every kind that count, each with its name."""
-    names = ("pre", "forward", "backward pre", "backward", "leaf", "accumulated", "hidden")
-    counts = {name: Counted() for name in names}
-    for part in model.modules():
-        part.register_forward_pre_hook(counts["pre"])
-        part.register_forward_hook(counts["forward"])
-        part.register_full_backward_pre_hook(counts["backward pre"])
-        part.register_full_backward_hook(counts["backward"])
-    model.first.weight.register_hook(counts["leaf"])
-    model.first.weight.register_post_accumulate_grad_hook(counts["accumulated"])
-    model.watch = lambda hidden: hidden.register_hook(counts["hidden"])
-    return counts
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("forward_bad", [True, False])
-def test_hooks_are_called_as_often_as_without_capture(watch: str, forward_bad: bool, tmp_path: Path) -> None:
-    seen: list[dict[str, Counted]] = []
-
-    def setup(model: Net) -> None:
-        seen.append(counting(model))
-
-    snapshot = check_caught(lambda: run(setup, forward_bad), tmp_path, watch=watch)
-    plain, watched = ({name: count.num for name, count in counts.items()} for counts in seen)
-    assert plain == watched and min(plain.values()) >= 6
-    assert snapshot.step == BAD_STEP
-    assert fidelity(snapshot) == EXACT
-
-
-def test_a_hook_that_would_raise_in_a_past_step(tmp_path: Path) -> None:
-    """A check that tolerates two bad values, as many as training shows it."""
-
-    def setup(model: Net) -> None:
-        bad = [0]
-
-        def check(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            bad[0] += 1 - int(output.isfinite().all())
-            if bad[0] > 2:
-                raise RuntimeError("not finite")
-
-        model.second.register_forward_hook(check)
-
-    snapshot = check_caught(lambda: run(setup, forward_bad=False), tmp_path, watch="deferred")
-    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
-    assert fidelity(snapshot) == EXACT
+    check_exact((BAD_STEP, "backward", "torch.Tensor.sqrt"), lambda: run(setup, forward_bad=False), tmp_path)
 
 
 def double_gradient(parameter: torch.Tensor) -> None:
@@ -272,97 +232,39 @@ def late_root(logits: torch.Tensor, first: nn.Linear, bad: bool) -> torch.Tensor
     return logits.pow(2).mean() + silent_root(first.weight, bad)
 
 
-@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize(("watch", "is_late"), [("sampled", False), ("every-step", False), ("sampled", True)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_gradients_that_hooks_change_are_not_exact(change: str, watch: str, tmp_path: Path) -> None:
-    def loop() -> list[torch.Tensor]:
-        model = Net()
-        CHANGES[change](model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step, x, _ in batches():
-            optimizer.zero_grad()
-            late_root(model(x, torch.ones(())), model.first, step == BAD_STEP).backward()
-            optimizer.step()
-        return ending(model)
-
-    snapshot = check_caught(loop, tmp_path, watch=watch)
-    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
-    assert snapshot.fidelity == "close"
-    assert snapshot.fidelity_note in (OTHER_GRADIENTS, *([GRADIENTS_NOT_KEPT] if watch == "deferred" else []))
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_gradients_that_hooks_change_are_compared_also_when_found_late(change: str, tmp_path: Path) -> None:
-    """Losses between copy and failure show that the hooks change values, so they are called when steps are played."""
+def test_gradients_that_hooks_change_are_not_exact(change: str, watch: Any, is_late: bool, tmp_path: Path) -> None:
+    """Also in a step that is found late, after others with these hooks."""
 
     def loop() -> list[torch.Tensor]:
         model = Net()
         CHANGES[change](model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step, x, _ in batches(9):
-            optimizer.zero_grad()
-            late_root(model(x, torch.ones(())), model.first, step == 7).backward()
-            optimizer.step()
+            update(optimizer, late_root(model(x, torch.ones(())), model.first, step == bad_step))
         return ending(model)
 
-    snapshot = check_caught(loop, tmp_path, watch="deferred", history=50)
-    assert where(snapshot) == (7, "backward", "torch.Tensor.sqrt")
+    bad_step, history = (7, 50) if is_late else (BAD_STEP, None)
+    snapshot = check_caught(loop, tmp_path, watch=watch, history=history)
+    assert where(snapshot) == (bad_step, "backward", "torch.Tensor.sqrt")
     assert (snapshot.fidelity, snapshot.fidelity_note) == ("close", OTHER_GRADIENTS)
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-def test_hooks_that_only_look_at_gradients_leave_no_doubt(watch: str, tmp_path: Path) -> None:
-    def setup(model: Net) -> None:
-        norms: dict[str, list[float]] = {"grad": []}
-
-        def note(tensor: torch.Tensor) -> None:
-            norms["grad"].append(float((tensor if tensor.grad is None else tensor.grad).norm()))
-
-        model.second.weight.register_hook(note)
-        model.second.weight.register_post_accumulate_grad_hook(note)
-
-    snapshot = check_caught(lambda: run(setup, forward_bad=False), tmp_path, watch=watch)
-    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
-    assert fidelity(snapshot) == EXACT
-
-
 def test_a_failure_that_a_backward_hook_makes(tmp_path: Path) -> None:
-    def setup(model: Net) -> None:
-        step = [0]
+    def loop() -> list[torch.Tensor]:
+        model, num_calls = Net(), [0]
 
         def divide(module: nn.Module, given: Any, out: Any) -> Any:
-            step[0] += 1
-            return (given[0] / (0.0 if step[0] > BAD_STEP else 1.0),)
+            num_calls[0] += 1
+            return (given[0] / (0.0 if num_calls[0] > BAD_STEP else 1.0),)
 
         model.second.register_full_backward_hook(divide)
-
-    def loop() -> list[torch.Tensor]:
-        model = Net()
-        setup(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _, x, _ in batches():
-            optimizer.zero_grad()
-            model(x, torch.ones(())).pow(2).mean().backward()
-            optimizer.step()
+            update(optimizer, model(x, torch.ones(())).pow(2).mean())
         return ending(model)
 
     snapshot = check_caught(loop, tmp_path)
     assert (snapshot.step, snapshot.failure.call, snapshot.fidelity) == (BAD_STEP, None, "unfaithful")
     assert "did not occur again" in str(snapshot.fidelity_note) and OTHER_GRADIENTS in str(snapshot.fidelity_note)
-
-
-def test_a_hook_may_change_what_no_finite_loss_shows(tmp_path: Path) -> None:
-    """All that can be compared is NaN with and without the hook."""
-
-    def loop() -> list[torch.Tensor]:
-        model = Net()
-        model.middle.register_forward_hook(lambda module, args, output: 2 * output)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step, x, _ in batches():
-            optimizer.zero_grad()
-            (model(x, torch.ones(())).mean() / torch.full((), 0.0 if step == BAD_STEP else 1.0)).log().backward()
-            optimizer.step()
-        return ending(model)
-
-    snapshot = check_caught(loop, tmp_path)
-    assert (snapshot.fidelity, snapshot.fidelity_note) == ("close", HOOKS_LEFT_OUT)

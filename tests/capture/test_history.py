@@ -25,6 +25,7 @@ from tests.capture.traps_checks import (
     Loop,
     batches,
     check_caught,
+    check_exact,
     check_silent,
     classify,
     divided_loss,
@@ -85,9 +86,7 @@ def row_poisoned_by_sparse_adam() -> list[torch.Tensor]:
 
 
 def test_a_row_poisoned_by_the_optimizer_and_used_31_steps_later(tmp_path: Path) -> None:
-    snapshot = check_caught(row_poisoned_by_sparse_adam, tmp_path)
-    assert where(snapshot) == (400, "optimizer", "torch.optim.SparseAdam.step")
-    assert fidelity(snapshot) == EXACT
+    check_exact((400, "optimizer", "torch.optim.SparseAdam.step"), row_poisoned_by_sparse_adam, tmp_path)
 
 
 def row_poisoned_by_its_own_rate(steps: int = 1000, poisoned: int = 400, used: int = 431) -> list[torch.Tensor]:
@@ -115,9 +114,7 @@ def test_a_parameter_poisoned_by_its_own_rate(history: int | None, tmp_path: Pat
 
 
 def test_a_poisoned_parameter_that_is_never_used(tmp_path: Path) -> None:
-    snapshot = check_caught(lambda: row_poisoned_by_its_own_rate(60, 40, 99), tmp_path)
-    assert where(snapshot) == (40, "optimizer", "torch.optim.SGD.step")
-    assert fidelity(snapshot) == EXACT
+    check_exact((40, "optimizer", "torch.optim.SGD.step"), lambda: row_poisoned_by_its_own_rate(60, 40, 99), tmp_path)
 
 
 def test_without_copies_the_snapshot_says_that_there_was_no_going_back(tmp_path: Path) -> None:
@@ -142,9 +139,7 @@ def test_a_gradient_that_was_there_before_the_step(tmp_path: Path) -> None:
             optimizer.step()
         return ending(model, rare)
 
-    snapshot = check_caught(loop, tmp_path)
-    assert where(snapshot) == (20, "optimizer", "torch.optim.SGD.step")
-    assert fidelity(snapshot) == EXACT
+    check_exact((20, "optimizer", "torch.optim.SGD.step"), loop, tmp_path)
 
 
 # -- a gradient that is swallowed -----------------------------------------------------------------------------------
@@ -169,9 +164,9 @@ def gradient_swallowed_by_a_rare_row() -> list[torch.Tensor]:
 @pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("history", HISTORIES)
 def test_a_gradient_swallowed_by_a_rare_row(history: int | None, watch: str, tmp_path: Path) -> None:
-    snapshot = check_caught(gradient_swallowed_by_a_rare_row, tmp_path, history=history, watch=watch)
-    assert where(snapshot) == (20, "backward", "torch.Tensor.sqrt")
-    assert fidelity(snapshot) == EXACT
+    check_exact(
+        (20, "backward", "torch.Tensor.sqrt"), gradient_swallowed_by_a_rare_row, tmp_path, history=history, watch=watch
+    )
 
 
 # -- everything a loop changes beside the parameters ----------------------------------------------------------------
@@ -252,9 +247,7 @@ def after_step(model: Gated, parts: dict[str, Any], step: int) -> None:
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("names", [(), *((name,) for name in PARTS)], ids=lambda names: "-".join(names) or "nothing")
 def test_a_late_failure_is_found_at_its_own_step(names: tuple[str, ...], history: int | None, tmp_path: Path) -> None:
-    snapshot = check_caught(rich_loop(*names), tmp_path, history=history)
-    assert where(snapshot) == (40, "optimizer", "torch.optim.SGD.step")
-    assert fidelity(snapshot) == EXACT
+    check_exact((40, "optimizer", "torch.optim.SGD.step"), rich_loop(*names), tmp_path, history=history)
 
 
 @pytest.mark.parametrize("history", HISTORIES)
@@ -301,9 +294,7 @@ def test_an_index_that_the_loop_shuffles_in_place(is_pair: bool, make: Callable[
             rich_step(model, optimizer, {}, step, table[(order, slice(None))] if is_pair else table[order], y.repeat(2))
         return ending(model)
 
-    snapshot = check_caught(loop, tmp_path, history=50)
-    assert where(snapshot) == (40, "optimizer", "torch.optim.SGD.step")
-    assert fidelity(snapshot) == EXACT
+    check_exact((40, "optimizer", "torch.optim.SGD.step"), loop, tmp_path, history=50)
 
 
 def test_a_state_that_does_not_fit_is_not_copied_and_that_is_said(
@@ -383,7 +374,7 @@ def test_the_timeline_is_bounded(tmp_path: Path) -> None:
     assert timeline[-1].step == 399 and 50 <= len(timeline) <= 200
 
 
-# -- the ends of deferred runs --------------------------------------------------------------------------------------
+# -- what comes behind a failing step --------------------------------------------------------------------------------
 
 
 def averaged() -> list[torch.Tensor]:

@@ -1,8 +1,7 @@
-"""Failures inside of functions and modules that `torch.jit` has compiled, and of other calls that are not followed."""
+"""Functions and modules that `torch.jit` has compiled: each call is one call of the program, which is not followed."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from reprokit.locate.diagnose import diagnose
 from reprokit.program.ir import OPAQUE
 from tests.capture.traps_checks import (
     BAD_STEP,
-    WATCHES,
     Loop,
     batches,
     check_caught,
@@ -29,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
-LOG = ("forward", "torch.Tensor.log")
 
 
 def share(x: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
@@ -78,65 +75,30 @@ def of_module(make: Callable[[nn.Module], Callable[..., torch.Tensor]]) -> Loop:
     return loop
 
 
-def loaded(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(module), file)
-    file.seek(0)
-    return torch.jit.load(file)
-
-
-def part(module: nn.Module) -> nn.Module:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scored = torch.jit.script(module)
-
-        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-            return self.scored(x, shift) * 2
-
-    return Whole()
-
-
 def traced(module: nn.Module) -> nn.Module:
     return torch.jit.trace(module, (torch.randn(8, 4), torch.ones(())), check_trace=False)
 
 
-FOLLOWED: dict[str, Loop] = {
-    "function": of_function(lambda: torch.jit.script(share)),
-    "traced function": of_function(lambda: torch.jit.trace(share, torch.ones(8, 2))),
-    "module": of_module(torch.jit.script),
-    "part": of_module(part),
-}
-OPAQUE_CALLS: dict[str, tuple[Loop, str, str]] = {
-    "loaded": (of_module(loaded), "Scored.forward", "model(x, shift)"),
-    "traced module": (of_module(traced), "Scored.forward", "model(x, shift)"),
+CALLS: dict[str, tuple[Loop, str, str]] = {
+    "function": (of_function(lambda: torch.jit.script(share)), "share", "function(shares)"),
     "in place": (of_function(lambda: torch.jit.script(damped)), "damped", "function(shares)"),
+    "module": (of_module(torch.jit.script), "Scored.forward", "model(x, shift)"),
+    "traced module": (of_module(traced), "Scored.forward", "model(x, shift)"),
 }
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("case", FOLLOWED)
-def test_the_origin_is_inside_of_the_compiled_function(case: str, watch: str, tmp_path: Path) -> None:
-    snapshot = check_caught(FOLLOWED[case], tmp_path, watch=watch)
-    assert where(snapshot) == (BAD_STEP, *LOG)
-    assert snapshot.fidelity == "exact" or "rounding" in (snapshot.fidelity_note or "")
-    assert snapshot.failure.site is not None and ".log()" in snapshot.failure.site.code
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("case", OPAQUE_CALLS)
-def test_what_is_not_written_out_is_one_call(case: str, watch: str, tmp_path: Path) -> None:
-    """There is no Python function behind a loaded module, and what writes its arguments is not run twice."""
-    loop, name, code = OPAQUE_CALLS[case]
-    snapshot = check_caught(loop, tmp_path, watch=watch)
+@pytest.mark.parametrize("case", CALLS)
+def test_a_compiled_function_is_one_call(case: str, tmp_path: Path) -> None:
+    loop, name, code = CALLS[case]
+    snapshot = check_caught(loop, tmp_path)
     assert where(snapshot) == (BAD_STEP, "forward", None)
     assert snapshot.failure.site is not None and code in snapshot.failure.site.code
     assert name in [call.kwargs["name"] for call in snapshot.program.calls if call.target == OPAQUE]
     assert diagnose(snapshot).id == "not-followed"
 
 
-@pytest.mark.parametrize("case", [*FOLLOWED, *OPAQUE_CALLS])
+@pytest.mark.parametrize("case", CALLS)
 def test_healthy_compiled_functions(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.capture.test_scripted.BAD_STEP", -1)
-        check_silent(FOLLOWED.get(case) or OPAQUE_CALLS[case][0], tmp_path, capsys)
+        check_silent(CALLS[case][0], tmp_path, capsys)

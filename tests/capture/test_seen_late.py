@@ -12,8 +12,8 @@ from torch import nn
 
 import reprokit
 from reprokit.capture.options import WATCH
-from reprokit.capture.record.screens import LaterFlags
 from reprokit.snapshot.format import load
+from tests.capture.traps_checks import update
 
 
 class Head(nn.Module):
@@ -95,12 +95,6 @@ def made() -> tuple[Head, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("watch", WATCH)
 @pytest.mark.parametrize(
     "loop", [results_that_change, ended_by_an_exception, read_after_backward, scale_collapses, a_later_loss_is_read]
@@ -112,12 +106,3 @@ def test_the_failing_step_is_saved(loop: Callable[[], None], watch: str, tmp_pat
     place = (5, 1) if loop is read_after_backward else (5, 0)
     assert (found.step, found.micro_step, found.fidelity) == (*place, "exact"), found.fidelity_note
     assert found.failure.call is not None
-
-
-@pytest.mark.parametrize("empty", [LaterFlags.read, LaterFlags.forget])
-def test_losses_of_a_step_are_its_own_after_others_were_let_go_of(empty: Callable[[LaterFlags], object]) -> None:
-    flags, finite, bad = LaterFlags(), torch.tensor(1.0), torch.tensor(float("nan"))
-    flags.add([finite, finite], 5)
-    empty(flags)
-    flags.add([bad, finite, finite], 5)
-    assert not flags.is_bad_before(5) and flags.is_bad_before(6)

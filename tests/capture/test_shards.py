@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from reprokit.capture.hooks.own_gradient import OwnGradient
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
-from reprokit.capture.record.state import CannotGoBack
 from reprokit.capture.rewind import updates
 from reprokit.capture.rewind.updates import Updates
 from reprokit.program.ir import Mode
@@ -41,15 +38,14 @@ def layer() -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(64, 64, bias=False).parameters(), lr=0.1)
 
 
-def train(
-    kept: Updates, optimizer: torch.optim.Optimizer, num_steps: int, bad: int | None = None, first: int = 0
-) -> None:
-    """Update the parameters ``num_steps`` times; with infinity in step ``bad``."""
-    for step in range(first, first + num_steps):
+def train(kept: Updates, optimizer: torch.optim.Optimizer, num_steps: int, bad: int | None = None) -> None:
+    """Update the parameters ``num_steps`` times; with an infinite learning rate in step ``bad``."""
+    for step in range(num_steps):
         for group in optimizer.param_groups:
+            group["lr"] = torch.inf if step == bad else 0.1
             for parameter in group["params"]:
-                parameter.grad = torch.full_like(parameter, torch.inf if step == bad else 1e-3)
-        kept.begin(optimizer, step, (), step)
+                parameter.grad = torch.full_like(parameter, 1e-3)
+        kept.begin(optimizer, step)
         optimizer.step()
         kept.end(optimizer, Entry(kinds.OPTIMIZER, optimizer, (), {}, Mode()))
 
@@ -73,7 +69,7 @@ def test_memory_that_is_full_is_let_go_until_a_copy_is_due(once: None, monkeypat
     train(kept, optimizer, 2, bad=1)
     found = kept.first_bad()
     assert kept.num_copies == 3 and found is not None
-    assert (found.update.step, found.where, found.is_same) == (1, "gradient", True)
+    assert (found.update.step, found.is_same) == (1, True)
 
 
 def test_a_bad_update_is_found_when_memory_is_full(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,37 +101,3 @@ def test_an_optimizer_that_the_loop_drops_is_gone() -> None:
     del optimizer
     gc.collect()
     assert not any(reference() is not None for reference in known)
-
-
-def test_the_shards_before_the_last_update_are_made_again(once: None) -> None:
-    """For a rank that failed in a step which this one has left behind; the optimizer trains on meanwhile."""
-    parameter = nn.Parameter(torch.ones(3))
-    kept, optimizer = Updates(), torch.optim.Adam([parameter], lr=0.1)
-    train(kept, optimizer, 3)
-    before, ended = parameter.detach().clone(), 3
-    train(kept, optimizer, 1, first=ended)
-    after, options = parameter.detach().clone(), optimizer.param_groups[0].copy()
-    assert torch.equal(kept.shards_before(ended)[id(parameter)], before) and not torch.equal(before, after)
-    assert torch.equal(parameter, after) and optimizer.state[parameter]["step"] == ended + 1
-    assert optimizer.param_groups[0] == options and list(optimizer.state) == [parameter]
-    for number in (ended - 1, ended + 1):
-        with pytest.raises(CannotGoBack, match="not at the same step"):
-            kept.shards_before(number)
-
-
-def test_gradients_that_were_not_kept_make_no_shards_again(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, optimizer = Updates(), layer()
-    train(kept, optimizer, 2)
-    monkeypatch.setattr(updates, "DEFAULT_STEP_BYTES", NUM_BYTES - 1)
-    train(kept, optimizer, 1, first=2)
-    with pytest.raises(CannotGoBack, match="cannot go back"):
-        kept.shards_before(2)
-
-
-def test_an_early_parameter_is_chosen_once() -> None:
-    searches: list[bool] = []
-    shards = SimpleNamespace(units=[nn.Linear(1, 1)], early_parameter=lambda: searches.append(True))
-    own = OwnGradient(SimpleNamespace(ranks=SimpleNamespace(shards=shards)))  # type: ignore[arg-type]
-    own.before_backward()
-    own.before_backward()
-    assert searches == [True]

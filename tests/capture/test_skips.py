@@ -32,6 +32,7 @@ from tests.capture.traps_checks import (
     fidelity,
     net,
     plain_net,
+    plain_training,
     random_seeded,
     rooted_loss,
     run_plain,
@@ -84,9 +85,7 @@ def skipping_losses(test: Test, bad: tuple[int, ...] = (BAD_STEP,)) -> list[torc
         loss = divided_loss(model(x), y, step in bad)
         if test(loss):
             continue
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return ending(model, optimizer)
 
 
@@ -263,8 +262,7 @@ def test_a_failure_after_a_skipped_step_is_saved(tmp_path: Path) -> None:
     """Also when it is found late: going back passes the skipped step by."""
 
     def loop() -> list[torch.Tensor]:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for step, x, y in batches(9):
             loss = divided_loss(model(x), y, step == 2)
             optimizer.zero_grad()
@@ -308,8 +306,7 @@ SKIPS_BY: dict[str, Callable[[nn.Module, torch.Tensor], bool]] = {
 
 def skipping_then_failing(skip: str, fail: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     """Two steps in a row are skipped, and the next one fails before any update."""
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     for step, x, y in batches(9):
         optimizer.zero_grad()
         loss = fail(model(x), y, True) if step == 5 else divided_loss(model(x), y, step in (3, 4))
@@ -367,29 +364,10 @@ def halting(test: Test | None = None, ends_by: str = "break", first: bool = Fals
     return ending(model)
 
 
-def halting_over_outputs(test: Callable[..., bool], bad: int = BAD_STEP) -> list[torch.Tensor]:
-    """The loop reads infinities that are meant to be there in every step, and ends silently in the last or over
-    others."""
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, x, y in batches():
-        logits = (model(x) / (0.0 if step == bad else 1.0)).log_softmax(1)
-        losses = F.cross_entropy(logits, y, reduction="none")
-        masked = logits.masked_fill(torch.tensor([False, True]), -math.inf)
-        if torch.isinf(masked).any() and step == 5:
-            break
-        if test(logits, losses):
-            break
-        update(optimizer, losses.mean() + masked.softmax(1).mean())
-    return ending(model)
-
-
 HALTS: dict[str, Callable[[], list[torch.Tensor]]] = {
     **{f"loss_{name}": (lambda test=test: halting(test)) for name, test in LOSS_TESTS.items()},  # type: ignore[misc]
     "first": lambda: halting(LOSS_TESTS["item"], first=True),
     "gradient": lambda: halting(),
-    "output": lambda: halting_over_outputs(lambda logits, losses: not bool(logits.isfinite().all())),
-    "losses": lambda: halting_over_outputs(lambda logits, losses: bool(torch.isnan(losses).any())),
 }
 
 
@@ -431,9 +409,7 @@ def logged_and_used() -> list[torch.Tensor]:
     for step, x, y in batches():
         loss = divided_loss(model(x), y, step == BAD_STEP)
         assert not math.isnan(loss.item()) or step == BAD_STEP
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return []
 
 
@@ -442,9 +418,7 @@ def infinite_loss_with_finite_gradients() -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, x, y in batches():
         loss = classify(model, x, y) - torch.full((), 0.0 if step == BAD_STEP else 1.0).log()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return []
 
 
@@ -466,9 +440,7 @@ def another_optimizer_is_cleared() -> list[torch.Tensor]:
     for step, x, y in batches():
         optimize.zero_grad()
         divided_loss(model(x), y, step == BAD_STEP).backward()
-        criticize.zero_grad()
-        classify(critic, x, y).backward()
-        criticize.step()
+        update(criticize, classify(critic, x, y))
         optimize.step()
     return []
 
@@ -510,9 +482,7 @@ def two_models(is_skipped: bool) -> list[torch.Tensor]:
         is_bad = bool(loss.isinf())
         if is_bad and is_skipped:
             optimize.zero_grad()
-        criticize.zero_grad()
-        classify(critic, x, y).backward()
-        criticize.step()
+        update(criticize, classify(critic, x, y))
         if not is_bad or not is_skipped:
             optimize.step()
     return ending(model)
@@ -523,9 +493,7 @@ def adversaries(is_skipped: bool, loss_of: Callable[..., torch.Tensor] = divided
     critic, model = plain_net(), nn.Linear(4, 4)
     criticize, optimize = torch.optim.SGD(critic.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     for step, x, y in batches():
-        criticize.zero_grad()
-        classify(critic, model(x).detach(), y).backward()
-        criticize.step()
+        update(criticize, classify(critic, model(x).detach(), y))
         optimize.zero_grad()
         loss = loss_of(critic(model(x)), y, step == BAD_STEP - 1)  # the step of the first optimizer counts already
         loss.backward()
@@ -627,9 +595,7 @@ def validation_with_a_graph() -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, x, y in batches():
         loss = classify(model, x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     empty = F.cross_entropy(model(x)[:0], y[:0])
     assert math.isnan(empty.item())
     return ending(model)
@@ -637,22 +603,15 @@ def validation_with_a_graph() -> list[torch.Tensor]:
 
 def a_part_of_the_loss_is_left_out() -> list[torch.Tensor]:
     """The mean over an empty class is NaN, and the loop leaves it out of its sum."""
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     for _, x, y in batches():
         logits = model(x)
         parts = [F.cross_entropy(logits[y == k], y[y == k]) for k in range(3) if k < 2]
         parts += [logits[y == 7].mean(), logits[y == 8].mean()]
         loss = sum(part for part in parts if not torch.isnan(part))
         assert isinstance(loss, torch.Tensor)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return ending(model)
-
-
-def stopped_over_a_mask() -> list[torch.Tensor]:
-    return halting_over_outputs(lambda logits, losses: False, bad=-1)
 
 
 def masks_are_counted() -> list[torch.Tensor]:
@@ -688,8 +647,7 @@ def masks_without_backward() -> list[torch.Tensor]:
 
 def left_out_in_the_last_step() -> list[torch.Tensor]:
     """The loop goes over to the next batch over a NaN, counts it or looks at it in another loop, and then runs out."""
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     num_bad = 0
     for step, x, y in batches(6):
         logits = model(x) * (math.nan if step == 5 else 1.0)
@@ -708,7 +666,6 @@ OTHERS = [
     validation_with_a_graph,
     a_part_of_the_loss_is_left_out,
     with_a_bad_metric,
-    stopped_over_a_mask,
     masks_are_counted,
     masks_without_backward,
     left_out_in_the_last_step,

@@ -3,110 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.record import current_step, kinds, stack
-from reprokit.capture.record.drop_unused import still_useful
-from reprokit.capture.record.entry import Entry
+from reprokit.capture.record import current_step, stack
 from reprokit.capture.session import Session
-from reprokit.program.ir import Mode
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
     BAD_STEP,
-    EXACT,
     batches,
-    check_caught,
+    check_exact,
     check_silent,
     classify,
     ending,
-    fidelity,
-    net,
     numbers,
     silent_root,
+    training,
     update,
-    where,
 )
-
-
-@dataclass
-class Output:
-    """What some models return."""
-
-    logits: torch.Tensor
-    hidden: tuple[torch.Tensor, ...]
-
-
-def entry(kind: str, output: Any, *args: Any) -> Entry:
-    """A call that was given ``args``."""
-    made = Entry(kind, None, args, {}, Mode(), output)
-    made.versions = [(argument, argument._version) for argument in args if isinstance(argument, torch.Tensor)]
-    return made
-
-
-def calls(num_rounds: int, keep: Callable[[int], bool]) -> tuple[list[Entry], list[torch.Tensor]]:
-    """A module's call and one of its result in every round; some of the last results are kept."""
-    entries, kept = [], []
-    for number in range(num_rounds):
-        x = torch.ones(2)
-        hidden = x + 1
-        result = hidden * 2
-        entries += [entry(kinds.MODULE, hidden, x), entry(kinds.FUNCTION, result, hidden)]
-        if keep(number):
-            kept.append(result)
-    return entries, kept
-
-
-@pytest.mark.parametrize("useful", [set(), {0}, {3}, {1, 2}, {0, 1, 2, 3}])
-def test_what_leads_to_something_that_is_kept_stays(useful: set[int]) -> None:
-    entries, kept = calls(4, useful.__contains__)
-    expected = [each for number in range(4) if number in useful for each in entries[2 * number : 2 * number + 2]]
-    assert still_useful(entries) == expected
-    assert len(kept) == len(useful)
-
-
-@pytest.mark.parametrize("holds", ["nothing", "container", "tensor"])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tensor: (tensor, tensor + 1),
-        lambda tensor: {"logits": tensor},
-        lambda tensor: Output(tensor, (tensor + 1,)),
-        lambda tensor: [{"deep": (tensor,)}],
-    ],
-)
-def test_results_inside_of_something(wrap: Callable[[torch.Tensor], Any], holds: str) -> None:
-    entries, held = [], []
-    for number in range(3):
-        tensor = torch.ones(2) + 1
-        output = wrap(tensor)
-        entries.append(entry(kinds.MODULE, output, torch.ones(2)))
-        if number == 1:
-            held.append({"nothing": None, "container": output, "tensor": tensor}[holds])
-        del tensor, output
-    assert still_useful(entries) == ([] if holds == "nothing" else [entries[1]])
-
-
-def test_what_was_differentiated_stays() -> None:
-    entries, kept = calls(3, lambda number: False)
-    loss = entries[3].output
-    entries.append(entry(kinds.BACKWARD, None, loss))
-    del loss
-    assert still_useful(entries) == [*entries[2:4], entries[-1]]
-    assert not kept
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_an_evaluation_between_two_steps_does_not_pile_up(grad: bool, tmp_path: Path) -> None:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = training()
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
     with Session(directory=tmp_path) as session:
@@ -148,9 +71,7 @@ def test_statistics_that_an_unused_call_wrote_are_those_of_an_evaluation(
             value = model(x * 2).mean()
             if step == 4:
                 seen = value.item()
-            optimizer.zero_grad()
-            (value * torch.log(torch.tensor(-1.0 if step == 4 else 1.0))).backward()
-            optimizer.step()
+            update(optimizer, value * torch.log(torch.tensor(-1.0 if step == 4 else 1.0)))
     snapshot = load(session.snapshots[0])
     assert (snapshot.step, snapshot.fidelity) == (4, "exact")
     assert seen in numbers(snapshot)
@@ -181,9 +102,7 @@ def test_a_long_unrolled_loop_is_kept_as_a_whole(tmp_path: Path) -> None:
             update(optimizer, F.cross_entropy(evaluated(h), y) + silent_root(h, step == BAD_STEP))
         return ending(model, evaluated)
 
-    snapshot = check_caught(loop, tmp_path)
-    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
-    assert fidelity(snapshot) == EXACT
+    check_exact((BAD_STEP, "backward", "torch.Tensor.sqrt"), loop, tmp_path)
 
 
 def is_on_stack(session: Session) -> bool:
@@ -234,9 +153,7 @@ def test_data_that_a_script_makes_first(
                     weight -= 0.1 * weight.grad
         return ending(model, weight)
 
-    snapshot = check_caught(loop, tmp_path)
-    assert where(snapshot) == (bad_step, "forward", "torch.Tensor.div")
-    assert fidelity(snapshot) == EXACT
+    check_exact((bad_step, "forward", "torch.Tensor.div"), loop, tmp_path)
 
 
 def test_a_script_that_only_makes_data_is_left_alone(

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from reprokit.capture.record import kinds
@@ -38,14 +37,3 @@ def test_arguments_are_named_where_they_are_variables(tmp_path: Path) -> None:
     rest = {"other": [torch.ones(1)], "args": [torch.ones(1), torch.ones(1)], "model": model, "criterion": model}
     exec(compile(SOURCE, str(script), "exec"), {**variables, **rest})
     assert found == ["x", None, None, "y", "images", "x", "y", None, None]
-
-
-@pytest.mark.parametrize(
-    ("name", "suffix"),
-    [("grads", "_grad"), ("gradients", "_grad"), ("inner_grads", "_grad"), ("params", ""), ("graduates", "")],
-)
-def test_items_of_dicts_of_gradients_are_no_parameters(name: str, suffix: str) -> None:
-    tensor, names = torch.ones(1), Names()
-    names._add_values(name, {"fc.weight": tensor})
-    origin = names.describe(tensor)
-    assert origin is not None and origin.name == f"fc.weight{suffix}"

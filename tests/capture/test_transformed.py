@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vjp, vmap
 
+import reprokit
 from reprokit.capture.options import Watch
 from reprokit.capture.session import Session
 from reprokit.locate.blame import locate
 from reprokit.program import transforms
 from reprokit.program.ir import OPAQUE
 from reprokit.snapshot.format import Snapshot, load
-from tests.capture.traps_checks import BAD_STEP, WATCHES, batches, check_caught, described_once, ending, where
+from tests.capture.traps_checks import BAD_STEP, WATCHES, batches, check_caught, described_once, ending, update, where
 
 Loss = Callable[["Net", torch.Tensor], torch.Tensor]
 
@@ -113,9 +114,7 @@ def run(loss_of: Loss) -> list[torch.Tensor]:
     for step, x, _ in batches():
         if step == BAD_STEP:
             x[0] = 0
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
+        update(optimizer, loss_of(model, x))
     return ending(model)
 
 
@@ -208,8 +207,17 @@ def of_samples(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.T
     return {name: item + 0.01 * torch.randn_like(item) for name, item in clipped.items()}
 
 
+def of_a_root(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss is finite, so only the tensors that the loop writes show the failure."""
+
+    def root(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (functional_call(layer, given, (x,)) * x.sum()).pow(2).mean().sqrt()
+
+    return grad(root)(parameters)
+
+
 @pytest.mark.parametrize("is_copied", [False, True], ids=["parameters", "plain tensors"])
-@pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, of_samples])
+@pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, of_samples, of_a_root])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
 def test_updates_that_the_loop_makes_of_the_results(slopes_of: Slopes, is_copied: bool, tmp_path: Path) -> None:
     """Such a loop has no backward pass and no optimizer; a buffer of its own that it writes is no step."""
@@ -230,31 +238,7 @@ def test_updates_that_the_loop_makes_of_the_results(slopes_of: Slopes, is_copied
         return [*ending(model), *parameters.values()]
 
     snapshot = check_caught(train, tmp_path)
-    assert where(snapshot) == (BAD_STEP, *DIVISION)
-
-
-@pytest.mark.parametrize("is_copied", [False, True], ids=["parameters", "plain tensors"])
-def test_an_update_by_a_derivative_that_is_bad_inside_of_a_transform(is_copied: bool, tmp_path: Path) -> None:
-    """The loss is finite, so only the tensors that the loop writes show the failure."""
-
-    def root(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return (functional_call(layer, parameters, (x,)) * x.sum()).pow(2).mean().sqrt()
-
-    def train() -> list[torch.Tensor]:
-        model = Net()
-        parameters = dict(model.first.named_parameters())
-        if is_copied:
-            parameters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        for step, x, _ in batches():
-            x.mul_(0 if step == BAD_STEP else 1)
-            slopes = grad(root, argnums=1)(model.first, parameters, x)
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.sub_(slopes[name], alpha=0.01)
-        return [*ending(model), *parameters.values()]
-
-    snapshot = check_caught(train, tmp_path)
-    assert where(snapshot) == (BAD_STEP, *ROOT)
+    assert where(snapshot) == (BAD_STEP, *(ROOT if slopes_of is of_a_root else DIVISION))
 
 
 def by_a_pull(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -262,116 +246,44 @@ def by_a_pull(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Te
     return cast("dict[str, torch.Tensor]", pull(torch.ones(()))[0])
 
 
-@pytest.mark.parametrize("num_after", [0, 3])
-@pytest.mark.parametrize("watch", ["sampled", "every-step", "deferred"])
-@pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, by_a_pull, of_samples])
+def by_autograd(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    given = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
+    return dict(zip(given, torch.autograd.grad(share_of(layer, given, x), [*given.values()]), strict=True))
+
+
+@pytest.mark.parametrize("watch", ["sampled", "every-step"])
+@pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, by_a_pull, of_samples, by_autograd])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
-def test_new_parameters_in_the_place_of_the_old_ones(
-    slopes_of: Slopes, watch: Watch, num_after: int, tmp_path: Path
-) -> None:
-    """Nothing is written, and the loop may end with the bad step."""
+def test_a_marked_step_of_a_loop_that_writes_nothing(slopes_of: Slopes, watch: Watch, tmp_path: Path) -> None:
+    """The loop skips its first bad step by itself, and does not mark it."""
     model = Net()
     torch.manual_seed(0)
     parameters = {name: parameter.detach() for name, parameter in model.first.named_parameters()}
-    with Session(directory=tmp_path, watch=watch, after="continue") as session:
-        for step in range(BAD_STEP + 1 + num_after):
-            x = torch.randn(4, 4) * (0 if step == BAD_STEP else 1)
+    with described_once(), Session(directory=tmp_path, watch=watch, after="continue") as session:
+        for step in range(BAD_STEP + 3):
+            x = torch.randn(8, 4) * (0 if step in (2, BAD_STEP + 1) else 1)
             slopes = slopes_of(model.first, parameters, x)
-            parameters = {name: parameter - 0.01 * slopes[name] for name, parameter in parameters.items()}
+            if step != 2:
+                parameters = {name: parameter.detach() - 0.01 * slopes[name] for name, parameter in parameters.items()}
+                session.step()
     snapshot = load(session.snapshots[0])
     assert where(snapshot) == (BAD_STEP, *DIVISION)
-    assert snapshot.fidelity == "exact"
-    losses = [row.loss for row in snapshot.timeline]
-    assert len(losses) == BAD_STEP + 1
-    assert slopes_of is of_samples or all(loss is not None for loss in losses)
+    assert snapshot.fidelity == "exact" and len(snapshot.timeline) == BAD_STEP + 1
 
 
-@pytest.mark.parametrize("is_skipped", [False, True])
-def test_a_derivative_of_which_no_parameters_are_made_is_no_failure(is_skipped: bool, tmp_path: Path) -> None:
-    layer = Net().first
-    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    with Session(directory=tmp_path) as session:
-        for step in range(6):
-            x = torch.randn(4, 4) * (0 if is_skipped and step == 3 else 1)
-            slopes = with_value(layer, parameters, x)
-            if all(bool(slope.isfinite().all()) for slope in slopes.values()):
-                parameters = {name: parameter - 0.01 * slopes[name] for name, parameter in parameters.items()}
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_healthy_loop_that_writes_nothing(
+    is_marked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without marks one line says how to make them."""
+    weights = torch.randn(4)
+    with reprokit.capture(tmp_path / "x.pt") as session:
+        for _ in range(6):
+            weights = weights - 0.01 * grad(lambda w: (w * w).sum())(weights)
+            if is_marked:
+                session.step()
     assert not session.snapshots
-
-
-def test_inputs_that_are_changed_by_their_gradient_are_no_step(tmp_path: Path) -> None:
-    """Adversarial examples, each made of the gradient by the one before, in a loop with an optimizer."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Session(directory=tmp_path, after="continue") as session:
-        for step in range(6):
-            x = torch.randn(4, 4)
-            for _ in range(3):
-                x = x + 0.1 * grad(lambda given: model.first(given).pow(2).mean())(x).sign()
-            loss = model(x).pow(2).mean()
-            optimizer.zero_grad()
-            (loss / (0 if step == 4 else 1)).backward()
-            optimizer.step()
-    assert load(session.snapshots[0]).step == 4
-
-
-def two_sets_of_parameters(factor_of: Callable[[int], float]) -> None:
-    """Two networks of the same shape, each of which is trained with the other."""
-    first, second = torch.randn(3), torch.randn(3)
-    for step in range(8):
-        x = torch.randn(3) * factor_of(step)
-        first = first - 0.01 * grad(lambda w, other, x: ((w * x).sum() - (w * other).sum()).square())(first, second, x)
-        second = second - 0.01 * grad(lambda w, other: (w * other).sum().square())(second, first)
-
-
-def changed_inputs(factor_of: Callable[[int], float]) -> None:
-    """Adversarial examples of the shape of the weights."""
-    weights = torch.randn(4)
-    for step in range(8):
-        x, factor = torch.randn(4), factor_of(step)
-        for _ in range(3):
-            x = x + 0.1 * grad(lambda x, weights: (weights * x).sum().square())(x, weights).sign()
-        weights = weights - 0.01 * grad(lambda w, x, factor: (w * x).sum().square() * factor)(weights, x, factor)
-
-
-def a_look_by_autograd(factor_of: Callable[[int], float]) -> None:
-    """The loop looks at the gradient by its input once, and has no other backward pass."""
-    weights = torch.randn(4)
-    for step in range(8):
-        x = torch.randn(8, 4)
-        weights = weights - 0.01 * grad(lambda w, x, factor: (x @ w).square().mean() * factor)(
-            weights, x, factor_of(step)
-        )
-        if step == 2:
-            torch.autograd.grad((x.requires_grad_() @ weights).sum(), x)
-
-
-def a_last_look_at_magnitudes(factor_of: Callable[[int], float]) -> None:
-    """The logarithm of a gradient that is zero in places, of the shape of the weights."""
-    weights = torch.randn(4)
-    for step in range(8):
-        slopes = grad(lambda w: (w.relu() * torch.ones(4)).square().sum())(weights) * factor_of(step)
-        weights = weights - 0.01 * slopes
-    assert not slopes.abs().log10().min().isfinite()
-
-
-WITHOUT_WRITING = [two_sets_of_parameters, changed_inputs, a_look_by_autograd, a_last_look_at_magnitudes]
-
-
-@pytest.mark.parametrize("loop", WITHOUT_WRITING)
-def test_a_step_is_counted_once(loop: Callable[[Callable[[int], float]], None], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    with Session(directory=tmp_path, after="continue") as session:
-        loop(lambda step: float("nan") if step == 5 else 1.0)
-    assert load(session.snapshots[0]).step == 5
-
-
-@pytest.mark.parametrize("loop", WITHOUT_WRITING)
-def test_a_healthy_loop_that_writes_nothing(loop: Callable[[Callable[[int], float]], None], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    with Session(directory=tmp_path) as session:
-        loop(lambda step: 1.0)
-    assert not session.snapshots
+    assert ("`session.step()` after each" in capsys.readouterr().err) is not is_marked
 
 
 def saved(loss: Loss, folder: Path) -> Snapshot:

@@ -22,6 +22,7 @@ from tests.capture.traps_checks import (
     Loop,
     batches,
     check_caught,
+    check_exact,
     check_silent,
     classify,
     divided_loss,
@@ -29,6 +30,7 @@ from tests.capture.traps_checks import (
     fidelity,
     net,
     plain_net,
+    plain_training,
     rooted_loss,
     silent_root,
     update,
@@ -56,8 +58,7 @@ def test_a_wanted_infinity_with_a_given_gradient_is_no_failure(
     differentiate: Callable[..., None], watch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loop() -> list[torch.Tensor]:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for _, x, _ in batches():
             mask = x.sum(1, keepdim=True) > 0
             masked = model(x).masked_fill(mask, float("-inf"))
@@ -80,8 +81,7 @@ BACKWARDS: dict[str, Callable[[torch.Tensor, nn.Module], Any]] = {
 @pytest.mark.parametrize("how", BACKWARDS)
 def test_every_way_to_call_backward(how: str, tmp_path: Path) -> None:
     def loop() -> list[torch.Tensor]:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for step, x, y in batches():
             optimizer.zero_grad()
             BACKWARDS[how](divided_loss(model(x), y, step == BAD_STEP), model)
@@ -97,8 +97,7 @@ def test_every_way_to_call_backward(how: str, tmp_path: Path) -> None:
 
 def test_keywords_of_grad(tmp_path: Path) -> None:
     def loop() -> list[torch.Tensor]:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for step, x, y in batches():
             loss = divided_loss(model(x), y, step == BAD_STEP)
             found = torch.autograd.grad(inputs=iter(parameters_of(model)), outputs=loss)
@@ -107,9 +106,7 @@ def test_keywords_of_grad(tmp_path: Path) -> None:
             optimizer.step()
         return ending(model)
 
-    snapshot = check_caught(loop, tmp_path)
-    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
-    assert fidelity(snapshot) == EXACT
+    check_exact((BAD_STEP, "forward", "torch.Tensor.div"), loop, tmp_path)
 
 
 def test_parameters_to_clip_come_from_an_iterator_by_keyword(tmp_path: Path) -> None:
@@ -183,8 +180,7 @@ def test_results_that_were_let_go_do_not_count_against_those_of_the_step(tmp_pat
     """Hundreds of MiB of evaluation, then a step whose origin is a call without gradient."""
 
     def loop() -> list[torch.Tensor]:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for step, x, y in batches():
             for _ in range(80):
                 torch.ones(2**20).mul(2.0)
@@ -236,7 +232,7 @@ def test_a_capture_that_cannot_begin_leaves_the_program_alone(
     monkeypatch.setattr(Tape, "install", fail)
     with Session(directory=tmp_path) as session:
         bad_steps(plain_net(), None)
-    assert session.snapshots == [] and not Session._watchers
+    assert session.snapshots == [] and Session.active is None
     assert before == (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad)
     assert capsys.readouterr().err == "reprokit: cannot watch this run (OSError: injected); it goes on unwatched\n"
 
@@ -284,44 +280,6 @@ def masks_made_by_vmap() -> list[torch.Tensor]:
     return ending(model)
 
 
-def losses_by_vmap() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, x, y in batches():
-        losses = torch.vmap(lambda row, label: torch.nn.functional.cross_entropy(row[None], label[None]))(model(x), y)
-        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
-        update(optimizer, losses.mean() * (count / count))
-    return ending(model)
-
-
-def gradients_of_samples() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss_of(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        out = torch.func.functional_call(model, parameters, (x[None],))
-        return torch.nn.functional.cross_entropy(out, y[None])
-
-    for step, x, y in batches():
-        detached = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        grads = torch.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(detached, x, y)
-        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
-        for name, parameter in model.named_parameters():
-            parameter.grad = (grads[name] * (count / count)).mean(0)
-        optimizer.step()
-    return ending(model)
-
-
-def derivatives_by_jvp_and_jacrev() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, x, y in batches():
-        out, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-        spread = torch.func.jacrev(model)(x[0]).pow(2).sum()
-        update(optimizer, divided_loss(out + 0.1 * slope, y, step == BAD_STEP) + 0.01 * spread)
-    return ending(model)
-
-
 def other_parameters_by_functional_call() -> list[torch.Tensor]:
     """As in meta-learning: the inner step's parameters carry a graph, and batch normalisation has its statistics."""
     model = net()
@@ -335,22 +293,10 @@ def other_parameters_by_functional_call() -> list[torch.Tensor]:
     return ending(model)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
 @pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize(
-    ("loop", "phase", "call"),
-    [
-        (masks_made_by_vmap, "backward", "torch.Tensor.sqrt"),
-        (losses_by_vmap, "forward", "torch.Tensor.div"),
-        (gradients_of_samples, "forward", "torch.Tensor.div"),
-        (derivatives_by_jvp_and_jacrev, "forward", "torch.Tensor.div"),
-        (other_parameters_by_functional_call, "backward", "torch.Tensor.sqrt"),
-    ],
-)
-def test_transforms_of_functions(loop: Loop, phase: str, call: str, watch: str, tmp_path: Path) -> None:
-    snapshot = check_caught(loop, tmp_path, watch=watch)
-    assert where(snapshot) == (BAD_STEP, phase, call)
-    assert fidelity(snapshot) == EXACT
+@pytest.mark.parametrize("loop", [masks_made_by_vmap, other_parameters_by_functional_call])
+def test_transforms_of_functions(loop: Loop, watch: str, tmp_path: Path) -> None:
+    check_exact((BAD_STEP, "backward", "torch.Tensor.sqrt"), loop, tmp_path, watch=watch)
 
 
 class Redirected(nn.Module):
@@ -388,9 +334,7 @@ def test_a_forward_that_is_redirected_for_one_call(watch: str, tmp_path: Path) -
         assert model.forward == model.__class__.forward.__get__(model)
         return ending(model)
 
-    snapshot = check_caught(loop, tmp_path, watch=watch)
-    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
-    assert fidelity(snapshot) == EXACT
+    check_exact((BAD_STEP, "forward", "torch.Tensor.div"), loop, tmp_path, watch=watch)
 
 
 class Normalize(nn.Module):

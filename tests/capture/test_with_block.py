@@ -37,16 +37,11 @@ def test_an_existing_file_is_an_error_before_anything_runs(tmp_path: Path) -> No
     assert target.read_text() == "precious"
 
 
-def test_captures_nest_and_repeat(tmp_path: Path) -> None:
-    with reprokit.capture(tmp_path / "outer.pt") as outer:
-        with reprokit.capture(tmp_path / "inner.pt") as inner:
+def test_captures_repeat(tmp_path: Path) -> None:
+    for name in ("first.pt", "again.pt"):
+        with reprokit.capture(tmp_path / name) as session:
             learning_rate(True)
-        functional_loss(False)
-    assert inner.snapshots == [tmp_path / "inner.pt"]
-    assert outer.snapshots == []
-    with reprokit.capture(tmp_path / "again.pt") as again:
-        learning_rate(True)
-    assert again.snapshots == [tmp_path / "again.pt"]
+        assert session.snapshots == [tmp_path / name]
 
 
 def test_importing_reprokit_does_not_import_torch() -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
+from tests.capture.traps_checks import update
 
 
 class Rows(Dataset[Any]):
@@ -37,9 +38,7 @@ def train(bad: bool) -> list[int]:
     for features, target, height in DataLoader(Rows(bad), batch_size=4, num_workers=1, multiprocessing_context="fork"):
         heights += height.tolist()
         loss = nn.functional.mse_loss(model(features), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return heights
 
 

@@ -28,7 +28,7 @@ from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import Run
 
 Loop = Callable[[], list[torch.Tensor]]
-WATCHES = ("sampled", "every-step", "deferred")
+WATCHES = ("sampled", "every-step")
 STEPS = 6
 BAD_STEP = 3
 
@@ -51,6 +51,18 @@ def plain_net(seed: int = 0) -> nn.Sequential:
     """A model without buffers and random numbers."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def training() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A model with buffers and random numbers, and what trains it."""
+    model = net()
+    return model, torch.optim.Adam(model.parameters())
+
+
+def plain_training() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A model without buffers and random numbers, and what trains it."""
+    model = plain_net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class CountingBackend:
@@ -151,6 +163,12 @@ def check_caught(loop: Loop, folder: Path, **options: Any) -> Snapshot:
     assert len(session.snapshots) == 1
     assert same_bits(plain, watched)
     return load(session.snapshots[0])
+
+
+def check_exact(place: tuple[int, str, str | None], loop: Loop, folder: Path, **options: Any) -> None:
+    """`check_caught`, and that the replay of the step at this place is exact."""
+    snapshot = check_caught(loop, folder, **options)
+    assert (where(snapshot), fidelity(snapshot)) == (place, EXACT)
 
 
 @contextlib.contextmanager

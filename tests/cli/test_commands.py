@@ -347,7 +347,7 @@ def test_the_hint_for_a_folder_names_the_snapshots_in_it(command: str, run_here:
     assert hint == f"hint: name a snapshot in it: {shown} and 2 more"
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "reduction.pt").touch()
-    if command in ("show", "shrink"):
+    if command == "show":
         assert "beside it there is train-step0.repro.pt" in run_here(command, "results").stderr.splitlines()[1]
 
 

@@ -12,12 +12,9 @@ import pytest
 import torch
 
 import reprokit
-from reprokit.capture.block import captured_lines
-from reprokit.capture.failure_text import growth, place_line
 from reprokit.cli import main
 from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.render.bad_value_path import source_lines, steps
-from reprokit.series import StepNumbers
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from tests.conftest import run_python_in
 from tests.shrink import failing
@@ -151,37 +148,6 @@ def test_a_program_that_cannot_run_here_has_no_ranges() -> None:
     assert steps(snapshot) == []
 
 
-def test_growth_is_told_where_there_is_some() -> None:
-    def timeline(**numbers: list[Any]) -> list[StepNumbers]:
-        length = len(next(iter(numbers.values())))
-        return [StepNumbers(step, **{name: values[step] for name, values in numbers.items()}) for step in range(length)]
-
-    nan = float("nan")
-    assert dict(growth(timeline(loss=[1.0, 2.0, nan], lr=[0.1, 0.1, 0.1]))) == {"loss": "1  2  nan"}
-    grown = dict(growth(timeline(loss=[1.0, 1.0, 1.0, 50.0, nan])))
-    assert grown == {"loss": "1  1  1  50  nan  (the last finite one is 50 times the median)"}
-    assert dict(growth(timeline(loss=[1.0]))) == {}
-    assert dict(growth(timeline(loss=[1.0, 2.0, nan], scale=[4.0, 2.0, None])))["scale"] == "4  2  -"
-    assert "learning rate" in dict(growth(timeline(loss=[1.0, 1.0], lr=[0.1, 0.2])))
-
-
-def test_words_of_a_failure_without_a_place() -> None:
-    result: dict[str, Any] = {
-        "failure": {
-            "step": 2, "kind": "nan", "call": None, "input": "x", "module": None, "site": None, "exception": None,
-            "shows_cause": True,
-        },
-        "program": {"calls": 1, "elements": 1},
-        "timeline": [],
-    }  # fmt: skip
-    assert place_line(result) is None
-    assert captured_lines(Path("/a/x.pt"), result, Path("/a")) == [
-        "captured nan that was already in `x` at step 2 -> x.pt", "next: reprokit shrink x.pt",
-    ]  # fmt: skip
-    result["failure"]["shows_cause"] = False
-    assert captured_lines(Path("/a/x.pt"), result, Path("/a"))[-1] == "next: reprokit show x.pt"
-
-
 def test_of_booleans_it_says_how_many_are_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x.masked_fill(x > 1.5, -1.0).log().sum()
@@ -209,16 +175,6 @@ def test_a_long_line_is_cut_before_its_number_and_its_mark(
     assert len(marked[0]) <= width
     assert marked[0].endswith("…")
     assert len([line for line in lines if line.startswith("> ")]) == 2  # the line, and the call among the others
-
-
-@pytest.mark.parametrize(("count", "words"), [(1, "; 1 step kept"), (2, "; 2 steps kept")])
-def test_one_earlier_step_is_no_plural(
-    count: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = CaptureSettings(watch="sampled", history_steps=count, history_bytes=1000)
-    save(replace(failing.masked_softmax(), settings=settings), tmp_path / "x.pt")
-    assert main(["show", str(tmp_path / "x.pt")]) == 0
-    assert words in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
 def test_the_process_and_the_compilers_are_in_show_and_issue(

@@ -1,125 +1,70 @@
-"""``reprokit shrink`` around the reducer: what it writes, says and returns for every way a reduction can end."""
+"""``reprokit shrink`` around the workflow: what it writes, says and returns for every way a reduction can end."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import reprokit.render.diagnosis_text  # noqa: F401 (the package around it is replaced below)
 from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
-from reprokit.errors import Flaky, NotReproduced, ReprokitError
-from reprokit.locate.diagnosis import Diagnosis
-from reprokit.locate.failure import Failure
-from reprokit.program.interpreter import Settings
-from reprokit.program.ir import Phase
-from reprokit.render.script import Script
+from reprokit.errors import Flaky, NotReproduced
 from reprokit.render.verify import CleanProcesses
-from reprokit.shrink.events import Checked, Improved, Replayed
-from reprokit.shrink.reduction import Origin, WhatIfResult
-from reprokit.snapshot.format import save
+from reprokit.shrink.reducer import SearchStopped
+from reprokit.shrink.reduction import Reduction, Size
+from reprokit.shrink.signature import Signed
+from reprokit.snapshot.format import Snapshot, save
 from tests.shrink.failing import record
 
-SUMMARY = {
-    "schema": 1,
-    "verdict": "reduced",
-    "calls": 2,
-    "elements": 5,
-    "checks": 11,
-    "verdicts": {"same": 6, "other": 1, "passes": 4, "invalid": 0},
-    "seconds": 0.31,
-    "reproduces": "5/5",
-    "before": {"calls": 70, "elements": 41230},
-    "one_minimal": True,
-}
 
-
-@dataclass(frozen=True)
-class FakeReduction:
-    """A reduction that can be summed up and saved."""
-
-    whatif: WhatIfResult = field(default_factory=WhatIfResult)
-    origin: Origin = field(default_factory=Origin)
-    diagnosis: Diagnosis | None = None
-    failure: Failure = field(default_factory=lambda: Failure(Phase.FORWARD, "nan"))
-
-    def summary(self) -> dict[str, Any]:
-        return dict(SUMMARY)
-
-    def save(self, path: Path) -> None:
-        path.write_text("a reduction")
+def reduction_of(snapshot: Snapshot) -> Reduction:
+    """The snapshot as its own reduction, with the numbers of `SUMMARY`."""
+    return Reduction(
+        snapshot.program,
+        snapshot.tensors,
+        snapshot.failure,
+        Size(70, 41230),
+        Signed("forward", "nan"),
+        checks=11,
+        verdicts={"same": 6, "other": 1, "passes": 4, "invalid": 0},
+        seconds=0.31,
+        reproduces="5/5",
+        one_minimal=True,
+    )
 
 
 @pytest.fixture
 def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """The reducer, renderer and snapshot replaced; ``reducer.shrink`` can be set."""
+    """The workflow and the renderer replaced; ``reducer.shrink`` can be set. There is a snapshot ``x.pt``."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("REPROKIT_SHRINK_NO_WHATIF")
     monkeypatch.setattr(CleanProcesses, "open", lambda self: None)
-    monkeypatch.setattr(CleanProcesses, "begin", lambda *_: SimpleNamespace(result=lambda: None))
-    fake = SimpleNamespace(
-        shrink=lambda: FakeReduction(),
-        options={},
-        context=None,
-        table=WhatIfResult,
-        compared=None,
-        diagnose=lambda write: None,
-        fix_code=lambda: "",
-    )
+    snapshot = record(lambda x: (x / x).sum(), x=torch.zeros(5))
+    save(snapshot, Path("x.pt"))
+    fake = SimpleNamespace(shrink=lambda: reduction_of(snapshot), options={}, context=None, snapshot=snapshot)
 
-    def shrink(snapshot: object, **options: Any) -> FakeReduction:
+    def shrink(snapshot: object, **options: Any) -> Reduction:
         fake.options = options
-        options["on_event"](Replayed(5, 5))
-        options["on_event"](Checked(1, 2, 5, "same", "all sizes 1"))
-        return fake.shrink()
+        options["view"].say("replay: 5/5 runs fail as recorded")
+        options["view"].show("check 1: all sizes 1: same (2 calls, 5 elements)")
+        found: Reduction = fake.shrink()
+        return found
 
-    def render_all(reduction: object, snapshot: object, folder: Path, **options: Any) -> dict[str, Any]:
-        fake.rendered = reduction
+    def render_all(reduction: Reduction, snapshot: object, folder: Path, **options: Any) -> dict[str, Any]:
+        fake.rendering = options
         (folder / "repro.py").write_text("")
-        return {"path": str(folder / "repro.py"), "lines": 7, "files": ["repro.py"], "verified": "20/20"}
+        reduction.save(folder / "reduction.pt")
+        repro = {"path": str(folder / "repro.py"), "lines": 7, "files": ["repro.py"], "names": {}, "verified": "20/20"}
+        return {"context": fake.context, "repro": repro}
 
-    @contextmanager
-    def making_of_reduction(reduction: object, settings: object, **options: Any) -> Iterator[Any]:
-        fake.compared = settings
-        yield fake.table
-
-    def first_repro(*_: object, **__: object) -> Script:
-        return Script("import torch\n")
-
-    modules = {
-        "reprokit.shrink": {},
-        "reprokit.shrink.reducer": {"shrink": shrink},
-        "reprokit.shrink.reduction": {"load": lambda path: FakeReduction(), "WhatIfResult": WhatIfResult},
-        "reprokit.snapshot.format": {
-            "load": lambda path: SimpleNamespace(settings=Settings(num_threads=1), fidelity="exact", fidelity_note=None)
-        },
-        "reprokit.whatif": {},
-        "reprokit.whatif.table": {"making_of_reduction": making_of_reduction},
-        "reprokit.render.texts": {
-            "TIMES": 20,
-            "first_repro": first_repro,
-            "presentable_context": lambda *_: None,
-            "render_all": render_all,
-            "render_context": lambda *_, **__: fake.context,
-        },
-        "reprokit.locate.diagnose": {"diagnose": lambda snapshot, write: fake.diagnose(write)},
-        "reprokit.render.fix_code": {"fix_code": lambda *_: fake.fix_code()},
-        "reprokit.render.spelling": {"in_users_words": lambda snapshot: snapshot},
-    }
-    for name, content in modules.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("reprokit.workflow.shrink", shrink)
+    monkeypatch.setattr(import_module("reprokit.render.texts"), "render_all", render_all)
     return fake
 
 
@@ -130,76 +75,30 @@ def failing(error: BaseException) -> Callable[[], Any]:
     return shrink
 
 
-def test_the_result_is_written_and_told(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["shrink", "train-step7.repro.pt", "--json", "--max-time", "60", "--jobs", "2"]) == 0
+def test_the_result_is_written_and_printed(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    reducer.context = {"path": "x/repro_module.py", "modules": 1, "calls": 6, "lines": 24, "verified": "20/20"}
+    words = ["--max-time", "60", "--jobs", "2", "--no-whatif", "--source", "none", "--no-data"]
+    assert main(["shrink", "x.pt", "--json", *words]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out) == {
-        **SUMMARY,
-        "fidelity": "exact",
-        "fidelity_note": None,
-        "context": None,
-        "repro": {"path": "train-step7/repro.py", "lines": 7, "files": ["repro.py"], "verified": "20/20"},
-    }
+    summary = json.loads(said.out)
+    assert (
+        summary
+        | {
+            "verdict": "reduced",
+            "before": {"calls": 70, "elements": 41230},
+            "fidelity": "exact",
+            "context": reducer.context,
+        }
+        == summary
+    )
+    assert summary["repro"]["path"] == "x/repro.py"
     assert "41,230" in said.err
     assert "6 with the same failure, 1 with another failure, 4 without a failure" in said.err
-    assert said.err.splitlines()[-1] == "reprokit: next: python train-step7/repro.py"
-    assert Path("train-step7", "reduction.pt").is_file()
-    wanted = {"out_dir": Path("train-step7"), "level": "op", "max_time": 60.0, "jobs": 2, "resume": False}
-    wanted["executor"] = None
-    assert {name: reducer.options[name] for name in wanted} == wanted
-
-
-def test_the_context_is_told(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    reducer.context = {"path": "x/repro_module.py", "modules": 1, "calls": 6, "lines": 24, "verified": "20/20"}
-    assert main(["shrink", "x.pt", "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["context"] == reducer.context
     assert "it comes from: 24 lines, verified 20/20 -> x/repro_module.py" in said.err
-
-
-def test_the_what_if_table_is_kept_or_left_out(reducer: SimpleNamespace) -> None:
-    reducer.table = lambda: WhatIfResult(tables={})
-    assert main(["shrink", "x.pt", "--no-whatif"]) == 0
-    assert reducer.compared is None and reducer.rendered.whatif == WhatIfResult()
-    assert main(["shrink", "-f", "x.pt"]) == 0
-    assert reducer.compared == Settings(num_threads=1) and reducer.rendered.whatif == WhatIfResult(tables={})
-
-
-def test_a_what_if_table_that_fails_costs_nothing_else(
-    reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reducer.table = failing(ReprokitError("no worker can be started"))
-    assert main(["shrink", "x.pt"]) == 0
-    assert "there is no what-if table: no worker can be started" in capsys.readouterr().err
-    assert Path("x", "repro.py").is_file()
-
-
-def test_a_diagnosis_that_fails_costs_nothing_else(
-    reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def diagnose(write: Callable[..., str]) -> None:
-        raise ZeroDivisionError("no luck")
-
-    reducer.diagnose = diagnose
-    assert main(["shrink", "x.pt"]) == 0
-    assert "reprokit: no diagnosis: ZeroDivisionError: no luck" in capsys.readouterr().err
-    assert Path("x", "reduction.pt").is_file()
-
-
-def test_a_fix_whose_code_cannot_be_written_is_still_told(
-    reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written: list[str] = []
-
-    def diagnose(write: Callable[..., str]) -> None:
-        written.append(write(None, None, None))
-        return None
-
-    reducer.diagnose = diagnose
-    reducer.fix_code = failing(KeyError("no name"))
-    assert main(["shrink", "x.pt"]) == 0
-    assert written == [""]
-    assert "could not render the fix as code: KeyError: 'no name'" in capsys.readouterr().err
+    assert said.err.splitlines()[-1] == "reprokit: next: python x/repro.py"
+    wanted = {"out_dir": None, "max_time": 60.0, "jobs": 2, "executor": None, "whatif": False, "earlier": None}
+    assert {name: reducer.options[name] for name in wanted} == wanted
+    assert (reducer.rendering["source"], reducer.rendering["no_data"]) == ("none", True)
 
 
 def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,16 +129,11 @@ def test_what_cannot_be_reduced(
 
 
 def test_interrupted_with_a_best_so_far(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    def shrink() -> FakeReduction:
-        FakeReduction().save(Path("x", "reduction.pt"))
-        reducer.options["on_event"](Improved(2, 5, "all sizes 1"))
-        raise KeyboardInterrupt
-
-    reducer.shrink = shrink
+    reducer.shrink = failing(SearchStopped(reduction_of(reducer.snapshot)))
     assert main(["shrink", "x.pt"]) == 130
     assert Path("x", "repro.py").is_file()
-    line = "interrupted; the best so far (2 calls, 5 elements) is in `x`, and `--resume` goes on from there"
-    assert capsys.readouterr().err.splitlines()[-1] == f"reprokit: error: {line}"
+    line = "interrupted; the best so far (2 calls, 5 elements) is in `x`"
+    assert capsys.readouterr().err.splitlines()[-2] == f"reprokit: error: {line}"
 
 
 def test_interrupted_before_anything_was_found(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,22 +145,29 @@ def test_interrupted_before_anything_was_found(reducer: SimpleNamespace, capsys:
     assert not Path("x", "repro.py").exists()
 
 
-@pytest.mark.parametrize(("flags", "exit_code"), [([], 2), (["-f"], 0), (["--resume"], 0)])
+@pytest.mark.parametrize(("flags", "exit_code"), [([], 2), (["-f"], 0)])
 def test_a_folder_in_use(flags: list[str], exit_code: int, reducer: SimpleNamespace) -> None:
     Path("x").mkdir()
     Path("x", "note.txt").write_text("mine")
-    Path("x", "reduction.pt").write_text("an earlier one")
     assert main(["shrink", *flags, "x.pt"]) == exit_code
     assert Path("x", "note.txt").read_text() == "mine"
 
 
-def test_nothing_of_others_is_overwritten_because_there_is_nothing_to_resume(reducer: SimpleNamespace) -> None:
-    Path("x").mkdir()
-    assert main(["shrink", "--resume", "x.pt"]) == 0
-    Path("x", "reduction.pt").unlink()
-    Path("x", "repro.py").write_text("mine")
-    assert main(["shrink", "--resume", "x.pt"]) == 2
-    assert Path("x", "repro.py").read_text() == "mine"
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["shrink", "--resume"], "DIR/reduction.pt"),
+        (["shrink", "--level", "module"], "repro_module.py"),
+        (["shrink", "--progress", "json"], "--json"),
+        (["whatif", "--progress", "none"], "-q"),
+    ],
+)
+def test_a_removed_option_names_what_to_use_instead(
+    words: list[str], hint: str, reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "x.pt"]) == 2
+    error, said = capsys.readouterr().err.splitlines()
+    assert error == f"reprokit: error: `{words[1]}` was removed" and hint in said
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprokit.capture.early.course import LENGTH, Band, Course, Departure
+from reprokit.capture.early.course import Course, Departure
 
 
 def _departures(course: Course, numbers: list[float]) -> list[Departure]:
@@ -48,19 +48,25 @@ def test_a_rise_after_a_fast_fall_is_compared_with_the_last_values(
     assert [(one.severity, one.began.step) for one in found] == [("warning", len(numbers))]
 
 
-def test_the_limit_of_a_steady_course_is_computed_once_in_a_hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    bands: list[Band] = []
-    of = Band.of
-
-    def counted(numbers: Sequence[float], least_ratio: float) -> Band:
-        bands.append(of(numbers, least_ratio))
-        return bands[-1]
-
-    monkeypatch.setattr(Band, "of", counted)
+def _halved(length: int) -> list[float]:
+    """A loss that falls from 3 to 0.02, by half in 14 steps, and varies by a fifth."""
     noise = random.Random(0)
-    numbers = [noise.uniform(2.0, 3.0) for _ in range(10 * LENGTH)]
-    course = Course()
-    assert not _departures(course, numbers[:300])
-    del bands[:]
-    assert not _departures(course, numbers[300:])
-    assert len(bands) <= 8
+    return [(3 * math.exp(-step / 20) + 0.02) * noise.lognormvariate(0, 0.2) for step in range(length)]
+
+
+@pytest.mark.parametrize("begin", [30, 40, 50, 65, 100])
+def test_a_rise_in_a_young_run_whose_loss_falls(begin: int) -> None:
+    losses = _halved(150)
+    assert _departures(Course(), losses) == []
+    losses[begin : begin + 5] = [30.0] * 5  # ten times the first loss
+    assert [(one.severity, one.began.step) for one in _departures(Course(), losses)] == [("error", begin)]
+
+
+def test_a_loss_that_falls_and_returns_to_its_start_is_no_error() -> None:
+    assert all(one.severity == "warning" for one in _departures(Course(), _halved(60) * 3))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bad_loss_does_not_teach_the_course(bad: float) -> None:
+    losses = _halved(60)
+    assert _departures(Course(), [*losses[:5], bad, *losses[5:]]) == []

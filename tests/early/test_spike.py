@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
-import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +17,13 @@ import torch.nn.functional as F
 
 import reprokit
 from reprokit.capture.early import detectors
-from reprokit.capture.early.course import Course
 from reprokit.capture.rewind.checkpoint import History
+from reprokit.errors import UsageError
 from reprokit.locate.diagnose import diagnose
 from reprokit.words import number_words
+from tests.capture.traps_checks import update
 from tests.conftest import run_python_in
-from tests.early.healthy import mlp
+from tests.early import mlp
 
 SPIKE = """
 import torch
@@ -67,17 +68,9 @@ def test_the_step_where_it_began_is_saved(captured: tuple[Path, subprocess.Compl
     assert event["threshold"] < event["value"]
     assert event["rows"] == "rows 0-7"
     assert shown["fidelity"] == "exact"
-
-
-def test_the_story_names_the_layer_where_the_call_is_in_the_loop(
-    captured: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
-    folder, _ = captured
-    shown = json.loads(_run(folder, "show", "--json", "train-step30.repro.pt").stdout)
-    assert shown["failure"]["module"] is None
+    assert failure["module"] is None  # the call is in the loop
     first = shown["story"][0]
     assert (first["step"], first["module"], first["quantity"]) == (30, "2", "gradient norm")
-    assert json.loads((folder / "train.events.jsonl").read_text())["place"] == "2"
 
 
 def test_events_are_told_and_logged(captured: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -85,10 +78,9 @@ def test_events_are_told_and_logged(captured: tuple[Path, subprocess.CompletedPr
     told = [line for line in done.stderr.splitlines() if "spike at step" in line]
     assert len(told) == 1
     assert "began at step 30" in told[0]
-    assert done.stderr.count("median") == 1  # the line of losses has no other one
     (line,) = (folder / "train.events.jsonl").read_text().splitlines()
     event = json.loads(line)
-    assert (event["kind"], event["severity"], event["began_at"]) == ("spike", "error", 30)
+    assert (event["kind"], event["severity"], event["began_at"], event["place"]) == ("spike", "error", 30, "2")
     assert event["snapshot"].endswith("train-step30.repro.pt")
 
 
@@ -97,7 +89,7 @@ def test_the_repro_asserts_the_recorded_threshold(captured: tuple[Path, subproce
     done = _run(folder, "shrink", "-f", "--no-whatif", "--json", "train-step30.repro.pt")
     result = json.loads(done.stdout)
     assert result["repro"]["verified"] == "20/20"
-    assert result["elements"] <= 4
+    assert result["elements"] <= 20  # a row of the batch as it was recorded
     text = next(folder.glob("train-step30*/repro.py")).read_text()
     assert "10000" in text
     assert "assert loss < " in text
@@ -145,9 +137,7 @@ def _loop(
     with reprokit.capture(tmp_path / "run.pt", on=on, on_event=events.append, quiet=True, **settings) as session:
         for step in range(150):
             loss = loss_of(step, model, optimizer)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
     return session, events
 
 
@@ -185,9 +175,7 @@ def test_a_learning_rate_that_is_wrong_in_one_step_is_dated_by_its_update(
             x = torch.randn(16, 16)
             y = x.sum(1, keepdim=True) * (1e4 if step >= 60 and wrong_at != 60 else 1.0)
             loss = F.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
     (result,) = session.results
     failure = result["failure"]
     assert (failure["step"], failure["event"]["quantity"]) == (60, quantity)
@@ -197,49 +185,48 @@ def test_a_learning_rate_that_is_wrong_in_one_step_is_dated_by_its_update(
         assert found.id == "learning-rate-jump" and "In step 60 the learning rate rose" in found.mechanism
 
 
-def test_the_failure_of_a_jump_of_the_learning_rate_is_reduced_to_an_update(tmp_path: Path) -> None:
-    _loop(tmp_path, _rate)
-    reduction = reprokit.shrink(reprokit.load(tmp_path / "run.pt"), max_time=60)
-    rendered = reprokit.render(reduction, reprokit.load(tmp_path / "run.pt"), tmp_path / "out")
-    assert rendered.verified == "20/20"
-    assert rendered.lines < 20
-    assert "assert update <" in rendered.repro.read_text()
-
-
-def test_a_reduced_spike_keeps_its_scale(tmp_path: Path) -> None:
-    """The loss is near zero, so that a label of 100 would be above the threshold, and is less plain than one of 1e4."""
-    torch.manual_seed(0)
-    model, weight = mlp(8, 16, 1), torch.randn(8, 1) * 0.3
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with reprokit.capture(tmp_path / "run.pt", on=("spike",), quiet=True):
-        for step in range(160):
-            x = torch.randn(8, 8) * 3
-            y = torch.from_numpy((x @ weight).numpy() * (1e4 if step == 150 else 1.0))
-            loss = F.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+def _reduced(tmp_path: Path) -> tuple[reprokit.Snapshot, reprokit.Reduction, Any]:
     snapshot = reprokit.load(tmp_path / "run.pt")
-    reduced = reprokit.shrink(snapshot, max_time=60).failure.event
-    event = snapshot.failure.event
-    assert event is not None and event.value > 1e8 * (event.usual or 0.0) and event.threshold < 100
-    assert reduced is not None and reduced.value >= math.sqrt(event.threshold * event.value)
+    reduction = reprokit.shrink(snapshot, max_time=60, whatif=False)
+    return snapshot, reduction, reprokit.render(reduction, snapshot, tmp_path / "out")
+
+
+def test_the_repro_of_a_jump_of_the_learning_rate_is_an_update_at_that_rate(tmp_path: Path) -> None:
+    _loop(tmp_path, _rate)
+    _, _, rendered = _reduced(tmp_path)
+    assert rendered.verified == "20/20" and rendered.lines < 20
+    text = rendered.repro.read_text()
+    assert "assert update <" in text and "lr=3.0" in text
+
+
+def test_the_repro_of_a_spike_has_a_recorded_odd_row(tmp_path: Path) -> None:
+    _loop(tmp_path, _bad_rows)
+    snapshot, reduction, rendered = _reduced(tmp_path)
+    assert rendered.verified == "20/20" and reduction.no_repro is None
+    (recorded,) = (snapshot.tensors[item.value] for item in snapshot.program.inputs if item.role == "batch")
+    kept = [row for tensor in reduction.tensors.values() for row in tensor.reshape(-1, 16).tolist()]
+    assert recorded[3].tolist() in kept or recorded[4].tolist() in kept
+
+
+def test_a_spike_without_an_odd_row_has_no_repro(tmp_path: Path) -> None:
+    _loop(tmp_path, _bad_weight)
+    _, reduction, rendered = _reduced(tmp_path)
+    assert rendered.repro is None and "no option of step 60 stands out" in str(reduction.no_repro)
+    with pytest.raises(UsageError, match="there is no repro"):
+        reprokit.verify(tmp_path / "run.pt")
 
 
 def test_a_nan_soon_after_is_traced_to_the_spike(tmp_path: Path) -> None:
-    def loss_of(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        x = torch.randn(16, 16)
-        y = x.sum(1, keepdim=True) * (1e15 if step == 60 else 1.0)
-        return F.mse_loss(model(x), y)
-
-    session, _ = _loop(tmp_path, loss_of)
+    session, _ = _loop(tmp_path, functools.partial(_bad_labels, factor=1e15))
     (result,) = session.results
     assert (result["failure"]["kind"], result["failure"]["step"]) == ("spike", 60)
 
 
-def _bad_labels(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def _bad_labels(
+    step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1e4
+) -> torch.Tensor:
     x = torch.randn(16, 16)
-    return F.mse_loss(model(x), x.sum(1, keepdim=True) * (1e4 if step == 60 else 1.0))
+    return F.mse_loss(model(x), x.sum(1, keepdim=True) * (factor if step == 60 else 1.0))
 
 
 @pytest.mark.parametrize(("loss_of", "argument"), [(_bad_labels, "target of mse_loss"), (_bad_rows, None)])
@@ -258,7 +245,7 @@ def test_labels_that_are_off_are_named_with_their_numbers(
     words = f"the target of `mse_loss` is up to {number_words(found['largest'])} in magnitude, in step 59 up to "
     assert words in event.evidence and words in " ".join(shown.split())
     snapshot = reprokit.load(tmp_path / "run.pt")
-    rendered = reprokit.render(reprokit.shrink(snapshot, max_time=60), snapshot, tmp_path / "out")
+    rendered = reprokit.render(reprokit.shrink(snapshot, max_time=60, whatif=False), snapshot, tmp_path / "out")
     title, *issue = rendered.issue.read_text().splitlines()
     assert words in issue[1] and "target" not in title
     assert words in diagnose(snapshot).evidence[0]
@@ -274,9 +261,7 @@ def _with_written_momentum() -> list[torch.Tensor]:
             optimizer.state[model[0].weight]["momentum_buffer"].mul_(1e4)
         x = torch.randn(16, 8)
         loss = F.mse_loss(model(x), x.abs().sum(1, keepdim=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        update(optimizer, loss)
     return [*model.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values())]
 
 
@@ -324,9 +309,7 @@ def test_what_happens_between_two_looks_does_not_hide_an_event(
         for step in range(68):
             x = torch.randn(16, 16)
             loss = F.mse_loss(model(x), x.sum(1, keepdim=True) * (1e4 if step >= 64 else 1.0))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
         assert not events
         last(model)
     (event,), (result,) = events, session.results
@@ -485,57 +468,3 @@ def test_an_error_of_on_event_never_reaches_training(tmp_path: Path, capsys: pyt
             steps += 1
     assert steps == 102
     assert "`on_event` raised (ValueError: mine)" in capsys.readouterr().err
-
-
-def test_a_label_that_is_written_in_place_is_the_origin(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    model = mlp(8, 24, 24, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with reprokit.capture(tmp_path / "run.pt", on=("spike",), quiet=True) as session:
-        for step in range(80):
-            x = torch.randn(12, 8)
-            y = torch.sigmoid(x.sum(1, keepdim=True))
-            if step == 40:
-                y[7] = 1e5
-            loss = ((model(x) - y) ** 2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    (result,) = session.results
-    failure = result["failure"]
-    assert (failure["step"], failure["call"]) == (40, "torch.Tensor.__setitem__")
-    assert failure["event"]["rows"] == "row 7"
-
-
-def _alarms(losses: list[float]) -> list[tuple[str, int, float]]:
-    """What a course says of losses: the severity, the step it began, and the limit."""
-    course = Course()
-    found = (course.add(step, step, loss) for step, loss in enumerate(losses))
-    return [(one.severity, one.began.step, one.limit) for one in found if one is not None]
-
-
-def _falling(length: int) -> list[float]:
-    """A loss that falls from 3 to 0.02, by half in 14 steps, and varies by a fifth."""
-    chance = random.Random(0)
-    return [(3 * math.exp(-step / 20) + 0.02) * math.exp(chance.gauss(0, 0.2)) for step in range(length)]
-
-
-@pytest.mark.parametrize("begin", [30, 40, 50, 65, 100])
-def test_a_spike_of_a_young_run_whose_loss_falls(begin: int) -> None:
-    losses = _falling(150)
-    assert _alarms(losses) == []
-    losses[begin : begin + 5] = [30.0] * 5  # ten times the first loss
-    ((severity, began, limit),) = _alarms(losses)
-    assert (severity, began) == ("error", begin)
-    assert limit < 30
-
-
-def test_a_loss_that_falls_and_returns_to_its_start_is_no_error() -> None:
-    falling = _falling(60)
-    assert all(severity == "warning" for severity, *_ in _alarms([*falling, *falling, *falling]))
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_bad_first_loss_does_not_teach_the_course(bad: float) -> None:
-    losses = _falling(60)
-    assert _alarms([*losses[:5], bad, *losses[5:]]) == []

@@ -33,7 +33,7 @@ def span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Span]:
     span.end()
 
 
-def train(*, bad_step: int | None = None, raising_step: int | None = None) -> None:
+def train(*, bad_step: int | None = None, raising_step: int | None = None, bad_rate: int | None = None) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -43,6 +43,7 @@ def train(*, bad_step: int | None = None, raising_step: int | None = None) -> No
         loss = torch.log(output.square() * (step != bad_step)).mean()
         optimizer.zero_grad()
         loss.backward()
+        optimizer.param_groups[0]["lr"] = float("inf") if step == bad_rate else 0.1
         optimizer.step()
 
 
@@ -138,9 +139,9 @@ def test_span_that_was_stopped_does_not_finish_well(span: Span) -> None:
 
 def test_failure_found_only_at_the_end_stops_the_program(tmp_path: Path) -> None:
     owner = Owner()
-    span = Span(tmp_path / "late.pt", Options(watch="deferred", history=100, quiet=True))
+    span = Span(tmp_path / "late.pt", Options(history=100, quiet=True))
     span.begin(owner)
-    train(bad_step=3)
+    train(bad_rate=3)
     with pytest.raises(CaptureStop):
         span.finish()
     assert span.snapshots == [tmp_path / "late.pt"]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.quantity import measured
-from reprokit.program.ir import BACKWARD, OPAQUE, Call, Input, Program, Ref
+from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.series import StepNumbers
 from reprokit.snapshot.format import Snapshot
 from tests.shrink.failing import INF, record, seeded, snapshot_of, traced
@@ -73,20 +73,13 @@ def sgd(lr: float, *, grad: float = 1e30, dtype: torch.dtype = torch.float32) ->
     return optimizer("SGD", torch.ones(2, dtype=dtype), torch.full((2,), grad, dtype=dtype), {}, lr=lr)
 
 
-def bad_input(role: str, *, is_scalar: bool = False) -> Make:
+def bad_input(role: str) -> Make:
     def make() -> Snapshot:
         inputs = (Input(0, "image", role), Input(1, "weight"))
         program = Program((Call("torch.Tensor.mul", (Ref(0), Ref(1)), outputs=Ref(2)),), inputs, (Ref(2),))
-        return snapshot_of(program, {0: torch.tensor(NAN if is_scalar else [1.0, NAN]), 1: torch.ones(2)})
+        return snapshot_of(program, {0: torch.tensor([1.0, NAN]), 1: torch.ones(2)})
 
     return make
-
-
-def bad_rows() -> Snapshot:
-    """A ``vmap`` that is recorded as one call returns NaN."""
-    given = bad_input("opaque")()
-    rows = Call(OPAQUE, (Ref(1),), {"source": "", "name": "vmap(grad(f))", "is_transform": True}, outputs=(Ref(0),))
-    return replace(given, program=replace(given.program, calls=(rows, *given.program.calls)))
 
 
 def with_timeline(make: Make, **series: list[float]) -> Make:
@@ -110,39 +103,9 @@ def own_update() -> Snapshot:
     return snapshot_of(Program(calls, inputs, (Ref(5),)), tensors)
 
 
-def accumulation() -> Snapshot:
-    """Two finite contributions to a gradient whose sum is not finite."""
-    inputs = (Input(0, "weight", "parameter", True), Input(1, "first"), Input(2, "second"))
-    calls = tuple(
-        call
-        for n, value in ((1, 3), (2, 5))
-        for call in (
-            Call("torch.Tensor.mul", (Ref(0), Ref(n)), outputs=Ref(value)),
-            Call(BACKWARD, (Ref(value),), {}, phase="backward"),
-        )
-    )
-    return snapshot_of(Program(calls, inputs), {0: torch.tensor(1.0), 1: torch.tensor(3e38), 2: torch.tensor(3e38)})
-
-
-def with_gradient_written() -> Snapshot:
-    """The same failure where the gradient is finite after each backward pass, and written later."""
-    summed = accumulation()
-    read = Call("torch.Tensor.grad.__get__", (Ref(0),), outputs=Ref(9))
-    calls = (*summed.program.calls, read, Call("torch.Tensor.div_", (Ref(9), 0.0), outputs=Ref(9)))
-    tensors = {**summed.tensors, 2: torch.tensor(1.0)}
-    return replace(summed, program=replace(summed.program, calls=calls), tensors=tensors)
-
-
 def unknown() -> Snapshot:
     """A failure that nothing in the catalogue knows."""
     return record(lambda x: torch.special.zeta(x, x), x=torch.tensor([1.0]))
-
-
-def outlier(size: float) -> Snapshot:
-    """A failure behind a batch whose third row is as large as this, the others one at most."""
-    data = torch.ones(8, 3)
-    data[2] *= size
-    return record(lambda x, data: torch.special.zeta(x + 0 * data.sum(), x), x=torch.tensor([1.0]), data=data)
 
 
 def with_bystanders(snapshot: Snapshot) -> Snapshot:
@@ -234,27 +197,6 @@ def raising(call: Callable[..., Any], **tensors: torch.Tensor) -> Make:
     return lambda: record(call, **tensors)
 
 
-def attention(mask: torch.Tensor | None = None) -> Snapshot:
-    """Scores so large that the kernel's gradient overflows in float16, and only there."""
-
-    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        out = F.scaled_dot_product_attention(query, key, value, mask)
-        out.float().pow(2).sum().backward()
-
-    torch.manual_seed(0)
-    tensors = ((torch.randn(2, 2, 8, 16) * 3000).half().requires_grad_() for _ in range(3))
-    return record(run, **dict(zip(("query", "key", "value"), tensors, strict=True)))
-
-
-def updated(x: torch.Tensor, w: torch.Tensor) -> None:
-    loss = (w * w * x).sum()
-    loss.backward(retain_graph=True)
-    with torch.no_grad():
-        w -= 0.1 * w.detach()
-        x.sub_(0.1)
-    loss.backward()
-
-
 def written_leaf(x: torch.Tensor) -> None:
     x[0] = 0.0
     x.sum().backward()
@@ -281,33 +223,21 @@ CASES: dict[str, Make] = {
     "sqrt-gradient-at-zero": step(lambda x: (x * x).sum(-1).sqrt(), x=leaf(0.0, 0.0)),
     "pow-gradient-at-zero": step(lambda x: (x**0.5).sum(), x=leaf(0.0, 1.0)),
     "acos-gradient-at-one": step(lambda x: torch.acos(x.clamp(-1, 1)).sum(), x=leaf(1.0, 0.5)),
-    "inverse-hyperbolic-gradient": step(lambda x: torch.acosh(x).sum(), x=leaf(1.0, 2.0)),
-    "log-gradient-at-zero": step(lambda x: x.log().clamp(min=-5.0).sum(), x=leaf(0.0, 2.0)),
-    "power-derivative-overflow": step(lambda x: (x**-2.0).clamp(max=5.0).sum(), x=leaf(1e-15, 2.0)),
+    "pole-gradient-at-zero": step(lambda x: (1 / x).clamp(max=5.0).sum(), x=leaf(0.0, 2.0)),
     "derivative-overflow": step(lambda x: (1 / x).clamp(max=5.0).sum(), x=leaf(1e-22, 2.0)),
-    "division-gradient-at-zero": step(lambda x: (1 / x).clamp(max=5.0).sum(), x=leaf(0.0, 2.0)),
-    "rsqrt-gradient": step(lambda x: x.rsqrt().sum(), x=leaf(1e-30, 2.0)),
     "logsumexp-gradient": step(
         lambda x: torch.logsumexp(x + torch.zeros(2, 2).masked_fill(HIDDEN, -INF), 1).clamp(min=-9.0).sum(),
         x=seeded(2, 2, grad=True)
     ),
-    "hypot-gradient": step(lambda x, y: torch.hypot(x, y).sum(), x=leaf(0.0, 1.0), y=torch.zeros(2)),
-    "xlogy-gradient": step(lambda x: torch.special.entr(x).sum(), x=leaf(0.0, 0.5)),
-    "exponent-of-negative": step(lambda x, p: x**p, x=torch.tensor([-2.0, 1.0]), p=leaf(2.0, 3.0)),
+    "half-operand-overflow": step(lambda x, w: autocast_linear(x, w).sum(), x=torch.full((1, 4), 7e4),
+                                  w=torch.full((1, 4), 1e-3)),
     "cosine-similarity-gradient": step(
         lambda x, y: (F.cosine_similarity(x, y, eps=1e-36) * 1e8).sum(), x=torch.zeros(1, 3).requires_grad_(),
         y=torch.ones(1, 3)),
-    "attention-kernel-gradient": attention,
-    "norm-gradient-underflow": step(lambda x: torch.linalg.vector_norm(x, 3), x=leaf(1e-5, 0.0, dtype=torch.float16)),
-    "half-sum-overflow": step(lambda x: torch.sum(x), x=torch.full((300, 500), 1.5).half()),
-    "half-cast-overflow": step(lambda x: x.half() * 2, x=torch.tensor([1e6, 1.0])),
-    "half-operand-overflow": step(lambda x, w: autocast_linear(x, w).sum(), x=torch.full((1, 4), 7e4),
-                                  w=torch.full((1, 4), 1e-3)),
     "half-overflow": step(lambda x, w: F.linear(x, w).sum(), x=torch.full((1, 4), 300.0).half(),
                           w=torch.full((1, 4), 300.0).half()),
     "half-normalize-eps": step(lambda x: F.normalize(x, dim=1).sum(), x=torch.zeros(1, 3).half()),
     "half-eps-lost": step(lambda x, y: x / (y + 1e-8), x=half(0.0, 1.0), y=half(0.0, 1.0)),
-    "half-eps-lost-in-log": step(lambda x: torch.log(x + 1e-8), x=half(0.0, 1.0)),
     "half-gradient-overflow": step(lambda x: (x * 300.0 * 300.0).sum(), x=half(1e-3).requires_grad_()),
     "grad-scaler-collapse": with_timeline(lambda: unknown(), scale=[65536.0, 8.0, 0.5]),
     "log-of-negative": step(lambda x: x.log(), x=torch.tensor([-1.0, 1.0])),
@@ -319,24 +249,17 @@ CASES: dict[str, Make] = {
     "sqrt-of-negative": step(lambda x: x.sqrt(), x=torch.tensor([-1.0, 1.0])),
     "rsqrt-of-zero": step(lambda x: x.rsqrt(), x=torch.tensor([0.0, 1.0])),
     "arc-outside": step(lambda x: x.acos(), x=torch.tensor([1.5, 0.5])),
-    "atanh-at-one": step(lambda x: x.atanh(), x=torch.tensor([1.0, 0.5])),
-    "acosh-below-one": step(lambda x: x.acosh(), x=torch.tensor([0.5, 2.0])),
     "logit-at-edge": step(lambda x: torch.logit(x), x=torch.tensor([1.0, 0.5])),
-    "logit-of-zero": step(lambda x: torch.logit(x), x=torch.tensor([0.0, 0.5])),
     "fractional-power-of-negative": step(lambda x: x**0.5, x=torch.tensor([-1.0, 2.0])),
     "negative-power-of-zero": step(lambda x: x**-0.5, x=torch.tensor([0.0, 2.0])),
-    "gamma-at-pole": step(lambda x: torch.lgamma(x), x=torch.tensor([0.0, 2.0])),
     "fully-masked-softmax": step(lambda x: F.softmax(x.masked_fill(HIDDEN, -INF), -1), x=torch.zeros(2, 2)),
     "softmax-of-infinity": step(lambda x: F.softmax(x.masked_fill(HIDDEN, INF), -1), x=torch.zeros(2, 2)),
     "label-smoothing-masked-logits": step(
         lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), x=torch.tensor([[-INF, 0.0]]), y=torch.tensor([1])),
-    "impossible-target": step(lambda x, y: F.cross_entropy(x, y), x=torch.tensor([[-INF, 0.0]]), y=torch.tensor([0])),
     "log-of-softmax": step(lambda x: torch.log(F.softmax(x, -1)), x=torch.tensor([-300.0, 0.0])),
     "optimizer-eps-lost": adam(torch.float16, grad=0.0, second=0.0, eps=1e-8),
     "optimizer-eps-zero": adam(torch.float32, grad=0.0, second=0.0, eps=0.0),
     "bad-hyperparameter": sgd(NAN, grad=1.0),
-    "written-nan": step(lambda x: (x.__setitem__(0, NAN), x * 2)[1], x=torch.ones(2)),
-    "optimizer-state-damaged": adam(torch.float32, grad=0.0, second=-1e-3, eps=1e-8),
     "huge-learning-rate": sgd(1e30),
     "optimizer-in-half": sgd(2.0, grad=60000.0, dtype=torch.float16),
     "update-without-eps": own_update,
@@ -346,21 +269,16 @@ CASES: dict[str, Make] = {
     "exponentials-underflowed": step(lambda x: x.exp() / x.exp().sum(1, keepdim=True), x=torch.full((2, 2), -200.0)),
     "divisor-underflowed": step(lambda x, y: x / (y * y), x=half(1.0, 1.0), y=half(1e-4, 1.0)),
     "division-by-the-number-zero": step(lambda x: x / 0.0, x=torch.tensor([2.0, 0.0])),
-    "remainder-by-zero": step(lambda x, y: torch.fmod(x, y), x=torch.ones(2), y=torch.tensor([0.0, 1.0])),
     "zero-by-zero": step(lambda x, y: x / y, x=torch.tensor([0.0, 1.0]), y=torch.tensor([0.0, 1.0])),
     "division-by-zero": step(lambda x, y: x / y, x=torch.tensor([2.0, 1.0]), y=torch.tensor([0.0, 1.0])),
     "weight-norm-of-zero": step(
         lambda v, g: torch._weight_norm(v, g, 0), v=torch.tensor([[0.0, 0.0], [1.0, 1.0]]), g=torch.ones(2, 1)),
     "in-place-on-saved": raising(lambda x: (torch.sigmoid(x).add_(1.0) ** 2).sum().backward(), x=leaf(1.0, 2.0)),
-    "update-before-backward": raising(updated, x=leaf(1.0, 2.0), w=leaf(3.0, 4.0)),
-    "in-place-on-leaf": raising(written_leaf, x=leaf(1.0, 2.0)),
     "backward-twice": raising(
         lambda x: ((h := x.exp()).sum().backward(), (h * x).sum().backward())[1], x=leaf(1.0, 2.0)),
     "std-of-one": step(lambda x: x.std(), x=torch.ones(1)),
     "mean-of-nothing": step(lambda x, m: x[m].mean(), x=seeded(3), m=torch.zeros(3, dtype=torch.bool)),
-    "spread-or-median-of-nothing": step(lambda x: x.median(), x=torch.zeros(0)),
     "loss-over-nothing": step(lambda x, y: F.mse_loss(x, y), x=torch.zeros(0), y=torch.zeros(0)),
-    "extremum-of-nothing": raising(lambda x: x.max(), x=torch.zeros(0)),
     "batch-norm-of-one": raising(
         lambda x, mean, var: F.batch_norm(x, mean, var, training=True), x=seeded(1, 3), mean=torch.zeros(3),
         var=torch.ones(3)),
@@ -369,63 +287,38 @@ CASES: dict[str, Make] = {
     "ctc-target-too-long": step(
         lambda x: F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 1, 2]]), torch.tensor([3]), torch.tensor([3])),
         x=seeded(3, 1, 4, grad=True)),
-    "label-outside": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([0, 3])),
-    "token-outside": raising(lambda x, i: F.embedding(i, x), x=seeded(2, 3), i=torch.tensor([7])),
     "index-outside": raising(lambda x, i: x.gather(1, i), x=seeded(2, 3), i=torch.tensor([[5], [0]])),
     "empty-sequence": raising(
         lambda x, n: torch.nn.utils.rnn.pack_padded_sequence(x, n, enforce_sorted=False), x=seeded(3, 2, 4),
         n=torch.tensor([3, 0])),
-    "short-last-batch": raising(lambda x, h: F.cross_entropy(x[4:], h), x=seeded(7, 3), h=torch.zeros(4).long()),
-    "batches-of-two-sizes": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([0])),
-    "stack-of-other-sizes": raising(lambda x, y: torch.stack([x, x, y]), x=seeded(3), y=seeded(5)),
     "dtype-mismatch": raising(
         lambda x, y: F.linear(x, y), x=seeded(2, 3).double(), y=torch.nn.Parameter(seeded(4, 3))),
     "length-mismatch": raising(lambda x, y: x @ y, x=seeded(2, 3), y=seeded(2, 3)),
-    "no-distribution": raising(lambda p: torch.multinomial(p, 1), p=torch.tensor([1.0, NAN])),
-    "probability-outside": raising(lambda x, y: F.binary_cross_entropy(x, y), x=torch.tensor([1.5]), y=torch.ones(1)),
     "repeated-eigenvalues": step(lambda x: torch.linalg.eigh(x)[1].sum(), x=GRAPH),
-    "singular-matrix": raising(lambda x: torch.linalg.inv(x), x=torch.ones(2, 2)),
     "cholesky-not-positive": raising(lambda x: torch.linalg.cholesky(x), x=torch.ones(2, 2)),
-    "decomposition-of-bad-values": raising(lambda x: torch.linalg.svd(x), x=torch.full((2, 2), NAN)),
     "bad-data": bad_input("batch"),
-    "bad-number": bad_input("batch", is_scalar=True),
+    "in-place-on-leaf": raising(written_leaf, x=leaf(1.0, 2.0)),
     "bad-parameter": bad_input("parameter"),
     "not-followed": bad_input("opaque"),
-    "transform-not-followed": bad_rows,
-    "outlying-row": lambda: outlier(6000.0),
-    "bad-gradient-given": bad_input("gradient"),
     "exp-overflow": step(lambda x: x.exp(), x=torch.tensor([100.0, 1.0])),
     "log-rate-overflow": step(lambda x, y: F.poisson_nll_loss(x, y), x=torch.tensor([100.0, 1.0]), y=torch.ones(2)),
     "exp-then-normalised": step(lambda x: (q := x.exp()) / q.sum(), x=torch.tensor([100.0, 1.0])),
-    "norm-squares-overflow": step(lambda x: (x * x).sum(-1).sqrt(), x=torch.tensor([[1e25, 1.0], [3.0, 4.0]])),
-    "loss-exploded": with_timeline(unknown, loss=[0.7, 1.2, -0.5, 3.0, 2.8e8]),
     "learning-rate-divergence": with_timeline(
         step(lambda x, y: x @ y, x=torch.full((2, 2), 1e25), y=torch.full((2, 2), 1e25)),
         loss=[1.0, 2.0, 30.0, 4e4, 1e9]),
-    "exploding-activations": step(
-        lambda x, w: F.linear(F.linear(F.linear(F.linear(x, w), w), w), w), x=torch.ones(1, 2),
-        w=torch.full((2, 2), 1e10)),
     "huge-parameters": lambda: snapshot_of(
         Program((Call("torch.Tensor.mul", (Ref(0), Ref(1)), outputs=Ref(2)),),
                 (Input(0, "weight", "parameter"), Input(1, "x")), (Ref(2),)),
         {0: torch.tensor([1e30]), 1: torch.tensor([1e20])}),
-    "recurrent-blowup": step(
-        lambda x, h, a, b: torch.rnn_relu(x, h, [a, b], False, 1, 0.0, False, False, False)[0], x=torch.ones(30, 1, 2),
-        h=torch.ones(1, 1, 2), a=torch.ones(2, 2), b=torch.tensor([[1e10, -1e9], [1e10, -1e10]])),
     "overflow": step(lambda x, y: x * y, x=torch.tensor([1e30]), y=torch.tensor([1e30])),
     "exploding-gradients": step(lambda x: (x * 1e30 * 1e30).sum(), x=leaf(1e-30)),
-    "gradient-accumulation-overflow": accumulation,
     "zero-times-infinity": step(
         lambda x, m: x.masked_fill(m, -INF) * (~m).float(), x=torch.zeros(2), m=torch.tensor([True, False])),
     "infinity-minus-infinity": step(
         lambda x, m: x.masked_fill(m, INF) - x.masked_fill(m, INF), x=torch.zeros(2), m=torch.tensor([True, False])),
-    "rows-carry-event": spike(y=torch.ones(8, 1).index_fill(0, torch.tensor([2, 5]), 1e3), source="y",
-                              rows="rows 2, 5"),
     "batch-carries-event": spike(y=torch.full((8, 1), 1e3), rows="rows 0-7", source="y"),
     "parameter-carries-event": spike(weight=seeded(3, 1).mul(100).requires_grad_(), source="weight"),
     "learning-rate-jump": large_update(1.0, grad=0.1, rates=[*[0.01] * 11, 1.0]),
-    "learning-rate-jump-before": with_timeline(spike(weight=seeded(3, 1).mul(100).requires_grad_(), source="weight"),
-                                               lr=[*[0.01] * 9, 1.0, 0.01, 0.01]),
     "dead-relu-bias": dead(dead_relu, "relu", bias=torch.full((4,), -99.0).requires_grad_(),
                            last=seeded(4, 1, grad=True)),
     "dead-relu": dead(dead_relu, "relu", weight=seeded(4, 3).abs().neg().mul(3).requires_grad_(), x=seeded(5, 3).abs(),
@@ -440,32 +333,19 @@ MISSES: dict[str, str | Make] = {
     "where-trap": step(lambda x: torch.where(x >= 0, x.log1p().sqrt(), x).sum(), x=leaf(0.0, 2.0)),
     "missing-values-masked-late": "dropped-nan",
     "dropped-nan": "missing-values-masked-late",
-    "sqrt-gradient-at-zero": "rsqrt-gradient",
+    "sqrt-gradient-at-zero": step(lambda x: x.rsqrt().sum(), x=leaf(1e-30, 2.0)),
     "pow-gradient-at-zero": "fractional-power-of-negative",
     "acos-gradient-at-one": "arc-outside",
-    "inverse-hyperbolic-gradient": "acosh-below-one",
-    "log-gradient-at-zero": "log1p-below-minus-one",
-    "division-gradient-at-zero": "division-by-zero",
-    "power-derivative-overflow": step(lambda x: (x**2).sum(), x=leaf(-3e19, 2.0)),
-    "derivative-overflow": "division-gradient-at-zero",
-    "rsqrt-gradient": "rsqrt-of-zero",
+    "pole-gradient-at-zero": "division-by-zero",
+    "derivative-overflow": step(lambda x: (x**2).sum(), x=leaf(-3e19, 2.0)),
     "logsumexp-gradient": step(lambda x, m: torch.logsumexp(x + m, 0) * 1e30 * 1e30, x=leaf(0.0, 0.0),
                                m=torch.tensor([0.0, -INF])),
-    "hypot-gradient": step(lambda x, y: (torch.hypot(x, y) * 1e30 * 1e30).sum(), x=leaf(0.0), y=torch.ones(1)),
-    "xlogy-gradient": step(lambda x, y: F.kl_div(x, y) * INF, x=leaf(-1.0), y=torch.tensor([0.5])),
-    "exponent-of-negative": "pow-gradient-at-zero",
-    "cosine-similarity-gradient": "half-normalize-eps",
-    "attention-kernel-gradient": step(
-        lambda x: (F.scaled_dot_product_attention(x, x, x) * 1e30 * 1e30).sum(), x=seeded(1, 2, 4, grad=True)),
-    "norm-gradient-underflow": step(lambda x: torch.linalg.vector_norm(x, 3) * 1e5, x=leaf(1.0, dtype=torch.float16)),
-    "half-sum-overflow": "half-overflow",
-    "half-cast-overflow": "half-overflow",
     "half-operand-overflow": step(lambda x, w: autocast_linear(x, w).sum(), x=torch.full((1, 4), 6e4),
                                   w=torch.ones(1, 4)),
     "half-overflow": "overflow",
     "half-normalize-eps": "cosine-similarity-gradient",
+    "cosine-similarity-gradient": "half-normalize-eps",
     "half-eps-lost": step(lambda x, y: x / (y - 1e-3), x=half(0.0, 1.0), y=half(1e-3, 1.0)),
-    "half-eps-lost-in-log": "log-of-zero",
     "half-gradient-overflow": "exploding-gradients",
     "grad-scaler-collapse": with_timeline(lambda: unknown(), scale=[65536.0, 8.0, 2.0]),
     "log-of-negative": "log-of-zero",
@@ -476,26 +356,20 @@ MISSES: dict[str, str | Make] = {
     "log-of-zero": "log-of-negative",
     "sqrt-of-negative": "log-of-negative",
     "rsqrt-of-zero": step(lambda x: x.rsqrt(), x=torch.tensor([-1.0, 1.0])),
-    "arc-outside": "atanh-at-one",
-    "atanh-at-one": step(lambda x: x.atanh(), x=torch.tensor([1.5, 0.5])),
-    "acosh-below-one": "inverse-hyperbolic-gradient",
-    "logit-at-edge": "logit-of-zero",
-    "logit-of-zero": "logit-at-edge",
+    "arc-outside": step(lambda x: x.atanh(), x=torch.tensor([1.0, 0.5])),
+    "logit-at-edge": step(lambda x: torch.logit(x, eps=0.1).log(), x=torch.tensor([0.0, 0.5])),
     "fractional-power-of-negative": step(lambda x, p: x**p, x=torch.tensor([-2.0, NAN]), p=torch.tensor([2.0, 0.5])),
     "negative-power-of-zero": "fractional-power-of-negative",
-    "gamma-at-pole": "log-of-zero",
     "fully-masked-softmax": step(lambda x, m, y: F.cross_entropy(x.masked_fill(m, -INF), y, label_smoothing=0.1),
                                  x=torch.zeros(2, 2), m=torch.tensor([[True, False], [True, False]]),
                                  y=torch.tensor([1, 1])),
     "softmax-of-infinity": "fully-masked-softmax",
-    "label-smoothing-masked-logits": "impossible-target",
-    "impossible-target": "label-smoothing-masked-logits",
+    "label-smoothing-masked-logits": step(
+        lambda x, y: F.cross_entropy(x, y), x=torch.tensor([[-INF, 0.0]]), y=torch.tensor([0])),
     "log-of-softmax": step(lambda x, m: torch.log(F.softmax(x, -1) * m), x=torch.zeros(2), m=torch.tensor([0.0, 1.0])),
     "optimizer-eps-lost": "optimizer-eps-zero",
     "optimizer-eps-zero": "optimizer-eps-lost",
     "bad-hyperparameter": "huge-learning-rate",
-    "written-nan": "bad-hyperparameter",
-    "optimizer-state-damaged": "optimizer-eps-zero",
     "huge-learning-rate": "optimizer-in-half",
     "optimizer-in-half": "huge-learning-rate",
     "update-without-eps": "normalise-zero-vector",
@@ -506,79 +380,50 @@ MISSES: dict[str, str | Make] = {
                                      x=torch.zeros(2, 2)),
     "divisor-underflowed": step(lambda x, y: x / (y * y), x=half(1.0, 1.0), y=half(0.0, 1.0)),
     "division-by-the-number-zero": "division-by-zero",
-    "remainder-by-zero": step(lambda x, y: torch.fmod(x, y), x=torch.tensor([1e30]) * 1e30, y=torch.ones(1)),
     "zero-by-zero": "division-by-zero",
     "division-by-zero": "zero-by-zero",
     "weight-norm-of-zero": "normalise-zero-vector",
     "in-place-on-saved": "backward-twice",
-    "update-before-backward": "in-place-on-saved",
-    "in-place-on-leaf": raising(lambda x: x.unbind()[0].add_(1.0), x=leaf(1.0, 2.0)),
     "backward-twice": "in-place-on-saved",
-    "std-of-one": "spread-or-median-of-nothing",
+    "std-of-one": "mean-of-nothing",
     "mean-of-nothing": step(lambda x, m: x.masked_fill(m, NAN).nanmean(), x=torch.ones(1), m=torch.tensor([True])),
-    "spread-or-median-of-nothing": "std-of-one",
     "loss-over-nothing": "all-targets-ignored",
-    "extremum-of-nothing": raising(lambda x: x.max(5), x=torch.zeros(2)),
     "batch-norm-of-one": raising(
         lambda x, mean, var: F.batch_norm(x, mean, var), x=seeded(2, 3), mean=torch.zeros(2), var=torch.ones(2)),
     "all-targets-ignored": "loss-over-nothing",
     "ctc-target-too-long": step(
         lambda x: F.ctc_loss(x.masked_fill(torch.arange(4) == 1, -INF), torch.tensor([[1, 2]]), torch.tensor([3]),
                              torch.tensor([2])), x=seeded(3, 1, 4, grad=True)),
-    "label-outside": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([-100])),
-    "token-outside": raising(lambda x, i: F.embedding(i.float(), x), x=seeded(2, 3), i=torch.tensor([1])),
     "index-outside": "length-mismatch",
     "empty-sequence": raising(
         lambda x, n: torch.nn.utils.rnn.pack_padded_sequence(x, n), x=seeded(3, 2, 4), n=torch.tensor([2, 3])),
-    "short-last-batch": raising(lambda x, h: F.cross_entropy(x[6:], h), x=seeded(8, 3), h=torch.zeros(4).long()),
-    "batches-of-two-sizes": "length-mismatch",
-    "stack-of-other-sizes": raising(lambda x: torch.stack([x, x], 5), x=seeded(3)),
     "dtype-mismatch": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.zeros(2)),
-    "length-mismatch": "label-outside",
-    "no-distribution": "probability-outside",
-    "probability-outside": "no-distribution",
+    "length-mismatch": "index-outside",
     "repeated-eigenvalues": step(lambda x: (torch.linalg.eigh(x)[0] * 1e30 * 1e30).sum(),
                                  x=torch.tensor([[1e-30, 0.0], [0.0, 2e-30]]).requires_grad_()),
-    "singular-matrix": raising(lambda x: torch.linalg.inv(x), x=seeded(2, 3)),
     "cholesky-not-positive": raising(lambda x: torch.linalg.cholesky(x), x=seeded(2, 3)),
-    "decomposition-of-bad-values": "cholesky-not-positive",
-    "bad-data": "bad-number",
-    "bad-number": "bad-data",
+    "bad-data": "bad-parameter",
+    "in-place-on-leaf": "in-place-on-saved",
     "bad-parameter": "bad-data",
-    "not-followed": "transform-not-followed",
-    "transform-not-followed": "not-followed",
-    "outlying-row": lambda: outlier(60.0),
-    "bad-gradient-given": "bad-data",
+    "not-followed": "bad-data",
     "exp-overflow": "overflow",
     "log-rate-overflow": step(lambda x, y: F.poisson_nll_loss(x, y, log_input=False, eps=0.0),
                               x=torch.tensor([100.0, 0.0]), y=torch.ones(2)),
     "exp-then-normalised": "exp-overflow",
-    "norm-squares-overflow": step(lambda x: (x * x).sum(-1), x=torch.tensor([1e25, 1.0])),
-    "loss-exploded": with_timeline(unknown, loss=[0.7, 1.2, 4e4, 3.0, 2.8e8]),
     "learning-rate-divergence": with_timeline(
         step(lambda x, y: x @ y, x=torch.full((2, 2), 1e25), y=torch.full((2, 2), 1e25)),
         loss=[1.0, 0.5, 0.3, 0.2, 20.0]),
-    "exploding-activations": step(
-        lambda x, w, last: F.linear(F.linear(F.linear(F.linear(x, w), w), w), last), x=torch.ones(1, 2),
-        w=torch.full((2, 2), 0.5), last=torch.full((2, 2), 3e38)),
     "huge-parameters": step(lambda x, w: (x * x) * w, x=torch.tensor([1e30]), w=leaf(1e30)),
-    "recurrent-blowup": step(lambda x, h, a, b: torch.rnn_tanh(x, h, [a, b], False, 1, 0.0, False, False, False)[0],
-                             x=torch.ones(2, 1, 2), h=torch.ones(1, 1, 2), a=torch.full((2, 2), 3e38),
-                             b=torch.full((2, 2), -3e38)),
     "overflow": "half-overflow",
     "exploding-gradients": "logsumexp-gradient",
-    "gradient-accumulation-overflow": with_gradient_written,
     "zero-times-infinity": step(
         lambda x, y, m: x @ y.masked_fill(m, INF).masked_fill(m.flip(0), -INF), x=torch.tensor([[1.0, 0.0, 1.0]]),
         y=torch.ones(3, 1), m=torch.tensor([[True], [False], [False]])),
     "infinity-minus-infinity": "infinity-by-infinity",
     "infinity-by-infinity": "zero-by-zero",
-    "rows-carry-event": "batch-carries-event",
     "batch-carries-event": "parameter-carries-event",
     "parameter-carries-event": "batch-carries-event",
-    "learning-rate-jump": large_update(0.01, grad=10.0, rates=[*[0.001] * 10, 0.002, 0.01]),
-    "learning-rate-jump-before": with_timeline(CASES["parameter-carries-event"],
-                                               lr=[1.0, 0.5, 0.1, *[0.01] * 7, 1.0, 1.0]),
+    "learning-rate-jump": with_timeline(CASES["parameter-carries-event"], lr=[1.0, 0.5, 0.1, *[0.01] * 7, 1.0, 1.0]),
     "dead-relu-bias": "dead-relu",
     "dead-relu": "cut-from-graph",
     "cut-from-graph": "dead-relu",

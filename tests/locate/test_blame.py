@@ -211,26 +211,22 @@ def test_the_call_that_drops_is_one_behind_the_origin() -> None:
 
 
 @pytest.mark.parametrize(
-    "compute",
+    ("compute", "call", "x"),
     [
-        lambda x, w: torch.where(x > 0, x, torch.sqrt(x)).sum() + w.sum(),  # the loss is NaN
-        lambda x, w: (torch.sqrt(x).view(2, 1) @ w.view(1, 2))[1:].sum(),  # a layer takes it on
+        (lambda x, w: torch.where(x > 0, x, torch.sqrt(x)).sum() + w.sum(), "torch.sqrt", [-1.0, 4.0]),  # a NaN loss
+        # a layer takes it on
+        (lambda x, w: (torch.sqrt(x).view(2, 1) @ w.view(1, 2))[1:].sum(), "torch.sqrt", [-1.0, 4.0]),
+        (
+            lambda x, w: (torch.softmax(x.masked_fill(x > 1, -INF), -1) @ w)[1:].sum(),
+            "torch.softmax",
+            [[2.0, 2.0], [0.0, 1.0]],
+        ),
     ],
 )
-def test_other_nans_are_forward_failures(compute: Any) -> None:
-    x, w = torch.tensor([-1.0, 4.0], requires_grad=True), torch.ones(2, requires_grad=True)
-    failure = recorded(lambda x, w: compute(x, w).backward(), x=x, w=w)
-    assert (failure.phase, failure.call, failure.drop) == ("forward", "torch.sqrt", None)
-
-
-def test_a_nan_that_a_layer_takes_on_is_a_forward_failure() -> None:
-    def compute(x: torch.Tensor, w: torch.Tensor) -> None:
-        rows = torch.softmax(x.masked_fill(x > 1, -INF), -1) @ w
-        rows[1:].sum().backward()
-
-    x = torch.tensor([[2.0, 2.0], [0.0, 1.0]])
-    failure = recorded(compute, x=x, w=torch.ones(2, 2, requires_grad=True))
-    assert (failure.phase, failure.call) == ("forward", "torch.softmax")
+def test_other_nans_are_forward_failures(compute: Any, call: str, x: list[Any]) -> None:
+    tensors = {"x": torch.tensor(x, requires_grad=True), "w": torch.ones(2, requires_grad=True)}
+    failure = recorded(lambda x, w: compute(x, w).backward(), **tensors)
+    assert (failure.phase, failure.call, failure.drop) == ("forward", call, None)
 
 
 def test_gradients_that_overflow_where_they_are_added_up() -> None:
@@ -387,19 +383,18 @@ def test_a_nan_out_of_a_custom_function_names_the_line(
     assert failure.site is not None and code in failure.site.code
 
 
-def test_a_value_that_went_bad_thousands_of_calls_ago_is_followed() -> None:
-    log = call("torch.log", Ref(0), to=Ref(1))
+@pytest.mark.parametrize(
+    ("first", "kind", "origin"),
+    [
+        (call("torch.log", Ref(0), to=Ref(1)), "inf", "torch.log"),
+        (call("torch.full", (2,), -INF, to=Ref(1)), "nan", "torch.mul"),  # an infinity that was asked for
+    ],
+)
+def test_a_value_that_went_bad_thousands_of_calls_ago_is_followed(first: Call, kind: str, origin: str) -> None:
     sums = [call("torch.add", Ref(n), Ref(n), to=Ref(n + 1)) for n in range(1, 3000)]
-    failure = found(program([log, *sums], ["x"], [3000]), torch.zeros(2))
-    assert failure.call == "torch.log"
-
-
-def test_an_infinity_that_was_asked_for_thousands_of_calls_ago_is_not_blamed() -> None:
-    mask = call("torch.full", (2,), -INF, to=Ref(1))
-    sums = [call("torch.add", Ref(n), Ref(n), to=Ref(n + 1)) for n in range(1, 3000)]
-    made = program([mask, *sums, call("torch.mul", Ref(3000), Ref(0), to=Ref(3001))], ["x"], [3001])
+    made = program([first, *sums, call("torch.mul", Ref(3000), Ref(0), to=Ref(3001))], ["x"], [3001])
     failure = found(made, torch.zeros(2))
-    assert (failure.kind, failure.call) == ("nan", "torch.mul")
+    assert (failure.kind, failure.call) == (kind, origin)
 
 
 def test_a_view_of_a_parameter_without_gradient_has_no_edge() -> None:

@@ -6,15 +6,12 @@ import ast
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-import reprokit
 from reprokit.grammar import plain_of, read
 from reprokit.locate import trials
 from reprokit.locate.blame import locate
@@ -31,14 +28,11 @@ from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
 from reprokit.series import StepNumbers
-from reprokit.shrink.explain import Nearest
-from reprokit.snapshot.format import load
 from tests.locate.mechanisms import (
     CASES,
     MISSES,
     NAN,
     adam,
-    attention,
     bad_input,
     half,
     mismatch,
@@ -136,8 +130,7 @@ def test_a_fix_that_helped_has_code_that_is_python(name: str) -> None:
     assert fix is not None or name not in WITH_REMEDIES
     if fix is not None:
         has_lines = any(call.site is not None for call in CASES[name]().program.calls)
-        changes_lines = fix.id not in ("step_in", "update_after_backward")  # every line, or the order of two
-        has_code = changes_lines and (has_lines or fix.id in ("set_option", "zeros_for_bad_input"))
+        has_code = fix.id != "step_in" and (has_lines or fix.id in ("set_option", "zeros_for_bad_input"))
         assert bool(ast.parse(fix.code).body) is has_code
 
 
@@ -189,28 +182,22 @@ def test_a_failure_that_moves_on_is_fixed_by_a_second_change() -> None:
     assert "log" in found.fix.text[0] and "sqrt" in found.fix.text[1]
 
 
-def test_all_calls_of_one_line_are_changed_together() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return (x.log() + (1 - x).log()).sum()
-
-    found = diagnose(record(step, x=torch.tensor([0.0, 1.0, 0.5])))
-    assert found.fix is not None and len(found.fix.text) == 1
-
-
-def test_zeros_left_by_a_division_by_infinity_are_traced_to_the_overflow() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        q = torch.exp(x)
-        q = q / q.sum()
-        return q / q.sum(1, keepdim=True)
-
-    found = diagnose(record(step, x=torch.tensor([[88.5, 88.5], [88.0, 88.0]])))
-    assert found.id == "overflow" and "times the largest float32 number" in found.evidence[0]
+@pytest.mark.parametrize(
+    ("step", "numbers", "name"),
+    [
+        (lambda x: (x.log() + (1 - x).log()).sum(), [0.0, 1.0, 0.5], "log-of-zero"),
+        (lambda x: torch.stack([x[x > n].mean() for n in (0, 5, 9)]).sum(), [1.0, 2.0], "mean-of-nothing"),
+    ],
+)
+def test_all_calls_of_one_line_are_changed_together(step: Any, numbers: list[float], name: str) -> None:
+    found = diagnose(record(step, x=torch.tensor(numbers)))
+    assert found.id == name and found.fix is not None and len(found.fix.text) == 1
 
 
 @pytest.mark.parametrize(
     ("step", "name"),
     [
-        (lambda x: (q := x.exp()) / q.sum(), "exponentials-underflowed"),  # too small for float64 too
+        (lambda x: (q := x.exp()) / q.sum(), "exponentials-underflowed"),
         (lambda x: (q := x.exp().t()) / q.sum(0), "exponentials-underflowed"),
         (lambda x: (r := F.relu(-F.softmax(x, -1))) / r.sum(), "zero-by-zero"),  # zeros that were meant
         (lambda x: (w := 1 / x.masked_fill(x < 0, INF)) / w.sum(), "zero-by-zero"),
@@ -218,30 +205,14 @@ def test_zeros_left_by_a_division_by_infinity_are_traced_to_the_overflow() -> No
         (lambda x: torch.log(1 - torch.sigmoid(-x).view(-1)), "log-of-softmax"),
         (lambda x: torch.log(1 - torch.sigmoid(-x.half()).t().float()), "log-of-softmax"),
         (lambda x: torch.xlogy(x, x - x), "log-of-zero"),
+        (lambda x: (t := x.exp().sum()) / (t + t.double().view(torch.int64)), "exponentials-underflowed"),
+        (lambda x: torch.multinomial(torch.softmax(x / (x - x), -1), 1), "division-by-zero"),
+        (lambda x: (x - x.mean()) / x.std(), "standardise-constant"),
+        (lambda x: (x - x.mean()) / x.var().sqrt(), "standardise-constant"),
     ],
 )
 def test_zeros_are_told_apart_by_what_made_them(step: Callable[..., torch.Tensor], name: str) -> None:
-    assert diagnose(record(step, x=torch.full((2, 2), -800.0))).id == name
-
-
-def test_a_call_that_refuses_other_dtypes_is_no_obstacle() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        total = x.exp().sum()
-        return total / (total + total.double().view(torch.int64))
-
-    assert diagnose(record(step, x=torch.full((2,), -200.0))).id == "exponentials-underflowed"
-
-
-def test_an_exception_over_a_bad_value_is_diagnosed_where_that_was_made() -> None:
-    def draw(x: torch.Tensor) -> torch.Tensor:
-        return torch.multinomial(torch.softmax(x / (x - x), -1), 1)
-
-    assert diagnose(record(draw, x=torch.ones(2))).id == "division-by-zero"
-
-
-def test_a_constant_is_divided_by_its_spread_however_that_is_written() -> None:
-    for step in (lambda x: (x - x.mean()) / x.std(), lambda x: (x - x.mean()) / x.var().sqrt()):
-        assert diagnose(record(step, x=torch.ones(4))).id == "standardise-constant"
+    assert diagnose(record(step, x=torch.full((2, 2), -200.0))).id == name
 
 
 @pytest.mark.parametrize(
@@ -258,30 +229,16 @@ def test_training_that_goes_well_was_not_diverging(losses: list[float]) -> None:
     assert "learning-rate-divergence" not in [item.id for item in found.also]
 
 
-def test_growth_is_told_only_where_most_layers_grow() -> None:
-    def step(x: torch.Tensor, w: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.linear(F.linear(F.linear(x, w), w), last), last)
-
-    found = diagnose(record(step, x=torch.ones(1, 2), w=torch.full((2, 2), 0.5), last=torch.full((2, 2), 1e20)))
-    assert found.id == "overflow" and found.also == ()
-
-
-def test_every_mean_of_a_line_is_guarded() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([x[x > bound].mean() for bound in (0.0, 5.0, 9.0)]).sum()
-
-    found = diagnose(record(step, x=torch.tensor([1.0, 2.0])))
-    assert found.id == "mean-of-nothing" and found.fix is not None and len(found.fix.text) == 1
-
-
-def test_a_spread_over_one_keeps_its_dimension() -> None:
-    found = diagnose(record(lambda x: (x - x.std(1, True, True)).view(3), x=torch.ones(3, 1)))
-    assert found.fix is not None and found.fix.text == ("divide by n in place of n - 1",)
-
-
-def test_a_cast_to_half_is_replaced_where_the_inputs_are_not_half() -> None:
-    fix = diagnosis_of("half-cast-overflow").fix
-    assert fix is not None and fix.text == ("use bfloat16 in place of float16",)
+@pytest.mark.parametrize(
+    ("step", "x", "text"),
+    [
+        (lambda x: (x - x.std(1, True, True)).view(3), torch.ones(3, 1), "divide by n in place of n - 1"),
+        (lambda x: x.half() * 2, torch.tensor([1e6, 1.0]), "use bfloat16 in place of float16"),
+    ],
+)
+def test_a_fix_keeps_the_shape_and_replaces_a_cast(step: Any, x: torch.Tensor, text: str) -> None:
+    fix = diagnose(record(step, x=x)).fix
+    assert fix is not None and fix.text == (text,)
 
 
 def test_a_bad_hyperparameter_goes_before_an_eps() -> None:
@@ -315,18 +272,12 @@ def test_a_diagnosis_survives_being_stored() -> None:
         assert read(Diagnosis, plain_of(diagnosis_of(name))) == diagnosis_of(name)
 
 
-def test_the_nearest_passing_variant_is_evidence() -> None:
-    reduced = SimpleNamespace(nearest=Nearest("x", (0,), from_=0.0, to=0.5))
-    found = diagnose(CASES["log-of-zero"](), reduced)
-    assert any("0 is changed to 0.5" in line for line in found.evidence)
-
-
 def test_shown_as_markdown_and_as_data() -> None:
     found = diagnosis_of("sqrt-gradient-at-zero")
     text = markdown(found)
     assert text.startswith("**The derivative of a square root at zero**")
     assert "A fix was tried on the captured step and helped: add a small number under the square root" in text
-    assert "((x * x).sum(-1) + 1e-6).sqrt()" in text.split("```python\n")[1].split("```")[0]
+    assert "sqrt = (total + 1e-6).sqrt()" in text.split("```python\n")[1].split("```")[0]
     data = page(found)
     assert data["known"] and data["fix"]["helped"] and data["links"] == list(found.links)
     assert "The derivative of a square root" in one_line(found)
@@ -385,44 +336,32 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "is_plausible"),
+    ("numbers", "loss", "losses", "is_plausible"),
     [
-        ([0.04, 0.03, 0.05], False),  # 485 after the fix
-        ([0.04, 0.03, 200.0], False),  # exploded already in the step before
-        ([0.04, 200.0, 0.03, 180.0], True),  # of that size before
-        ([-0.5, 0.6, -0.4, 180.0], True),  # 800 times the usual one
-        ([1.0, 2.0, 3.0], True),
-        ([], True),
+        ([-1.0, 500.0], "486.2", [0.04, 0.03, 0.05], False),
+        ([-1.0, 500.0], "486.2", [0.04, 0.03, 200.0], False),  # exploded already in the step before
+        ([-1.0, 500.0], "486.2", [0.04, 200.0, 0.03, 180.0], True),  # of that size before
+        ([-1.0, 500.0], "486.2", [-0.5, 0.6, -0.4, 180.0], True),  # 800 times the usual one
+        ([-1.0, 500.0], "486.2", [1.0, 2.0, 3.0], True),
+        ([-1.0, 500.0], "486.2", [], True),
+        ([-1.0], "-13.82", [2.4, 2.3, 2.5, NAN], False),
+        ([-1.0], "-13.82", [2.4, -0.1, 2.5, NAN], True),  # of either sign before
+        ([-1.0], "-13.82", [20.0, 15.0, 16.0, NAN], True),  # a fall below zero by less than what the losses were
+        ([-1.0], "-13.82", [2.4, NAN], True),  # too few to tell
     ],
 )
-def test_a_loss_is_compared_with_the_usual_ones_also_where_these_are_small(
-    losses: list[float], is_plausible: bool
+def test_the_loss_after_a_fix_is_compared_with_the_usual_ones(
+    numbers: list[float], loss: str, losses: list[float], is_plausible: bool
 ) -> None:
     def step(x: torch.Tensor) -> None:
-        (x[:1].log() + x[1:]).sum().backward()
+        (x[:1].log().sum() + x[1:].sum()).backward()
 
-    snapshot = record(step, x=torch.tensor([-1.0, 500.0]).requires_grad_())
+    snapshot = record(step, x=torch.tensor(numbers).requires_grad_())
     snapshot = replace(snapshot, timeline=[StepNumbers(number, loss) for number, loss in enumerate(losses)])
     fix = diagnose(snapshot).fix
-    assert fix is not None and fix.helped and "loss 486.2" in fix.outcome
+    assert fix is not None and fix.helped and f"loss {loss}" in fix.outcome
     assert fix.is_plausible is is_plausible
     assert ("in the steps before" in fix.outcome) is not is_plausible
-
-
-@pytest.mark.parametrize(
-    ("losses", "is_plausible"),
-    [
-        ([2.4, 2.3, 2.5, NAN], False),  # -13.8 after the fix
-        ([2.4, -0.1, 2.5, NAN], True),  # of either sign before
-        ([20.0, 15.0, 16.0, NAN], True),  # a fall below zero by less than what the losses were
-        ([2.4, NAN], True),  # too few to tell
-    ],
-)
-def test_a_loss_far_below_zero_is_no_fix_where_none_was_below_zero(losses: list[float], is_plausible: bool) -> None:
-    snapshot = record(lambda x: x.log().sum().backward(), x=torch.tensor([-1.0]).requires_grad_())
-    snapshot = replace(snapshot, timeline=[StepNumbers(number, loss) for number, loss in enumerate(losses)])
-    fix = diagnose(snapshot).fix
-    assert fix is not None and fix.helped and "loss -13.82" in fix.outcome and fix.is_plausible is is_plausible
 
 
 def test_a_later_fix_with_a_plausible_loss_goes_before_one_without() -> None:
@@ -462,46 +401,15 @@ def test_a_result_that_float64_cannot_hold_either_is_more_than_what_it_can() -> 
 @pytest.mark.parametrize(
     ("call", "tensors", "name"),
     [
-        (lambda x, h, a, b: torch.gru_cell(x[32:], h, a, b), [(42, 5), (16, 4), (12, 5), (12, 4)], "short-last-batch"),
-        (lambda x, h, a, b: torch.gru_cell(x, h, a, b), [(10, 5), (16, 4), (12, 5), (12, 4)], "batches-of-two-sizes"),
-        (lambda x, h: x + h, [(10, 5), (16, 5)], "batches-of-two-sizes"),
-        (lambda x, h: x + h, [(10, 5), (10, 4)], "length-mismatch"),
-        (lambda x, h: F.nll_loss(x.flatten(0, 1), h.flatten().long()), [(4, 10, 3), (4, 8)], "length-mismatch"),
-        (lambda x, h: F.nll_loss(x[0], h[0].long()), [(1, 10, 3), (1, 8)], "length-mismatch"),
-        (lambda x, h: F.nll_loss(x.view(-1, 3), h.long()), [(4, 6), (4,)], "length-mismatch"),
-        (lambda x, h: torch.bmm(x, h), [(3, 4, 5), (2, 5, 4)], "batches-of-two-sizes"),
-        (lambda x, h: torch.bmm(x, h), [(3, 4, 5), (3, 6, 4)], UNKNOWN),
-        (
-            lambda x, h, a, b: torch.gru(x, h, [a, b], False, 1, 0.0, False, False, True),
-            [(10, 7, 5), (1, 16, 4), (12, 5), (12, 4)],
-            "batches-of-two-sizes",
-        ),
-        (
-            lambda x, h, a, b: torch.gru(x, h, [a, b], False, 1, 0.0, False, False, True),
-            [(10, 7, 5), (1, 10, 3), (12, 5), (12, 4)],
-            "length-mismatch",
-        ),
-    ],
-)
-def test_batches_of_two_sizes_are_told_from_other_sizes(
-    call: Callable[..., torch.Tensor], tensors: list[tuple[int, ...]], name: str
-) -> None:
-    given = dict(zip("xhab", (torch.zeros(shape) for shape in tensors), strict=False))
-    assert diagnose(record(call, **given)).id == name
-
-
-@pytest.mark.parametrize(
-    ("call", "tensors", "name"),
-    [
-        (lambda x, y: F.cross_entropy(x, y), [(12, 12), torch.arange(16)], "batches-of-two-sizes"),
-        (lambda x, y: F.nll_loss(x, y), [(3, 2), torch.tensor([0, 5])], "batches-of-two-sizes"),
+        (lambda x, y: F.cross_entropy(x, y), [(12, 12), torch.arange(16)], "length-mismatch"),
+        (lambda x, y: F.nll_loss(x, y), [(3, 2), torch.tensor([0, 5])], "length-mismatch"),
         (lambda x, y: F.cross_entropy(x, y), [(2, 3, 4), torch.full((2, 5), 9)], "length-mismatch"),
         (lambda x, y, w: F.cross_entropy(x, y, w), [(2, 3), torch.tensor([1, 3]), (4,)], UNKNOWN),
-        (lambda x, y, w: F.cross_entropy(x, y, w), [(2, 3), torch.tensor([1, 3]), (3,)], "label-outside"),
-        (lambda x, y: F.cross_entropy(x, y), [(3, 2), torch.full((2,), -100)], "batches-of-two-sizes"),
+        (lambda x, y, w: F.cross_entropy(x, y, w), [(2, 3), torch.tensor([1, 3]), (3,)], "index-outside"),
+        (lambda x, y: F.cross_entropy(x, y), [(3, 2), torch.full((2,), -100)], "length-mismatch"),
         (lambda x, y, w: F.embedding_bag(y, x, per_sample_weights=w), [(2, 3), torch.tensor([[7]]), (4,)], UNKNOWN),
-        (lambda x, y: F.embedding(y, x, max_norm=1.0), [(2, 3), torch.tensor([7])], "token-outside"),
-        (lambda x, y: F.one_hot(y, 3), [(), torch.tensor([0, 3])], "label-outside"),
+        (lambda x, y: F.embedding(y, x, max_norm=1.0), [(2, 3), torch.tensor([7])], "index-outside"),
+        (lambda x, y: F.one_hot(y, 3), [(), torch.tensor([0, 3])], "index-outside"),
         (lambda x, y: x.gather(1, y), [(2, 3), torch.full((4, 1), 5)], UNKNOWN),
         (lambda x, y: x.scatter(1, y, x), [(2, 3), torch.full((2, 9), 5)], UNKNOWN),
         (lambda x, y: F.ctc_loss(x, y, [9], [2]), [(2, 1, 3), torch.tensor([[1, 1]])], UNKNOWN),
@@ -513,12 +421,6 @@ def test_an_exception_about_sizes_is_not_blamed_on_values(
 ) -> None:
     made = (torch.zeros(item) if isinstance(item, tuple) else item for item in tensors)
     assert diagnose(record(call, **dict(zip("xyw", made, strict=False)))).id == name
-
-
-def test_an_index_outside_of_a_table_is_told_for_bags_too() -> None:
-    found = diagnose(record(lambda x, i: F.embedding_bag(i, x), x=torch.zeros(2, 3), i=torch.tensor([[1, 7]])))
-    assert found.id == "token-outside" and found.evidence[0].startswith("indexes go from 1 to 7, and there are 2 rows")
-    assert found.also == (), "the message again"
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-6), (torch.float32, 1e-6)])
@@ -560,102 +462,6 @@ def test_a_call_in_a_custom_backward_is_no_derivative(
     assert diagnose(snapshot).id == entry
 
 
-def _added(h: torch.Tensor) -> torch.Tensor:
-    h += 1
-    return h
-
-
-def _part_written(h: torch.Tensor) -> torch.Tensor:
-    h[0] = 0.0
-    return h * 2
-
-
-def _part_changed(h: torch.Tensor) -> torch.Tensor:
-    h[0] *= 3
-    return h
-
-
-@pytest.mark.parametrize(
-    ("write", "code"),
-    [
-        (_added, "= h + 1"),
-        (lambda h: F.relu(h, inplace=True), "F.relu(h)"),
-        (lambda h: h.mul_(2.0) + 1, "h * 2.0 + 1"),
-        (_part_written, "clone()"),
-        (_part_changed, ""),
-    ],
-)
-def test_an_in_place_write_is_named_and_taken_out_of_place(
-    write: Callable[[torch.Tensor], torch.Tensor], code: str
-) -> None:
-    def step(x: torch.Tensor) -> None:
-        h = torch.sigmoid(x)
-        other = torch.zeros(2)
-        other += 1  # harmless
-        (write(h) * other).sum().backward()
-
-    snapshot = record(step, x=torch.tensor([1.0, 2.0]).requires_grad_())
-    found = diagnose(snapshot, write=fix_code)
-    assert (found.id, found.confidence) == ("in-place-on-saved", "certain")
-    assert "the result of `Sigmoid`" in found.mechanism and "test_diagnose.py:" in found.mechanism
-    assert found.fix is not None and found.fix.helped and code in found.fix.code
-    assert found.fix.outcome.startswith("loss") and "test_diagnose.py:" in found.fix.where[0]
-
-
-@pytest.mark.parametrize(
-    ("write", "words", "change"),
-    [
-        (lambda w, x: w.__setitem__(0, 2.0), "`__setitem__` at", "no_grad()"),
-        (lambda w, x: w.sub_(0.1), "in place into `w`", "no_grad()"),
-        (lambda w, x: w.view(-1)[0].mul_(2.0), "in place into a view of `w`", "no_grad()"),
-        (lambda w, x: F.relu(w, inplace=True), "in place into `w`", "no_grad()"),
-        (lambda w, x: w.__setitem__(0, x.mean()), "in place into `w`", "a copy"),
-        (lambda w, x: w[:1].add_(x.mean()), "in place into a view of `w`", "a copy"),
-        (lambda w, x: torch.zeros(2, requires_grad=True).add_(1.0), "into a tensor", "no_grad()"),
-    ],
-)
-def test_a_write_into_a_leaf_is_named(
-    write: Callable[[torch.Tensor, torch.Tensor], object], words: str, change: str
-) -> None:
-    w, x = torch.tensor([1.0, 2.0]).requires_grad_(), torch.tensor([3.0]).requires_grad_()
-    found = diagnose(record(lambda w, x: (write(w, x), (w * x).sum().backward()), w=w, x=x), write=fix_code)
-    assert found.id == "in-place-on-leaf" and words in found.mechanism
-    assert found.fix is not None and found.fix.helped and change in found.fix.text[0]
-
-
-def test_a_graph_that_is_carried_along_is_cut_where_keeping_it_does_not_help() -> None:
-    def step(x: torch.Tensor, weight: torch.Tensor) -> None:
-        hidden = torch.tanh(x * weight)
-        hidden.sum().backward(retain_graph=False)
-        with torch.no_grad():
-            weight -= 0.1 * x
-        torch.tanh(hidden * weight).sum().backward()
-
-    x, weight = torch.tensor([1.0, 2.0]).requires_grad_(), torch.tensor([0.5, 0.1]).requires_grad_()
-    found = diagnose(record(step, x=x, weight=weight))
-    assert found.id == "backward-twice" and found.fix is not None
-    assert found.fix.text == ("detach what an earlier backward pass has gone through",)
-
-
-@pytest.mark.parametrize(
-    "norm", [torch.linalg.vector_norm, torch.norm, lambda x: x.pow(2).sum().sqrt(), lambda x: x.square().mean().sqrt()]
-)
-def test_a_norm_whose_squares_overflow_is_scaled_first(norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x = torch.tensor([3e25, 4e25]).requires_grad_()
-    found = diagnose(record(lambda x: norm(x).log().backward(), x=x))
-    assert found.id == "norm-squares-overflow" and found.fix is not None
-    assert found.fix.is_plausible and "loss 5" in found.fix.outcome
-
-
-@pytest.mark.parametrize(
-    ("order", "number", "size"),
-    [(1, 1e35, 10_000), (3, 1e15, 4), (3, 1e25, 4)],
-)
-def test_a_norm_of_another_order_has_no_squares(order: int, number: float, size: int) -> None:
-    snapshot = record(lambda x: torch.linalg.vector_norm(x, order), x=torch.full((size,), number))
-    assert diagnose(snapshot).id != "norm-squares-overflow"
-
-
 @pytest.mark.parametrize(
     ("call", "shape", "weight", "dtype"),
     [
@@ -668,18 +474,8 @@ def test_two_dtypes_are_named(
     call: Callable[..., torch.Tensor], shape: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     tensors = {"x": torch.ones(shape, dtype=dtype), "w": torch.nn.Parameter(torch.ones(weight))}
-    found = diagnose(record(call, **tensors), write=fix_code)
+    found = diagnose(record(call, **tensors))
     assert found.id == "dtype-mismatch" and str(dtype).removeprefix("torch.") in found.evidence[0]
-    assert found.fix is not None and found.fix.outcome == "the call returns"
-
-
-def test_rows_that_see_no_key_are_evidence_of_a_kernel_that_fails() -> None:
-    seen = torch.ones(8, 8, dtype=torch.bool)
-    seen[3] = False
-    for mask in (seen, torch.zeros(8, 8).half().masked_fill(~seen, -INF)):
-        found = diagnose(attention(mask))
-        assert found.id == "attention-kernel-gradient" and "1 of 8 rows of the mask hide every key" in found.evidence[0]
-    assert "rows" not in diagnosis_of("attention-kernel-gradient").evidence[0]
 
 
 def test_a_derivative_overflows_far_from_zero_too() -> None:
@@ -710,21 +506,3 @@ def test_the_code_of_a_fix_has_the_users_name_of_bad_data(name: str, variable: s
     named = snapshot_of(replace(snapshot.program, inputs=inputs), snapshot.tensors)
     fix = diagnose(named).fix
     assert fix is not None and fix.code == f"{variable} = {variable}.nan_to_num(0.0, 0.0, 0.0)"
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
-def test_an_optimizer_that_stepped_before_a_backward_pass_is_named(optimizer: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    made = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    critic = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    steps = [optimizer(model.parameters(), lr=0.01) for model in (made, critic)]
-    with pytest.raises(RuntimeError, match="inplace"), reprokit.capture(tmp_path / "snap.pt") as session:
-        for _ in range(2):
-            score = critic(made(torch.randn(5, 4)))
-            score.mean().backward(retain_graph=True)
-            steps[1].step()
-            (-score).mean().backward()
-            steps[0].step()
-    found = diagnose(load(session.snapshots[0]))
-    assert found.id == "update-before-backward" and f"`{optimizer.__name__}.step` at" in found.mechanism
-    assert found.fix is not None and found.fix.helped

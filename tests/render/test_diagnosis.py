@@ -28,7 +28,7 @@ def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
     script = reduction_script(reduction, snapshot)
     without = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
     assert "Diagnosis" not in without
-    reduction = replace(reduction, diagnosis=diagnose(snapshot, reduction))
+    reduction = replace(reduction, diagnosis=diagnose(snapshot))
     issue = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
     report = write_report(snapshot, script, VERIFIED, reduction=reduction)
     assert "<summary>Diagnosis" in issue and "no loss to check: divide by at least one" in issue

@@ -1,117 +1,25 @@
-"""The report's drawings: numbers on axes, strips, plots, and the map of positions."""
+"""The report's drawings: plots of numbers over steps, and the heat map of layers."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from reprokit.locate.ranges import measure
-from reprokit.render.drawings import (
-    LogAxis,
-    Scale,
-    decade_ticks,
-    linear_ticks,
-    plot,
-    position_map,
-    strip,
-    strip_header,
-    tick_text,
-)
-from reprokit.render.survey import positions_of
+from reprokit.render.drawings import heat_map, plot
+from reprokit.story import LayerSeries
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (0.25, "0.25"), (1000, "1,000"), (1e-7, "10⁻⁷"), (3e5, "3×10⁵"), (-1e6, "-10⁶"), (65504, "65,504")],
+    "losses", [(1e308, -1e308), (1.7e308, 1.7e308), (5e-324, 1.7e308), (5e-324, 5e-324), (3.0, 3.0), (1e-3, 1e9)]
 )
-def test_numbers_on_an_axis(value: float, text: str) -> None:
-    assert tick_text(value) == text
-
-
-@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 8))
-def test_linear_ticks_are_few_inside_and_evenly_spaced(low: float, span: float, count: int) -> None:
-    high = low + span
-    ticks = linear_ticks(low, high, count)
-    assert len(ticks) <= count + 1
-    assert all(low - 1e-6 * span <= tick <= high + 1e-6 * span for tick in ticks)
-    gaps = [b - a for a, b in itertools.pairwise(ticks)]
-    assert all(gap == pytest.approx(gaps[0], rel=1e-3) for gap in gaps)
-
-
-@given(st.floats(-300, 290), st.floats(2, 300), st.integers(2, 8))
-def test_decade_ticks_are_powers_inside(low: float, span: float, count: int) -> None:
-    high = low + span
-    ticks = decade_ticks(low, high, count)
-    assert 1 <= len(ticks) <= count
-    assert all(low - 1e-6 <= tick <= high + 1e-6 for tick in ticks)
-    assert len({b - a for a, b in itertools.pairwise(ticks)}) <= 1
-
-
-def test_small_formats_have_their_limits_on_the_axis() -> None:
-    half = LogAxis.over([measure(torch.tensor([1.0, 2.0]).half())])
-    assert [text for _, text in half.limits] == ["float16 up to 65,504", "float16 normal from 6.1×10⁻⁵"]
-    assert half.beyond == ()
-    single = LogAxis.over([measure(torch.tensor([1.0, 2.0]))])
-    assert single.limits == () and "float32 from 10⁻³⁸ to 3×10³⁸" in single.beyond_text
-    large = LogAxis.over([measure(torch.tensor([1.0, 1e37]))])
-    assert [text for _, text in large.limits] == ["float32 up to 3.4×10³⁸"]
-
-
-def test_everything_on_an_axis_lies_inside_the_strip() -> None:
-    ranges = [measure(torch.tensor([1e-30, 1e30])), measure(torch.tensor([0.0, 5.0, math.inf]).half())]
-    axis = LogAxis.over(ranges)
-    for found in ranges:
-        places = [float(place) for place in re.findall(r'x[12]?="([\d.-]+)%"', strip(found, axis))]
-        assert places and all(0 <= place <= 100 for place in places)
-    assert ">inf</text>" in strip(ranges[1], axis) and 'class="zero"' in strip(ranges[1], axis)
-    assert 'class="bar"' not in strip(None, axis)
-    for drawing in (strip(ranges[0], axis), strip_header(axis)):
-        ElementTree.fromstring(str(drawing))
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor([5e-324, 1.7e308], dtype=torch.float64),
-        torch.tensor([1e307], dtype=torch.float64),
-        torch.tensor([-128], dtype=torch.int8),
-        torch.tensor([-(2**63)]),
-        torch.tensor([2, 65535]).to(torch.uint16),
-    ],
-)
-def test_the_ends_of_every_format_can_be_drawn(tensor: torch.Tensor) -> None:
-    found = measure(tensor)
-    axis = LogAxis.over([found])
-    drawing = strip(found, axis)
-    assert 'class="bar"' in drawing and axis.ticks
-    assert all(0 <= float(place) <= 100 for place in re.findall(r'x[12]?="([\d.-]+)%"', drawing))
-    ElementTree.fromstring(str(strip_header(axis)))
-
-
-@pytest.mark.parametrize("losses", [(1e308, -1e308), (1.7e308, 1.7e308), (5e-324, 1.7e308), (5e-324, 5e-324)])
 def test_the_largest_and_smallest_losses_can_be_drawn(losses: tuple[float, ...]) -> None:
-    drawing = plot(list(enumerate(losses)), "loss")
+    drawing = plot(list(enumerate(losses)), "loss", mark=1.0)
     assert drawing is not None and "nan" not in drawing and "inf" not in drawing
-
-
-def test_ranges_without_numbers_still_have_an_axis() -> None:
-    axis = LogAxis.over([measure(torch.tensor([math.nan])), measure(torch.zeros(1))])
-    assert axis.low < axis.high and ">nan</text>" in strip(measure(torch.tensor([math.nan])), axis)
-
-
-def test_a_scale_is_logarithmic_over_decades() -> None:
-    assert Scale.over([1.0, 1000.0]).is_logarithmic
-    assert not Scale.over([0.0, 1000.0]).is_logarithmic
-    assert Scale.over([1e-3, 1.0]).fraction(1.0) == 1.0
-    flat = Scale.over([3.0, 3.0])
-    assert flat.low < 3.0 < flat.high
+    (line,) = (element for element in ElementTree.fromstring(str(drawing)) if element.tag == "polyline")
+    places = [float(number) for point in line.get("points", "").split() for number in point.split(",")]
+    assert all(0 <= x <= 360 for x in places[::2]) and all(0 <= y <= 150 for y in places[1::2])
 
 
 def test_a_plot_marks_the_failing_step_and_what_is_not_finite() -> None:
@@ -122,33 +30,14 @@ def test_a_plot_marks_the_failing_step_and_what_is_not_finite() -> None:
     classes = [element.get("class") for element in root]
     assert classes.count("cross") == 1 and classes.count("failing") == 1
     (line,) = (element for element in root if element.get("class") == "line")
-    assert len(re.findall("[ML]", line.get("d", ""))) == 3
+    assert len(line.get("points", "").split()) == 3
     assert root.get("aria-label") == "loss <per> step"
-    assert plot([(0, 1.0), (1, None)], "loss") is None
+    assert plot([(0, 1.0), (1, None)], "loss", mark=1.0) is None
 
 
-def test_a_stepped_plot_goes_across_and_down() -> None:
-    drawing = plot([(0, 9.0), (1, 3.0), (2, 3.0)], "left", is_stepped=True)
-    assert drawing is not None and re.search(r'd="M[\d. ]+H[\d.]+V[\d.]+H', drawing)
-
-
-def test_the_map_draws_neighbours_as_one() -> None:
-    tensor = torch.zeros(2, 5)
-    tensor[0, 1:4], tensor[1, 4] = math.nan, math.inf
-    found = positions_of(tensor, "x")
-    assert found is not None
-    root = ElementTree.fromstring(str(position_map(found)))
-    cells = [element for element in root if (element.get("class") or "").startswith("cell-n")]
-    assert len(cells) == 1
-    assert int(cells[0].get("width", 0)) == 3 * int(cells[0].get("height", 0))
-    assert sum(element.get("class") == "cell-plus" for element in root) == 1
-
-
-@pytest.mark.parametrize("ends", [(2.6e-4, 4.1), (1e-4, 1e4), (1e-30, 1e30), (1.5, 2.5), (0.9e-4, 1.1e-4)])
-def test_labels_above_strips_do_not_touch(ends: tuple[float, float]) -> None:
-    header = strip_header(LogAxis.over([measure(torch.tensor(ends))]))
-    labels = re.findall(r'x="([\d.]+)%" y="12" text-anchor="middle">([^<]+)<', header)
-    assert len(labels) >= 2 and labels[0][1] == "0"
-    for (place, text), (following, next_text) in itertools.pairwise(labels):
-        room = 300 * (float(following) - float(place)) / 100  # pixels in a narrow strip, with characters of 5 to 6
-        assert room > 5.5 * (len(text) + len(next_text)) / 2
+def test_the_heat_map_is_darker_for_larger_numbers() -> None:
+    rows = [LayerSeries("fc", (1e-3, 0.0, None)), LayerSeries("head", (1.0, 1e3, math.nan))]
+    (name, first), (_, second) = heat_map(rows, [4, 5, 6])
+    assert name == "fc" and [cell.cls for cell in first] == ["heat-1", "heat-0", ""]
+    assert [cell.cls for cell in second] == ["heat-5", "heat-8", "heat-bad"]
+    assert second[1].hint == "step 5: 1000"

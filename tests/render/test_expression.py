@@ -6,15 +6,12 @@ import ast
 import math
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprokit.program.ir import Device, Ref, Slice, Symbol
+from reprokit.program.ir import Ref, Slice
 from reprokit.render.expression import (
     Expr,
-    argument,
-    attribute,
     binary,
     constant,
     float_text,
@@ -52,66 +49,6 @@ def tree(depth: int) -> st.SearchStrategy[tuple[Expr, str]]:
 def test_parentheses_keep_the_meaning(pair: tuple[Expr, str]) -> None:
     written, explicit = pair
     assert ast.dump(ast.parse(written.text)) == ast.dump(ast.parse(explicit))
-
-
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        (binary("**", binary("-", Expr("1"), X), Expr("0.5")), "(1 - x) ** 0.5"),
-        (binary("-", X, binary("-", Y, X)), "x - (y - x)"),
-        (binary("-", binary("-", X, Y), X), "x - y - x"),
-        (unary("-", binary("**", X, Expr("2"))), "-(x**2)"),
-        (binary("**", unary("-", X), Expr("2")), "(-x) ** 2"),
-        (binary("<", binary("<", X, Y), X), "(x < y) < x"),
-        (binary("**", attribute(X, "scale"), constant(-1)), "x.scale**-1"),
-        (binary("**", method(X, "sum", []), Y), "x.sum() ** y"),
-        (unary("-", unary("-", X)), "-(-x)"),
-        (attribute(binary("@", X, Y), "T"), "(x @ y).T"),
-        (method(constant(-1), "f", []), "(-1).f()"),
-    ],
-)
-def test_shape(made: Expr, text: str) -> None:
-    assert made.text == text
-
-
-@pytest.mark.parametrize(
-    ("index", "text"),
-    [
-        (0, "x[0]"),
-        (Ref(1), "x[v1]"),
-        ((Slice(None, None, None), 0), "x[:, 0]"),
-        ((Ellipsis, Slice(1, None, 2)), "x[..., 1::2]"),
-        (Slice(None, Ref(3), None), "x[:v3]"),
-        ((None, True), "x[None, True]"),
-        ((), "x[()]"),
-        ((0,), "x[0,]"),
-        (Slice(Ref(3), -1, None), "x[v3:-1]"),
-        ([0, 2], "x[[0, 2]]"),
-    ],
-)
-def test_subscript(index: Any, text: str) -> None:
-    assert subscript(X, index, leaf).text == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (Symbol("torch.float16"), "torch.float16"),
-        (Device("cuda:0"), '"cuda:0"'),
-        ("ij,jk->ik", '"ij,jk->ik"'),
-        (float("-inf"), 'float("-inf")'),
-        (1e30, "1e30"),
-        (1e-05, "1e-5"),
-        ((3,), "(3,)"),
-        ([Ref(1), None], "[v1, None]"),
-        ({"a": Ref(2)}, '{"a": v2}'),
-        (Slice(0, 2, None), "slice(0, 2, None)"),
-        (2 + 1j, "(2 + 1j)"),
-        (complex(0, float("inf")), 'complex(0.0, float("inf"))'),
-    ],
-)
-def test_argument(value: Any, text: str) -> None:
-    assert argument(value, leaf).text == text
 
 
 @given(st.floats())

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from reprokit.locate.failure import Failure
-from reprokit.render.gate import RefusedScript, is_line, require_closed, require_test
+from reprokit.render.gate import RefusedScript, require_closed, require_test
 
 HEAD = "import torch\nimport torch.nn.functional as F\n"
-
-SIDE_LOAD = 'x = torch.load(Path(__file__).with_name("repro_inputs.pt"), weights_only=True)'
 
 GOOD = [
     "x = torch.tensor([1.0, -2.0])\nprint('x =', x.sqrt())\nassert not torch.isnan(x.sqrt()).any(), 'sqrt(x) is nan'",
@@ -108,24 +106,6 @@ def test_a_test_does_nothing_but_run_the_repro() -> None:
     require_test(text)
     with pytest.raises(RefusedScript):
         require_test(text + "print(1)\n")
-
-
-@pytest.mark.parametrize(
-    ("code", "is_harmless"),
-    [("return 2 * torch.acos(dot.clamp(min=-0.99, max=0.99))", True), ("loss = self.criterion(x, cfg.y[0])", True),
-     ("out = attend(x, mask)", True),
-     ("f = lambda x: [y.sqrt() for y in x]", True), ("x = os.system('id')", False),
-     ("x = max(['1'], key=eval)", False), ("f = exec; f('1')", False), ("x = input.sqrt()", True),
-     ("x = exec('1')", False), ("f = os.system; f('id')", False), ("f = self.run; f(x)", False),
-     ("x = sorted(y, key=subprocess.call)", False), ("x = signal / token.abs() * math.sqrt(2.0)", True),
-     ("x = a.__class__", False), ("x = torch.load('f')", False), ("f = torch.load", False),
-     ("x = [torch.hub.load for f in y]", False), ("x = nn.functional.gelu(x) if self.gelu else F.relu(x)", True),
-     ("import os", False), ("class A(nn.Module):\n    pass", False), ("def f():\n    pass", False), ("F = x", False),
-     ("with torch.autocast('cuda'):\n    sum = self.head(x)", True), ("x: torch.Tensor = f'{y}'", True),
-     (SIDE_LOAD, False), ("x = [open(i) for i in y]", False), ("x = (", False)],
-)  # fmt: skip
-def test_lines_of_fixes(code: str, is_harmless: bool) -> None:
-    assert is_line(code) is is_harmless
 
 
 @pytest.mark.parametrize("text", ['x"""\nexec(1)\n"""', "x\\", "x\rexec(1)", "x\x0c\nexec(1)", "x\u2028y", "{{ 1 }}"])

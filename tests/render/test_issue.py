@@ -10,7 +10,6 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
@@ -18,21 +17,19 @@ from markdown_it import MarkdownIt
 
 from reprokit.cli import main
 from reprokit.errors import UsageError
+from reprokit.locate.diagnose import diagnose
 from reprokit.locate.diagnosis import Diagnosis, Fix
-from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
-from reprokit.render import diagnosis_text, wording
-from reprokit.render.defined import find_edge
-from reprokit.render.definitions import Defect
+from reprokit.render import diagnosis_text
 from reprokit.render.expectation import expect
 from reprokit.render.facts import where
-from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, rate, title_of
+from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, title_of
 from reprokit.render.script import Script
-from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
+from reprokit.render.sharing import create_command, write_zip
 from reprokit.render.sources import snapshot_script
 from reprokit.render.templates import find_template, template_names, tidied
 from reprokit.shrink.explain import VariedPart
-from reprokit.shrink.reduction import Reduction, Size
+from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIfResult
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot, save
@@ -41,10 +38,8 @@ from tests.locate.mechanisms import NAN, sgd
 from tests.render.programs import (
     VERIFIED,
     failing_cholesky,
-    half_precision_adam,
     masked_softmax,
     snapshot_of,
-    square_root_at_zero,
 )
 from tests.shrink import models
 
@@ -104,207 +99,53 @@ def reduction_of(snapshot: Snapshot, **fields: Any) -> Reduction:
 LAST = {"dim": -1}
 
 
-def ctc(targets: Any, length: Any) -> Snapshot:
-    """A ctc loss of one sample, with or without a batch dimension."""
-    labels, is_batch = torch.tensor(targets), isinstance(length, list)
-    scores = torch.zeros((4, 1, 5) if is_batch else (4, 5)).log_softmax(-1)
-    size = torch.tensor([labels.shape[-1]] if is_batch else labels.shape[-1])
-    return one_call(f"{F}.ctc_loss", scores, labels, torch.tensor(length), size)
+def diagnosed(snapshot: Snapshot, **fields: Any) -> Reduction:
+    """A reduction that is the snapshot itself, with its diagnosis."""
+    return reduction_of(snapshot, diagnosis=diagnose(snapshot), **fields)
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "words"),
+    ("snapshot", "needs"),
     [
-        (lambda: one_call("torch.log", [-1.0]), "for a negative number"),
-        (lambda: one_call("torch.log", [0.0]), "for zero"),
-        (lambda: one_call("torch.log1p", [-2.0]), "for a number below -1"),
-        (lambda: one_call("torch.sqrt", [-1e-9]), "for a negative number"),
-        (lambda: one_call("torch.rsqrt", [0.0]), "for zero"),
-        (lambda: one_call("torch.acos", [1.0000001]), "outside of [-1, 1]"),
-        (lambda: one_call("torch.Tensor.div", [0.0], [0.0]), "for 0 / 0"),
-        (lambda: one_call("torch.Tensor.__rtruediv__", [0.0], 2.0), "for a divisor of zero"),
-        (lambda: one_call("torch.Tensor.pow", [-1.0], 0.5), "for a negative base"),
-        (lambda: one_call("torch.Tensor.pow", [0.0], -1.0), "for zero with a negative exponent"),
-        (lambda: one_call("torch.nn.functional.softmax", [[0.0, 1.0], [-INF, -INF]], **LAST), "for a fully masked row"),
-        (lambda: one_call("torch.std", [[1.0], [2.0]], **LAST), "for a single element"),
-        (lambda: one_call("torch.mean", torch.zeros(0)), "for an empty tensor"),
-        (lambda: one_call(f"{F}.cross_entropy", [[0.0, 1.0]], torch.tensor([-100])), "when every target is ignored"),
-        (lambda: one_call("torch.matmul", [300.0], [300.0], dtype=torch.float16), "for a result above 65504"),
-        (lambda: one_call("torch.exp", [100.0]), "for a result above 3.4028e+38"),
-        (lambda: one_call("torch.matmul", [3e20, 3e20], [3e20, -3e20]), "where products overflow float32"),
-        (lambda: one_call("torch.sqrt", [0.0], gradient=[0.0]), "at zero"),
-        (lambda: one_call("torch.acos", [1.0], gradient=[1.0]), "at the edge of [-1, 1]"),
-        (lambda: one_call("torch.exp", [100.0], gradient=[0.0]), "where it overflows"),
-        (lambda: one_call("torch.Tensor.pow", [0.0], 0.5, gradient=[1.0]), "at zero"),
-        (lambda: ctc([[1, 1, 2]], [3]), "for a target longer than its input"),
-        (lambda: ctc([[1, 2, 3]], [2]), "for a target longer than its input"),
-        (lambda: ctc([1, 1, 2], 3), "for a target longer than its input"),
-        (lambda: one_call("torch.Tensor.__rtruediv__", [1e-23], 1.0, gradient=[0.0]), "where its derivative overflows"),
-        (lambda: one_call("torch.Tensor.mul", [1.0], NAN), "for the argument nan"),
-        (lambda: one_call("torch.add", [1.0], [2.0], alpha=NAN), "for alpha=nan"),
-        (sgd(NAN, grad=1.0), "for lr=nan"),
-        (sgd(INF, grad=1.0), "for lr=inf"),
+        (lambda: one_call("torch.log", [-1.0]), "an argument above zero"),
+        (lambda: one_call("torch.sqrt", [-1e-9]), "an argument that is never negative"),
+        (lambda: one_call("torch.acos", [1.0000001]), "an argument within [-1, 1]"),
+        (lambda: one_call("torch.Tensor.div", [0.0], [0.0]), "a divisor that is never zero"),
+        (lambda: one_call("torch.Tensor.pow", [0.0], -1.0), "a base that is never zero"),
+        (lambda: one_call("torch.nn.functional.softmax", [[0.0, 1.0], [-INF, -INF]], **LAST), "a finite score in"),
+        (lambda: one_call("torch.std", [[1.0], [2.0]], **LAST), "two elements or more"),
+        (lambda: one_call("torch.mean", torch.zeros(0)), "at least one element"),
+        (lambda: one_call(f"{F}.cross_entropy", [[0.0, 1.0]], torch.tensor([-100])), "at least one target that counts"),
+        (lambda: one_call("torch.matmul", [300.0], [300.0], dtype=torch.float16), "operands small enough"),
+        (lambda: one_call("torch.exp", [100.0]), "operands small enough for the dtype"),
+        (lambda: one_call("torch.sqrt", [0.0], gradient=[0.0]), "an argument away from zero"),
+        (lambda: one_call("torch.acos", [1.0], gradient=[1.0]), "an argument inside (-1, 1)"),
+        (sgd(NAN, grad=1.0), "a number that is finite"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:std")
-def test_an_edge_is_seen_in_the_values(snapshot: Any, words: str) -> None:
+def test_a_function_that_does_what_it_is_defined_to_do(snapshot: Any, needs: str) -> None:
     made = snapshot()
-    edge = find_edge(made.program, made.tensors, made.failure)
-    assert edge is not None and (edge.words, edge.verdict) == (words, Defect.DEFINED)
-    found = expect(made)
+    found = expect(made, diagnosed(made))
     assert (found.owner, found.template) == ("own", "generic")
-    assert "does what it is defined to do" in found.expected
+    assert f", which needs {needs}" in found.expected and "does what it is defined to do" in found.expected
     assert "rather than PyTorch" in found.remark
 
 
-@pytest.mark.parametrize(
-    ("snapshot", "words"),
-    [
-        (lambda: one_call(f"{F}.normalize", [[0.0]], dtype=torch.float16), "because eps=1e-12 is 0 in float16"),
-        (lambda: snapshot_of(half_precision_adam()), "because eps=1e-08 is 0 in float16"),
-    ],
-)  # fmt: skip
-def test_what_the_function_could_do_better_goes_upstream(snapshot: Any, words: str) -> None:
-    found = expect(snapshot())
-    assert (found.words, found.owner, found.template) == (words, "torch", "pytorch")
-    assert "rounds to zero in float16" in found.expected and found.remark == ""
+def test_an_eps_of_torch_that_rounds_to_zero_goes_upstream() -> None:
+    snapshot = one_call(f"{F}.normalize", [[0.0]], dtype=torch.float16)
+    found = expect(snapshot, diagnosed(snapshot))
+    assert (found.owner, found.template, found.remark) == ("torch", "pytorch", "")
+    assert found.expected.startswith("A finite") and "eps" in found.expected
 
 
-def test_a_result_that_the_dtype_could_hold_is_no_overflow() -> None:
-    found = expect(one_call("torch.lerp", [-3e38], [3e38], 0.5))
-    assert (found.words, found.owner) == ("although float64 gives 0", "torch")
-    assert found.expected == "A finite result: float64 gives about 0, which float32 can hold."
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "words"),
-    [
-        ([[7e4]], [[0.0]], "for an operand above 65504"),
-        ([[7e4, -1e5]], [[0.1, 0.0]], "for an operand above 65504"),
-        ([[0.0]], [[7e4]], "for an operand above 65504"),
-        ([[6e4]], [[2.0]], "for a result above 65504"),
-        ([[1e5]], [[2.0]], "for a result above 65504"),
-    ],
-)
-def test_an_operand_that_autocast_cannot_convert(x: Any, weight: Any, words: str) -> None:
-    mode = Mode(autocast=(("cpu", "torch.float16"),))
-    call = Call(f"{F}.linear", (Ref(0), Ref(1)), outputs=Ref(2), mode=mode)
-    tensors = {0: torch.tensor(x), 1: torch.tensor(weight)}
-    found = expect(snapshot_of((Program((call,), (Input(0, "x"), Input(1, "weight")), (Ref(2),)), tensors)))
-    assert (found.words, found.owner) == (words, "own")
-
-
-def test_a_failure_that_does_not_happen_here_is_compared_with_float64() -> None:
-    snapshot = one_call("torch.log", [-1.0])
-    snapshot = replace(snapshot, tensors={0: torch.ones(1)})  # as on a machine whose log is wrong
-    found = expect(snapshot)
-    assert (found.words, found.owner) == ("although float64 gives 0", "torch")
-    assert found.expected == "A finite result: float64 gives about 0, which float32 can hold."
-
-
-@pytest.mark.parametrize(
-    ("arriving", "words", "owner"),
-    [(1.0, "although float64 gives 1", "torch"), (1e38, "where products overflow float32", "own")],
-)
-def test_a_gradient_without_an_overflow_is_compared_with_float64(arriving: float, words: str, owner: str) -> None:
-    snapshot = one_call(f"{F}.linear", [[1.0]], [[1.0], [1.0]], gradient=[[3e38, 3e38]])
-    assert snapshot.failure.is_derivative and snapshot.failure.value == 0
-    gradient = torch.tensor([[2 * arriving, -arriving]])  # as on a machine whose kernel is wrong
-    found = expect(replace(snapshot, tensors={**snapshot.tensors, 60: gradient}))
-    assert (found.words, found.owner) == (words, owner)
-
-
-@pytest.mark.parametrize(("base", "exponent", "is_told"), [(0.0, -2.0, False), (1e30, 2.0, True)])
-def test_another_reason_of_the_training_step_is_told_apart(base: float, exponent: float, is_told: bool) -> None:
-    snapshot = one_call("torch.Tensor.pow", [0.0], -1.0)
-    found = expect(snapshot, reduction_of(one_call("torch.Tensor.pow", [base], exponent)))
-    assert found.remark.startswith("The training step failed for another reason, since ") is is_told
-    assert "In the training step this operand is an input of the step, `x0`." in found.remark
-
-
-@pytest.mark.parametrize(
-    ("message", "is_named"), [("need at least one array to stack", False), ("weight tensor 'w' is missing", True)]
-)
-def test_a_message_that_names_an_argument_is_not_asked_to(message: str, is_named: bool) -> None:
-    failure = Failure("forward", EXCEPTION, "torch.stack", exception=("ValueError", message))
-    assert ("which of its arguments" in wording.expected(failure)) is not is_named
-
-
-INPUT = "an input of the step"
-BIG = torch.full((2, 2), 3e38)
-
-
-@pytest.mark.parametrize(
-    "snapshot",
-    [
-        lambda: one_call("torch.exp", [1000.0], dtype=torch.float64),
-        lambda: one_call("torch.erfinv", [1.5]),
-        lambda: one_call("torch.erfinv", [1.0], gradient=[1.0]),
-        sgd(0.1, grad=INF),
-    ],
-)
-def test_without_a_check_that_shows_a_defect_nobody_is_sent_upstream(snapshot: Any) -> None:
-    found = expect(snapshot())
-    assert (found.words, found.owner, found.template) == ("", "own", "generic")
-    assert "No check shows a defect" in found.expected and "nothing that it is given" not in found.expected
-
-
-@pytest.mark.parametrize(
-    ("snapshot", "words"),
-    [
-        (lambda: one_call("torch.nn.functional.mse_loss", [3e19, 0.0, 0.0, 0.0], [0.0] * 4), "where squares overflow"),
-        (lambda: one_call("torch.linalg.vector_norm", [1e20, 0.0]), "where squares overflow float32"),
-        (lambda: one_call("torch.mean", [3e38, 3e38]), "where sums overflow float32"),
-        (lambda: one_call("torch.prod", [1e30, 1e30, 1e-30]), "where partial products overflow float32"),
-        (lambda: one_call(f"{F}.embedding_bag", torch.tensor([[0, 1]]), BIG), "where sums overflow float32"),
-        (lambda: one_call("torch.Tensor.mul", [1e30], 1e30, gradient=[1e30]), "for a gradient above 3.4028e+38"),
-    ],
-)
-def test_an_overflow_on_the_way_is_no_defect(snapshot: Any, words: str) -> None:
-    found = expect(snapshot())
-    assert found.words.startswith(words) and (found.owner, found.template) == ("own", "generic")
-
-
-def batch_norm(x: Any, **names: int) -> Snapshot:
-    """A batch norm with running statistics, by position or by name."""
-    statistics = {"running_mean": Ref(1), "running_var": Ref(2)}
-    args = () if names else (Ref(1), Ref(2))
-    call = Call(f"{F}.batch_norm", (Ref(0), *args), {**(statistics if names else {}), "training": True}, Ref(9))
-    inputs = (Input(0, "x"), Input(1, "0.running_mean", "buffer"), Input(2, "0.running_var", "buffer"))
-    tensors = {0: torch.tensor(x), 1: torch.zeros(1), 2: torch.ones(1)}
-    return snapshot_of((Program((call,), inputs, (Ref(9),)), tensors))
-
-
-@pytest.mark.parametrize("names", [{}, {"by": 1}])
-def test_what_a_call_wrote_in_place_is_looked_at_too(names: dict[str, int]) -> None:
-    snapshot = batch_norm([[0.0], [1e20]], **names)
-    found = expect(snapshot)
-    assert title_of(snapshot).startswith("batch_norm writes inf into running_var for a value above 3.4028e+38 (")
-    assert found.owner == "own" and "the exact `running_var`, about " in found.expected
-    assert "writes inf into `running_var` although" in found.observed
-    assert "an input of the step, `x`" in found.remark
-
-
-def test_a_variance_is_told_from_a_sum_that_overflows() -> None:
-    found = expect(batch_norm([[3e38], [3e38]]))
-    assert found.words == "where squares overflow float32" and found.owner == "own"
-
-
-@pytest.mark.parametrize(
-    ("snapshot", "named"),
-    [
-        (lambda: one_call(f"{F}.linear", [[0.5, -1.0]], [[-3e38, 3e38], [1.0, -3e38]]), "`x1`"),
-        (lambda: one_call(f"{F}.linear", [[3e38, 3e38]], [[1.0, 0.5]]), "`x0`"),
-        (lambda: one_call("torch.addmm", [[3e38]], [[3e38, 1.0]], [[1.0], [1.0]]), f"`x0` and {INPUT}, `x1`"),
-        (lambda: one_call("torch.matmul", [1e20], [1e20]), f"`x0` and {INPUT}, `x1`"),
-        (lambda: one_call("torch.baddbmm", BIG[None], BIG[None], BIG[None]), ""),
-        (lambda: one_call("torch.Tensor.div", [1.0, 2.0], [1.0, 1e-45]), "`x1`"),
-        (lambda: one_call("torch.Tensor.mul", [2.0], [3e38]), "`x1`"),
-    ],
-)
-def test_the_operand_that_is_named_is_the_one_that_decides(snapshot: Any, named: str) -> None:
-    remark = expect(snapshot()).remark
-    assert (f"{INPUT}, {named}. Why" if named else "Why it is given these values") in remark
+@pytest.mark.parametrize(("answer", "owner"), [("passes", "torch"), ("same", "own")])
+def test_what_passes_in_float64_and_has_no_known_reason_goes_upstream(answer: str, owner: str) -> None:
+    snapshot = one_call("torch.lerp", [-3e38], [3e38], 0.5)
+    table = WhatIfResult(tables={"minimum": (Answered("fp64", "`float64`", answer, ""),)})
+    found = expect(snapshot, reduction_of(snapshot, whatif=table))
+    assert (found.words, found.owner, found.remark) == ("", owner, "")
+    assert ("In float64 the minimum passes." in found.expected) is (owner == "torch")
 
 
 def test_an_input_is_called_as_the_repro_calls_it() -> None:
@@ -312,30 +153,13 @@ def test_an_input_is_called_as_the_repro_calls_it() -> None:
     named = replace(snapshot.program, inputs=(Input(0, "input_26"),))
     snapshot = replace(snapshot, program=named)
     script = replace(snapshot_script(snapshot), names={"input_26": "x"})
-    text = make_issue(snapshot, script, VERIFIED, reduction=reduction_of(snapshot)).text
+    text = make_issue(snapshot, script, VERIFIED, reduction=diagnosed(snapshot)).text
     assert "an input of the step, `x`" in text and "input_26" not in text.partition("<details>")[0]
-
-
-def test_one_maker_of_several_operands_is_named_once() -> None:
-    calls = (
-        Call("torch.unbind", (Ref(0),), {}, (Ref(1), Ref(2)), site=Site("train.py", 3, "q, k = qk.unbind(0)")),
-        Call("torch.matmul", (Ref(1), Ref(2)), {}, Ref(3), site=Site("train.py", 4, "q @ k")),
-    )
-    made = snapshot_of((Program(calls, (Input(0, "qk"),), (Ref(3),)), {0: torch.full((2, 1), 1e20)}))
-    assert "these operands are parts of an input of the step, `qk`. Why they have" in expect(made).remark
-
-
-@pytest.mark.filterwarnings("ignore:std")
-def test_a_shape_is_no_value() -> None:
-    assert (
-        "this operand is an input of the step, `x0`. Why it has the shape it has"
-        in expect(one_call("torch.std", [[1.0], [2.0]], **LAST)).remark
-    )
 
 
 def test_an_operand_that_was_found_to_be_free_is_not_named() -> None:
     snapshot = one_call("torch.matmul", [1e20], [1e20])
-    reduction = reduction_of(snapshot, explain=[VariedPart("x0", free=True), VariedPart("x1")])
+    reduction = diagnosed(snapshot, explain=[VariedPart("x0", free=True), VariedPart("x1")])
     assert "this operand is an input of the step, `x1`." in expect(snapshot, reduction).remark
 
 
@@ -347,7 +171,10 @@ def test_the_text_says_what_made_the_operand() -> None:
         Call("torch.log", (Ref(2),), {}, Ref(3), (), Site("train.py", 14)),
     )
     program = Program(calls, (Input(0, "x"),), (Ref(3),))
-    found = expect(snapshot_of((program, {0: torch.ones(2)})))
+    snapshot = snapshot_of((program, {0: torch.ones(2)}))
+    alone = replace(program, calls=calls[2:], inputs=(Input(2, "margin"),))
+    reduced = replace(diagnosed(snapshot), program=alone)
+    found = expect(snapshot, reduced)
     assert "made by `torch.Tensor.sub` at `train.py:12` in `head`: `margin = x - 2  # key=abc`" not in found.remark
     assert "made by `torch.Tensor.sub` at `train.py:12` in `head`: `margin = x - 2 # key=abc`" in found.remark
 
@@ -364,13 +191,9 @@ def test_the_text_says_what_made_the_operand() -> None:
 def test_code_of_a_library_goes_to_the_library(file: str, template: str) -> None:
     snapshot = one_call("torch.log", [-1.0])
     site = Site("train.py", 7, "model(x)", "main", (file, 99))
-    found = expect(replace(snapshot, failure=replace(snapshot.failure, site=site)))
+    snapshot = replace(snapshot, failure=replace(snapshot.failure, site=site))
+    found = expect(snapshot, diagnosed(snapshot))
     assert found.template == template and f"`{file.split('/')[0]}`" in found.remark
-
-
-def test_a_forward_result_is_called_finite_only_if_it_is() -> None:
-    assert "forward result is finite" in expect(snapshot_of(square_root_at_zero())).observed
-    assert "forward result" not in expect(one_call("torch.log", [0.0], gradient=[0.0])).observed
 
 
 def test_exceptions_are_the_callers_unless_torch_says_otherwise() -> None:
@@ -448,38 +271,12 @@ def test_the_title_says_that_training_ran_under_autocast() -> None:
     assert "(autocast to bfloat16, CPU" in title_of(recorded)
 
 
-def test_the_device_and_dtype_of_the_title_are_those_of_the_program() -> None:
-    snapshot = replace(one_call("torch.log", [-1.0]), environment=Environment(torch="2.13.0", devices=("A GPU",)))
-    assert title_of(snapshot).endswith("(float32, CPU, torch 2.13.0)")  # that the machine has another one says nothing
-    (call,) = snapshot.program.calls
-    mixed = replace(call, mode=Mode(autocast=(("cpu", "torch.bfloat16"),)))
-    snapshot = replace(snapshot, program=replace(snapshot.program, calls=(mixed,)))
-    assert title_of(snapshot).endswith("(autocast to bfloat16, CPU, torch 2.13.0)")
-
-
 def test_the_message_of_an_exception_is_short_and_has_no_secrets() -> None:
     snapshot = snapshot_of(failing_cholesky())
     for message in ("x" * 70_000, "cannot log in: password=hunter22"):
         failure = replace(snapshot.failure, exception=("RuntimeError", message))
         text = make_issue(replace(snapshot, failure=failure), snapshot_script(snapshot), VERIFIED).text
         assert "python repro.py" in text and "hunter22" not in text and len(text) < 5_000
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({}, "It failed 20 of 20 runs in the same way, each in a process of its own."),
-        ({"agreed": 1}, "It failed 20 of 20 runs, each in a process of its own."),
-        ({"agreed": 12, "num_failed": 8, "exit_code": 0}, "It failed 8 of 20 runs, each in a process of its own."),
-        ({"num_failed": 0, "exit_code": 0}, "It did not fail in 20 runs, each in a process of its own."),
-        (
-            {"num_failed": 0, "exit_code": -11, "signature": "exit code -11"},
-            "It neither failed nor passed in 20 runs, each in a process of its own; 20 ended with exit code -11.",
-        ),
-    ],
-)
-def test_the_rate_says_what_was_seen(fields: dict[str, Any], words: str) -> None:
-    assert rate(replace(VERIFIED, **fields)) == words
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
@@ -501,7 +298,7 @@ def test_every_template_has_its_headings_and_all_sections() -> None:
     for template, headings in HEADINGS.items():
         text = issue_of(snapshot, template).text
         assert re.findall(r"(?m)^### .*$", text) == headings
-        heading = "softmax returns nan for a fully masked row (float32, CPU, torch 2.13.0)"
+        heading = "softmax returns nan (float32, CPU, torch 2.13.0)"
         assert text.startswith(f"<!-- Title: {heading} -->\n")
         for part in (
             "**Observed:**",
@@ -513,7 +310,7 @@ def test_every_template_has_its_headings_and_all_sections() -> None:
             "OS: Linux",
         ):
             assert part in text, (template, part)
-        assert "A finite result, which needs" in text and "\n\n\n" not in text
+        assert "A finite result" in text and "\n\n\n" not in text
         assert text.count("<details>") == text.count("</details>") >= 1
 
 
@@ -555,7 +352,7 @@ def test_blank_lines_in_code_stay() -> None:
         ("{{ 1 / 0 }}", r"error in the template `mine.j2`, line 1: division by zero"),
         ("a\n{% include 'gone.j2' %}", r"error in the template `mine.j2`, line 2: there is no template `gone.j2`"),
         ("{{ title.__class__.__mro__ }}", r"error in the template `mine.j2`, line 1: access to attribute '__class__'"),
-        (b"\xff\xfe", r"error in the template `mine.j2`: it is not UTF-8 text"),
+        (b"\xff\xfe", r"error in the template `mine.j2`: 'utf-8' codec"),
     ],
 )
 def test_an_error_in_a_users_template_is_one_line(
@@ -578,29 +375,10 @@ def test_a_folder_of_templates(tmp_path: Path) -> None:
     text = issue_of(snapshot, str(tmp_path)).text
     assert text.startswith("`torch.nn.functional.softmax` returns nan") and "**Expected:**" in text
     (tmp_path / "issue.md.j2").write_text("mine: {{ title }}")
-    assert issue_of(snapshot, str(tmp_path)).text.startswith("mine: softmax returns nan for a fully masked row")
+    assert issue_of(snapshot, str(tmp_path)).text.startswith("mine: softmax returns nan (")
 
 
 # -- handing over ------------------------------------------------------------------------------------------------------
-
-
-def test_a_link_that_fits_holds_title_and_text() -> None:
-    issue = issue_of(snapshot_of(masked_softmax()), "pytorch")
-    url = issue_url(issue)
-    assert url is not None and len(url) <= MAX_URL
-    parts = urlsplit(url)
-    assert parts.path == "/pytorch/pytorch/issues/new"
-    assert parse_qs(parts.query) == {"title": [issue.title], "body": [issue.text]}
-
-
-def test_a_link_leaves_out_what_is_folded_and_gives_up_in_the_end() -> None:
-    snapshot = snapshot_of(masked_softmax(), environment=Environment(torch="2.13.0", collect_env="y" * 9_000))
-    issue = issue_of(snapshot, "pytorch")
-    url = issue_url(issue)
-    assert url is not None and parse_qs(urlsplit(url).query)["body"] == [issue.short] and "yyy" not in issue.short
-    assert issue_url(replace(issue, short="z" * 9_000)) is None
-    with pytest.raises(UsageError, match="which repository"):
-        issue_url(replace(issue, repository=None))
 
 
 def test_paths_are_the_same_wherever_an_issue_names_a_line() -> None:
@@ -645,7 +423,7 @@ def test_the_command_names_a_file_that_is_there(
     monkeypatch.chdir(tmp_path)
     save(one_call("torch.log", [-1.0]), Path("snap.repro.pt"))
     assert main(["shrink", "snap.repro.pt", "--no-whatif", "-q"]) == 0
-    for options in (["--as", "issue", "-o", "mine.md"], ["--zip"], ["--url", "--repo", "ada/engine"]):
+    for options in (["--as", "issue", "-o", "mine.md"], ["--zip"]):
         capsys.readouterr()
         assert main(["render", "snap", *options]) == 0
         named = Path(shlex.split(capsys.readouterr().err.splitlines()[-1])[-1])
@@ -666,16 +444,12 @@ def test_the_command_line_writes_and_tells(
     assert shlex.split(last)[:5] == ["gh", "issue", "create", "--repo", "ada/engine"]
     assert main(["render", "snap.repro.pt", "--zip"]) == 2  # it exists
     capsys.readouterr()
-    assert main(["render", "snap.repro.pt", "--url", "--repo", "ada/engine", "--json"]) == 0
+    assert main(["render", "snap.repro.pt", "--repo", "ada/engine", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
-    assert summary["url"].startswith("https://github.com/ada/engine/issues/new?title=log+returns+nan")
-    assert summary["title"] == "log returns nan for a negative number in train.py:7 (float32, CPU, torch 2.13.0)"
+    assert summary["title"] == "log returns nan in train.py:7 (float32, CPU, torch 2.13.0)"
     assert main(["render", "snap.repro.pt", "--url"]) == 2
-    said = capsys.readouterr().err
-    assert "--repo OWNER/NAME" in said and "the template `generic` has none" in said
-    assert main(["render", "snap.repro.pt", "--url", "--template", "pytorch"]) == 0
-    assert capsys.readouterr().out.startswith("https://github.com/pytorch/pytorch/issues/new?")
-    assert main(["render", "snap.repro.pt", "--url", "--repo", "engine"]) == 2
+    assert "prints a command that creates the issue" in capsys.readouterr().err
+    assert main(["render", "snap.repro.pt", "--repo", "engine"]) == 2
     assert "`engine` does not name a repository" in capsys.readouterr().err
     assert main(["render", "snap.repro.pt", "--as", "report", "--zip"]) == 2
     assert main(["render", "snap.repro.pt", "--zip", "--no-data", "--with-data"]) == 2
@@ -708,13 +482,6 @@ def test_the_issue_folds_the_piece_of_the_model_away(template: str, attention: P
     summary, _, rest = text.partition("<details><summary>repro_module.py: ")[2].partition("</summary>")
     assert summary == "the piece of the model that it comes from"
     assert rest.startswith(f"\n\n```python\n{(attention / 'out' / 'repro_module.py').read_text()}```\n\n</details>")
-
-
-def test_a_context_that_is_the_repro_is_shown_once(attention: Path, tmp_path: Path) -> None:
-    words = ["--level", "module", "--no-whatif", "-q", "-o", str(tmp_path / "out")]
-    assert main(["shrink", str(attention / "snap.pt"), *words]) == 0
-    assert "class " in (tmp_path / "out" / "repro.py").read_text()
-    assert "repro_module.py" not in (tmp_path / "out" / "issue.md").read_text()
 
 
 def test_a_long_piece_of_the_model_gives_way_before_the_script() -> None:

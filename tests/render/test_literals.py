@@ -41,7 +41,7 @@ def build(text: str) -> torch.Tensor:
         (torch.tensor([True]), "torch.tensor([True])"),
         (torch.tensor([0.1, -0.0, NAN]), 'torch.tensor([0.1, -0.0, float("nan")])'),
         (torch.tensor([0.1]).half(), "torch.tensor([0.1], dtype=torch.float16)"),
-        (torch.tensor([1 + 2j]), "torch.tensor([(1 + 2j)])"),
+        (torch.tensor([1 + 2j]), "torch.tensor([complex(1.0, 2.0)])"),
         (torch.ones(5, 5, dtype=torch.bool).tril(), "torch.ones(5, 5, dtype=torch.bool).tril()"),
         (torch.full((5, 5), -INF).triu(1), 'torch.full((5, 5), float("-inf")).triu(1)'),
         (torch.empty(0, 3), "torch.empty(0, 3)"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
@@ -12,15 +10,15 @@ import pytest
 import torch
 
 from reprokit.locate.diagnosis import Diagnosis, Fix
-from reprokit.locate.ranges import limits_of, measure, range_text
+from reprokit.locate.ranges import measure, range_text
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
 from reprokit.render.bad_value_path import MAX_BEFORE, MAX_CALL, Way, ways
 from reprokit.render.call_code import labels
 from reprokit.render.module_ranges import MAX_FRAMES, frames
-from reprokit.render.report import MAX_TEXT, Remaining, progress, sentences, write_report
+from reprokit.render.report import MAX_TEXT, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.survey import MAX_COLUMNS, MAX_ROWS, Survey, pattern_of, positions_of, survey
-from reprokit.shrink.reduction import Answered, Size, WhatIfResult
+from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.source import SourceState
@@ -68,7 +66,7 @@ def chain(length: int, call: str = "torch.nn.functional.relu") -> Case:
 class Checker(HTMLParser):
     """Collects addresses and ids, and checks that tags are closed."""
 
-    VOID = frozenset({"meta", "line", "path", "circle", "rect", "br"})
+    VOID = frozenset({"meta", "line", "polyline"})
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -114,7 +112,6 @@ def test_the_report_is_one_file_and_well_formed() -> None:
         "fails with every value that was tried",
         "scale of softmax",
         "<code>x[0] = 0</code> instead of <code>-inf</code>",
-        "<tr><th>cut</th><td>7</td><td>1</td><td>9</td><td>23</td><td>0.25</td></tr>",
     ):
         assert words in html
     assert "Not tried" not in html
@@ -145,48 +142,12 @@ def test_every_kind_of_tensor_has_a_report(target: str, argument: Any, value: to
     assert "1 inf" in html and "could not be run" not in html
 
 
-def test_the_code_begins_with_its_first_line() -> None:
+def test_the_report_is_redacted() -> None:
     snapshot = attention_step()
-    script = reduction_script(reduced(snapshot))
-    html = write_report(snapshot, replace(script, text=f"\n{script.text}"), VERIFIED)
-    assert re.search(r'<code id="repro">#', html)
-
-
-def test_the_paragraph_tells_what_happened() -> None:
-    html = report(attention_step())
-    (story,) = re.findall(r'<p class="story">(.*?)</p>', html, re.DOTALL)
-    text = re.sub(r"<[^>]+>", "", story)
-    assert text.startswith(
-        "It happened at step 8 of the training run, in the forward pass, in module layers.1.attention."
-    )
-    assert "8 input elements, 1 call on 1 element is enough to show it. It failed 20 of 20 runs" in text
-
-
-def test_the_report_says_what_was_not_tried() -> None:
-    html = report(attention_step(), one_minimal=False, stopped="max-checks", untried=["sizes", "values"])
-    assert "Not tried to the end</dt><dd>sizes, values (ended by max-checks)" in html
-
-
-def test_the_report_says_what_was_redacted() -> None:
-    snapshot = attention_step()
-    assert "none were found" in report(snapshot)
+    site = replace(snapshot.failure.site, code="x = load(password='hunter23')")
     source = SourceState(("train.py", "--api-key", "a1B2" * 8), diff="+password = 'hunter22'")
-    snapshot = replace(snapshot, source=source)
-    html = report(snapshot)
-    assert "a1B2" not in html and "hunter22" not in html
-    assert "stands in place of one 1 time in the uncommitted changes, 1 time in the rest of the page" in html
-    snapshot = attention_step()
-    snapshot = replace(snapshot, environment=Environment(collect_env="***** not a secret *****"))
-    assert "none were found" in report(snapshot)
-    site = replace(snapshot.failure.site, code="x = load(password='hunter22')")
-    assert "1 time in the rest" in report(replace(snapshot, failure=replace(snapshot.failure, site=site)))
-
-
-def test_what_a_withheld_repro_printed_is_not_told() -> None:
-    snapshot = snapshot_of(masked_softmax())
-    script = replace(snapshot_script(snapshot), is_withheld=True)
-    html = write_report(snapshot, script, replace(VERIFIED, output="out = tensor([nan, 0.9191])"))
-    assert "0.9191" not in html and "AssertionError" in html
+    html = report(replace(snapshot, source=source, failure=replace(snapshot.failure, site=site)))
+    assert "a1B2" not in html and "hunter2" not in html
 
 
 def test_a_step_that_cannot_be_run_here_has_a_report_without_ranges() -> None:
@@ -237,11 +198,11 @@ def test_what_if_and_diagnosis_appear_when_they_are_there() -> None:
         tried=(replace(fix, helped=False, outcome="still nan"),),
     )
     table = WhatIfResult(tables={"minimum": (Answered("fp64", "`float64`", "passes", "", 1e-3),)})
-    html = report(attention_step(), diagnosis=found, whatif=table)
+    html = report(attention_step(), diagnosis=found, whatif=table, one_minimal=False, stopped="max-checks")
     assert '<h2 id="diagnosis">' in html and "loss 2.31" in html and "Did not help" in html
     assert '<td class="answer passes">passes</td><td>1 ms</td>' in html
     assert "javascript:" not in html and 'href="https://example.org/1"' in html
-    assert "# &lt;b&gt;" in html
+    assert "# &lt;b&gt;" in html and "Stopped early</dt><dd>max-checks</dd>" in html
     Checker(html)
     plain = report(attention_step())
     assert 'id="diagnosis"' not in plain and 'id="whatif"' not in plain
@@ -261,21 +222,21 @@ def test_ranges() -> None:
     assert measure(torch.zeros(0)).high is None
     assert measure(torch.tensor([448.0]).to(torch.float8_e4m3fn)).high == 448.0
     assert measure(torch.eye(2).to_sparse()).high == 1.0
-    limits = limits_of("float16")
-    assert limits is not None and limits.largest == 65504.0 and limits_of("int64") is None
+    headroom = measure(torch.tensor([1.0]).half()).headroom
+    assert headroom is not None and round(2**headroom) == 65504 and measure(torch.tensor([1])).headroom is None
 
 
 def test_the_way_leads_from_the_input_through_the_mask_to_the_loss() -> None:
     snapshot = attention_step()
     (way,) = ways_of(snapshot)
     texts = [stop.text for stop in way.stops]
-    assert texts[0] == "x" and texts[-3:-1] == [
+    assert texts[0] == "x" and texts[-2:] == [
         's = total.masked_fill(mask, float("-inf"))',
         "p = F.softmax(s, dim=-1)",
     ]
     assert [stop.text for stop in way.stops if stop.is_origin] == ["p = F.softmax(s, dim=-1)"]
     last = way.stops[-1].range
-    assert last is not None and last.num_nan == 1 and way.num_left_out == 0
+    assert last is not None and last.num_nan == 2 and way.num_left_out == 0
 
 
 def test_the_way_starts_at_large_data_and_not_at_the_smallest_of_many_ordinary_weights() -> None:
@@ -289,15 +250,6 @@ def test_the_way_starts_at_large_data_and_not_at_the_smallest_of_many_ordinary_w
     weight[0, 0] = 1e-5
     assert starts_at(torch.full((2, 64), -6000.0), weight) == "data"
     assert starts_at(torch.full((2, 64), -600.0), weight * 1e-12) == "weight"
-
-
-def test_the_story_has_the_message_of_training_and_that_of_the_repro() -> None:
-    snapshot = snapshot_of(failing_cholesky())
-    reduction = reduced(snapshot, failure=snapshot.failure)
-    assert not any("the message is" in line for line in sentences(snapshot, reduction, VERIFIED))
-    recorded = replace(snapshot, failure=replace(snapshot.failure, exception=("RuntimeError", "10 is not 16")))
-    said = " ".join(sentences(recorded, reduction, VERIFIED))
-    assert "`10 is not 16`" in said and "With these the message is: `linalg.cholesky" in said
 
 
 def test_the_way_of_a_gradient_ends_at_the_derivative() -> None:
@@ -330,7 +282,7 @@ def test_an_input_that_is_bad_is_the_origin_itself() -> None:
     assert snapshot.failure.call is None
     (way,) = ways_of(snapshot)
     assert way.stops[0].is_origin and way.stops[0].text == "batch_x"
-    assert [stop.is_origin for stop in way.stops[1:]] == [False, False]
+    assert not way.stops[1].is_origin
 
 
 def test_frames_hold_weights_inputs_and_outputs() -> None:
@@ -348,9 +300,9 @@ def test_frames_hold_weights_inputs_and_outputs() -> None:
         ("fc", "Linear", False),
         ("<Net>", "Net", True),
     ]
-    linear, net = ([span and (span.low, span.worst) for span in frame.spans] for frame in made)
-    assert linear == [(3.0, 3.0), (2.0, 2.0), (6.0, 6.0)]
-    assert net[:2] == [None, (1.0, 1.0)] and net[2] is not None and json.dumps(net[2][1]) == "NaN"
+    linear, net = (frame.spans for frame in made)
+    assert linear == ((3.0, 3.0, 0, 0), (2.0, 2.0, 0, 0), (6.0, 6.0, 0, 0))
+    assert net == (None, (1.0, 1.0, 0, 0), (None, None, 1, 0))
 
 
 class Doubled(torch.autograd.Function):
@@ -378,7 +330,7 @@ def test_what_a_custom_function_saves_is_no_output_of_a_module() -> None:
     for after in (end, end + 1):  # the loss is made outside of the module, or inside
         calls[after - 1] = replace(calls[after - 1], scope=scope)
         (net,), _ = frames(surveyed(replace(snapshot, program=replace(program, calls=tuple(calls)))))
-        assert net.outputs is not None and (net.outputs.low, net.outputs.high) == (6.0, 6.0)
+        assert net.spans[2] is not None and net.spans[2][:2] == (6.0, 6.0)
 
 
 def test_frames_are_cut_around_the_origin() -> None:
@@ -414,18 +366,6 @@ def test_positions_are_condensed_without_losing_any() -> None:
     assert positions_of(torch.zeros(3), "x") is None and positions_of(torch.tensor([1]), "x") is None
 
 
-def test_progress_is_read_from_the_log() -> None:
-    log = [
-        "1: cut: 3 calls, 20 elements",
-        "4: sizes: to 1: 3 calls, 2 elements",
-        "5: values: 3 calls, 2 elements",
-        "a remark",
-    ]
-    found = progress(reduced(attention_step(), log=log, before=Size(9, 99), checks=11))
-    assert found == [Remaining(0, 9, 99), Remaining(1, 3, 20), Remaining(4, 3, 2), Remaining(11, 3, 2)]
-    assert progress(reduced(attention_step(), log=[])) == []
-
-
 def test_names_are_used_again_when_the_value_before_is_done_with() -> None:
     calls = (
         Call("torch.exp", (Ref(0),), {}, Ref(1)),
@@ -438,12 +378,6 @@ def test_names_are_used_again_when_the_value_before_is_done_with() -> None:
     assert labels(program) == {0: "x", 5: "fc.weight", 1: "exp", 2: "exp", 3: "exp2", 4: "total", 6: "grad"}
 
 
-def test_a_long_way_keeps_its_beginning_and_its_end() -> None:
-    (values,) = ways_of(snapshot_of(chain(60, "torch.neg")))
-    assert len(values.stops) == MAX_BEFORE and values.num_left_out == 62 - MAX_BEFORE
-    assert values.stops[0].text == "x" and values.stops[-1].is_origin
-
-
 def test_a_call_with_very_many_operands_is_cut() -> None:
     inputs = tuple(Input(number, "x") for number in range(300))
     call = Call("torch.stack", ([Ref(number) for number in range(300)],), {}, Ref(300))
@@ -454,14 +388,16 @@ def test_a_call_with_very_many_operands_is_cut() -> None:
     assert max(len(stop.text) for stop in way.stops) <= MAX_CALL + 3
 
 
-def test_a_way_leaves_out_only_what_is_worth_it() -> None:
-    (values,) = ways_of(snapshot_of(chain(MAX_BEFORE, "torch.neg")))
-    assert len(values.stops) == MAX_BEFORE + 2 and values.num_left_out == 0
-
-
 def test_states_of_generators_are_no_operands() -> None:
     call = Call("torch.rand_like", (Ref(0),), {}, Ref(2), mode=Mode(rng=Ref(1)))
     log = Call("torch.log", (Ref(0),), {}, Ref(3), mode=Mode(rng=Ref(1)))
     program = Program((call, log), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(3),))
     found = surveyed(snapshot_of((program, {0: -torch.ones(1), 1: torch.get_rng_state()})))
     assert list(found.operands) == [0]
+
+
+@pytest.mark.parametrize(("length", "left_out"), [(60, 62 - MAX_BEFORE), (MAX_BEFORE, 0)])
+def test_a_way_leaves_out_its_middle_if_that_is_long(length: int, left_out: int) -> None:
+    (values,) = ways_of(snapshot_of(chain(length, "torch.neg")))
+    assert len(values.stops) == length + 2 - left_out and values.num_left_out == left_out
+    assert values.stops[0].text == "x" and values.stops[-1].is_origin

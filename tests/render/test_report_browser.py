@@ -174,13 +174,6 @@ def _lightness(colour: str) -> float:
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / (3 * 255)
 
 
-def test_both_themes(tmp_path: Path) -> None:
-    html = small_report()
-    light, dark = ask(tmp_path, html.replace('<html lang="en">', '<html lang="en" data-theme="light">'), _COLOURS)
-    assert _lightness(light[0]) > 0.9 and _lightness(light[1]) < 0.2
-    assert _lightness(dark[0]) < 0.2 and _lightness(dark[1]) > 0.8
-
-
 @pytest.mark.parametrize(("wish", "is_dark"), [("--force-dark-mode", True), (_LIGHT, False)])
 def test_the_theme_is_that_of_the_system(wish: str, is_dark: bool, tmp_path: Path) -> None:
     before, after = ask(tmp_path, small_report(), _COLOURS, wish)

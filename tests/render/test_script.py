@@ -95,14 +95,6 @@ def test_an_exception_is_left_to_itself(tmp_path: Path) -> None:
     assert isinstance(run_script(script, tmp_path), torch.linalg.LinAlgError)
 
 
-def test_header_says_what_and_how() -> None:
-    header = [line for line in script_of(masked_softmax()).text.splitlines() if line.startswith("#")]
-    assert header[0] == f"# softmax returns nan in the forward pass (torch {torch.__version__})."
-    assert "mechanically by reprokit from 70 torch calls" in header[1]
-    # Whether it is a bug is not for the script to say: a function may give what it is defined to give.
-    assert header[2] == "# Ends with exit code 1 while the failure is there, and with 0 once it is gone."
-
-
 def test_many_numbers_go_beside_the_script(tmp_path: Path) -> None:
     values = torch.randn(100)
     values[7] = -1.0

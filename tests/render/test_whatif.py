@@ -6,7 +6,7 @@ import pytest
 
 from reprokit.render import whatif_text
 from reprokit.render.issue import make_issue
-from reprokit.render.report import with_code, write_report
+from reprokit.render.report import write_report
 from reprokit.render.sources import snapshot_script
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.whatif.table import NOT_DONE
@@ -56,21 +56,6 @@ def test_code_in_a_detail_stays_as_it_is() -> None:
 def test_secrets_are_redacted() -> None:
     secret = "hf_" + "a1b2" * 9
     assert secret not in whatif_text.markdown(of_minimum(row("x", "other", f"token={secret}")), "minimum")
-
-
-def test_rows_for_html() -> None:
-    first, second, third = whatif_text.rows(TABLE)
-    assert [cell.answer if cell else None for cell in first.cells] == ["same", "passes"]
-    assert second.cells[1] is None and third.cells[0] is None
-    assert third.cells[1] is not None
-    assert with_code(third.cells[1].text) == "fails otherwise: inf from <code>exp</code>"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, ""), (2.5, "2.5 s"), (0.0015, "1.5 ms"), (3.2e-5, "32 µs"), (4e-8, "0.04 µs")]
-)
-def test_times(seconds: float | None, text: str) -> None:
-    assert whatif_text.seconds_text(seconds) == text
 
 
 @pytest.mark.parametrize("template", ["pytorch", "generic"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reprokit.shrink.isolation import processes as places
+from reprokit.shrink.isolation import apart as isolated
 from tests.conftest import ROOT
 
 
@@ -21,7 +21,7 @@ def importable_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_is_left_behind() -> Iterator[None]:
     """No process and no descriptor more than before."""
-    places.can_fork()
+    isolated.can_fork()
     processes, descriptors = children(), num_descriptors()
     yield
     assert children() <= processes

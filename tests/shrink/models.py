@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from reprokit.program.trace import InputName, Tracer, recording
 from reprokit.snapshot.format import Snapshot
@@ -410,35 +409,6 @@ def unrolled() -> Snapshot:
     return record_model(cell, step, seq=seeded(3, 2, 4) - 30, h=torch.zeros(3, 8))
 
 
-def counted() -> Snapshot:
-    """Divides by the number of elements that are not ignored, which is none; writes what nothing reads on the way."""
-
-    @torch.no_grad()
-    def step(labels: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ignored = labels == -100
-        scores = scores * 1.0
-        total = sum([scores.masked_fill(ignored, 0.0).sum()])
-        scores.masked_fill_(ignored, 0.0)
-        return total / (labels.numel() - ignored.sum())
-
-    return record_model(nn.Identity(), step, labels=torch.full((6, 7), -100), scores=seeded(6, 7))
-
-
-def stacked() -> Snapshot:
-    """A batch stacked of samples by the loader, and a loss that is nan in a function of the loop."""
-
-    def ratio(years: torch.Tensor) -> torch.Tensor:
-        return years / (years - years)
-
-    @torch.no_grad()
-    def step(**samples: torch.Tensor) -> torch.Tensor:
-        for years in DataLoader(list(samples.values()), batch_size=3):
-            out = ratio(years)
-        return out
-
-    return record_model(nn.Identity(), step, a=torch.zeros(2), b=torch.zeros(2), c=torch.zeros(2))
-
-
 class Causal(nn.Module):
     """Scores by hand under a causal mask that the model keeps, and the padding of a batch."""
 
@@ -460,22 +430,3 @@ def causal(*, is_hidden: bool) -> Snapshot:
     pad = torch.zeros(3, 6, dtype=torch.bool)
     pad[1, :2] = True
     return record_model(model, lambda x, pad: model(x, pad), x=seeded(3, 6, 4), pad=pad)
-
-
-class Transcriber(nn.Module):
-    """A recurrent layer whose first state is made by torch, and letters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 6)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        scores = self.head(self.rnn(x)[0]).log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(scores, labels, torch.full((2,), 5), lengths)
-
-
-def flat_labels() -> Snapshot:
-    """Labels of all samples in one row, one sample longer than its input."""
-    model = Transcriber()
-    labels, lengths = torch.tensor([1, 2, 1, 2, 1, 2, 1, 2]), torch.tensor([2, 6])
-    return record_model(model, model, x=seeded(2, 5, 3), labels=labels, lengths=lengths)

@@ -14,13 +14,13 @@ from reprokit.program.ir import Program
 from reprokit.shrink import explain as explaining
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.events import Event, Varied
 from reprokit.shrink.explain import Nearest
 from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Verdict
 from tests.shrink import failing
+from tests.shrink.views import Lines
 
 
 def passes(program: Program, tensors: dict[int, torch.Tensor]) -> bool:
@@ -88,7 +88,7 @@ def test_a_whole_number_that_is_zero_is_varied_too() -> None:
     reduction = shrink(failing.record(lambda x, y: x / y, x=torch.zeros(2), y=torch.zeros(2, dtype=torch.int64)))
     assert [(item.free, item.tried) for item in reduction.explain] == [(False, False), (False, None)]  # 1 / 0 is inf
     nearest = nearest_of(reduction)
-    assert (nearest.input, nearest.from_, nearest.to) == (reduction.program.inputs[1].name, 0, 1)
+    assert (nearest.from_, nearest.to) == (0, 1)
 
 
 def test_without_a_budget_nothing_is_claimed() -> None:
@@ -100,7 +100,7 @@ def test_without_a_budget_nothing_is_claimed() -> None:
     items = {item.input: item for item in reduction.explain}
     assert set(items) == {"x", "mask"} and not reduction.one_minimal
     assert all(item.tried is False for item in items.values())  # that it matters is not known
-    assert reduction.untried[-1] == "explain" and reduction.nearest is None
+    assert reduction.nearest is None
 
 
 def test_a_run_that_raises_is_no_pass(tmp_path: Path) -> None:
@@ -128,11 +128,11 @@ def test_sizes_and_places_are_no_constants() -> None:
 
 def test_explaining_is_bounded_and_booked_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explaining, "MAX_RUNS", 3)
-    events: list[Event] = []
-    reduction = shrink(failing.half_linear_overflow(), on_event=events.append)
-    assert reduction.explain_checks == sum(isinstance(event, Varied) for event in events) == 3
+    view = Lines()
+    reduction = shrink(failing.half_linear_overflow(), view=view)
+    assert reduction.explain_checks == sum(line.startswith("variant ") for line in view.shown) == 3
     assert reduction.checks == sum(reduction.verdicts.values())
-    assert reduction.one_minimal and reduction.untried == []
+    assert reduction.one_minimal
 
 
 def test_explaining_is_deterministic() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,9 +24,9 @@ from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.recorded import NonfiniteCheck
-from reprokit.shrink.isolation import processes
-from reprokit.shrink.isolation.processes import RunLimits, resident_bytes
-from reprokit.shrink.isolation.runner import Isolation, observe_packed
+from reprokit.shrink.isolation import apart
+from reprokit.shrink.isolation.apart import RunLimits, resident_bytes
+from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task, pack, pack_report, unpack, unpack_report
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
@@ -34,11 +35,19 @@ from reprokit.snapshot.format import Snapshot, count_elements
 from tests.conftest import ROOT
 from tests.shrink import failing
 from tests.shrink.predicates import FEW_CALLS, Hostile, NeedsBoth, NotFreshly, by_number, threads_and_draw
+from tests.shrink.views import Lines
 
-SHORT = RunLimits(seconds=1.0, memory=1 << 28)
-needs_fork = pytest.mark.skipif(not processes.can_fork(), reason="candidates cannot be forked here")
+SHORT = RunLimits(seconds=3.0, memory=1 << 28)
+needs_fork = pytest.mark.skipif(not apart.can_fork(), reason="candidates cannot be forked here")
 pytestmark = pytest.mark.usefixtures("importable_tests", "nothing_is_left_behind")
-APART = [pytest.param("fork", marks=needs_fork), "worker"]
+
+
+@pytest.fixture(params=[pytest.param("forked", marks=needs_fork), "spawned"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both kinds of children."""
+    if request.param == "spawned":
+        monkeypatch.setattr(apart, "can_fork", lambda: False)
+    return str(request.param)
 
 
 def candidate(number: float) -> Candidate:
@@ -47,10 +56,9 @@ def candidate(number: float) -> Candidate:
     return Candidate(program, {0: torch.full((1,), float(number))})
 
 
-def isolation(mode: str, observe: Observe = by_number, **options: object) -> Isolation:
-    """An isolation with short limits."""
-    task = Task.of(observe, Settings())
-    return Isolation(task, mode, **{"limits": SHORT, **options})  # type: ignore[arg-type]
+def isolation(observe: Observe = by_number, **options: Any) -> Isolation:
+    """Candidates run in children, with short limits."""
+    return Isolation(Task.of(observe, Settings()), **{"limits": SHORT, "always_apart": True, **options})
 
 
 def reason(report: Report) -> str:
@@ -59,53 +67,47 @@ def reason(report: Report) -> str:
     return report.error.reason
 
 
-@pytest.mark.parametrize("mode", APART)
-def test_whatever_a_candidate_does_is_reported(mode: str) -> None:
-    with closing(isolation(mode)) as places:
-        reports = [places.report(candidate(number)) for number in range(6)]
-        assert [reason(report) for report in reports[2:]] == ["crash", "time", "memory", "error"]
+@pytest.mark.usefixtures("way")
+def test_whatever_a_candidate_does_is_reported() -> None:
+    with closing(isolation()) as places:
+        reports = [places.report(candidate(number)) for number in range(7)]
+        assert [reason(report) for report in reports[2:]] == ["crash", "time", "memory", "error", "crash"]
         assert "SIGSEGV" in str(reports[2].error)
         assert "ValueError: a check that raises" in str(reports[5].error)
         failure = reports[0].value()
         assert failure is not None and failure.call == "torch.log" and failure.num_elements != os.getpid()
         assert reports[1].value() is None
-        assert dict(places.ended) == {"crash": 1, "time": 1, "memory": 1}
-
-
-@needs_fork
-def test_a_check_that_exits_is_a_crash() -> None:
-    assert reason(isolation("fork").report(candidate(6))) == "crash"
+        assert dict(places.ended) == {"crash": 2, "time": 1, "memory": 1}
 
 
 @needs_fork
 def test_verdicts_of_candidates_that_crash_or_hang() -> None:
-    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation("fork"))
+    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation())
     verdicts = [oracle.check(candidate(number)) for number in (0, 1, 2, 3)]
     assert verdicts == [Verdict.SAME, Verdict.PASSES, Verdict.INVALID, Verdict.INVALID]
 
 
-def test_a_worker_goes_on_after_a_crash_and_keeps_its_process_otherwise() -> None:
-    with closing(isolation("worker")) as places:
-        processes = []
-        for number in (0, 0, 2, 0):
-            report = places.report(candidate(number))
-            if number == 0:
-                failure = report.value()
-                assert failure is not None
-                processes.append(failure.num_elements)
+def test_a_spawned_child_is_used_until_a_candidate_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "can_fork", lambda: False)
+    with closing(isolation(jobs=2)) as places:
+        reports = [places.report(candidate(number)) for number in (0, 0, 2)]
+        reports += places.reports([candidate(number) for number in (0, 1)])
+        with closing(places.reports([candidate(number) for number in (1, 0)])) as unread:
+            next(unread)
+        reports.append(places.report(candidate(1)))
+    processes = [failure.num_elements for failure in (report.observation for report in reports) if failure is not None]
     assert processes[0] == processes[1] != processes[2]
+    assert [report.error is None for report in reports] == [True, True, False, True, True, True]
 
 
-def test_a_check_that_no_worker_can_load_is_told() -> None:
-    with (
-        closing(isolation("worker", lambda tried: None)) as places,
-        pytest.raises(ReprokitError, match="cannot be sent"),
-    ):
+def test_a_check_that_cannot_be_sent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "can_fork", lambda: False)
+    with closing(isolation(lambda tried: None)) as places, pytest.raises(ReprokitError, match="cannot be sent"):
         places.report(candidate(0))
 
 
 def test_candidates_of_the_last_word_run_in_an_interpreter_of_their_own() -> None:
-    failure = isolation("process").report_freshly(candidate(0)).value()
+    failure = isolation(always_apart=False).report_freshly(candidate(0)).value()
     assert failure is not None and failure.num_elements != os.getpid()
 
 
@@ -122,14 +124,14 @@ def test_candidates_of_the_last_word_run_in_an_interpreter_of_their_own() -> Non
 )
 def test_calls_that_trust_their_arguments_run_apart(target: str, is_here: bool) -> None:
     program = Program((Call(target, (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
-    failure = isolation("auto").report(Candidate(program, {0: torch.zeros(1)})).value()
+    failure = isolation(always_apart=False).report(Candidate(program, {0: torch.zeros(1)})).value()
     assert failure is not None
     assert (failure.num_elements == os.getpid()) is is_here
 
 
 @needs_fork
 def test_after_a_crash_everything_runs_apart() -> None:
-    places = isolation("auto")
+    places = isolation(always_apart=False)
     first = places.report(candidate(0)).value()
     trusting = Program((Call("torch.embedding_bag", (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
     assert reason(places.report(Candidate(trusting, {0: torch.full((1,), 2.0)}))) == "crash"
@@ -138,24 +140,17 @@ def test_after_a_crash_everything_runs_apart() -> None:
     assert second is not None and second.num_elements != os.getpid()
 
 
-def test_limits_follow_from_the_first_run() -> None:
-    places = isolation("process", limits=None)
+def test_limits_follow_from_the_first_run_and_stay_when_the_check_changes() -> None:
+    places = isolation(limits=None, always_apart=False)
     places.report(candidate(1))
     assert places.allowed == RunLimits.after(0.0)
-    assert isolation("process", limits=SHORT).allowed == SHORT
-    limits = RunLimits.after(7.0)
-    assert limits.seconds == 70.0 and limits.times(3).seconds == 210.0 and RunLimits().times(3) == RunLimits()
-    assert limits.memory is not None and limits.memory >= resident_bytes(os.getpid())
-
-
-def test_another_way_to_observe_is_never_without_limits() -> None:
-    places = isolation("process", limits=None)
-    places.report(candidate(1))
-    with places.observing(Task.of(NeedsBoth(), Settings())):
-        assert places.allowed == RunLimits.after(0.0)
-    assert places.task.observe is by_number and places.allowed == RunLimits.after(0.0)
-    places.change(places.task, 5)
+    places.change(Task.of(NeedsBoth(), Settings()), 5)
     assert places.allowed == RunLimits.after(0.0).times(5)
+    places.forget_limits()
+    assert places.allowed == RunLimits() == RunLimits().times(3)
+    assert isolation(limits=SHORT).allowed == SHORT
+    limits = RunLimits.after(7.0)
+    assert limits.seconds == 70.0 and limits.memory is not None and limits.memory >= resident_bytes(os.getpid())
 
 
 @needs_fork
@@ -168,7 +163,7 @@ def test_threads_of_the_parent_do_not_stop_a_child(num_threads: int) -> None:
         state = torch.get_rng_state()
         drawn = int(torch.randint(1 << 30, ()))
         torch.set_rng_state(state)
-        report = isolation("fork", threads_and_draw, limits=RunLimits(60.0)).report(candidate(0))
+        report = isolation(threads_and_draw, limits=RunLimits(60.0)).report(candidate(0))
     finally:
         torch.set_num_threads(before)
     found = report.value()
@@ -176,31 +171,27 @@ def test_threads_of_the_parent_do_not_stop_a_child(num_threads: int) -> None:
     assert (found.num_bad, found.num_elements) == (num_threads, drawn)
 
 
-def test_a_worker_has_the_same_threads_and_generator() -> None:
+def test_a_spawned_child_has_the_same_threads_and_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "can_fork", lambda: False)
     torch.manual_seed(5)
     task = Task.of(threads_and_draw, Settings(num_threads=2))
     expected = task(candidate(0))
-    with closing(Isolation(task, "worker")) as places:
+    with closing(Isolation(task, always_apart=True)) as places:
         assert [places.report(candidate(0)).value() for _ in range(2)] == [expected, expected]
 
 
 def test_tensors_arrive_as_they_are() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     tensors = {0: base.t(), 1: base[1], 2: base.to_sparse(), 3: base.half(), 4: torch.tensor(2)}
-    inputs = tuple(Input(value, f"x{value}", requires_grad=value == 0) for value in tensors)
-    program = Program((Call("torch.stack", ([Ref(value) for value in tensors],), outputs=Ref(5)),), inputs)
-    packed = pack(Candidate(program, tensors))
-    arrived, held = unpack(packed)
-    assert arrived.program == program
+    inputs = tuple(Input(value, f"x{value}", requires_grad=value == 0) for value in range(6))
+    program = Program((Call("torch.stack", ([Ref(value) for value in range(6)],), outputs=Ref(6)),), inputs)
+    arrived = unpack(pack(Candidate(program, {**tensors, 5: tensors[0]})))
+    assert arrived.program == program and arrived.tensors[5] is arrived.tensors[0]
     for value, tensor in tensors.items():
         other = arrived.tensors[value]
         assert (other.layout, other.dtype) == (tensor.layout, tensor.dtype)
         assert torch.equal(other.to_dense(), tensor.to_dense())
         assert tensor.is_sparse or other.stride() == tensor.stride()
-    again = pack(Candidate(program, tensors), {id(tensor): tensor for tensor in tensors.values()})
-    assert len(again) < len(packed)
-    resent, _ = unpack(again, held)
-    assert all(resent.tensors[value] is arrived.tensors[value] for value in tensors)
 
 
 def test_reports_carry_nothing_but_data() -> None:
@@ -210,15 +201,6 @@ def test_reports_carry_nothing_but_data() -> None:
     assert "is not plain data" in str(unpack_report(pack_report(smuggled)).error)
     assert reason(unpack_report(b"damaged")) == "error"
     assert reason(unpack_report(pack_report(Report(lambda: None)))) == "error"  # type: ignore[arg-type]
-
-
-@needs_fork
-def test_the_other_side_of_an_executor_isolates_as_well() -> None:
-    task = Task.of(by_number, Settings())
-    reports = [unpack_report(observe_packed(task, pack(candidate(number)), SHORT)) for number in (2, 0, 3)]
-    assert [reason(reports[0]), reason(reports[2])] == ["crash", "time"]
-    failure = reports[1].value()
-    assert failure is not None and failure.num_elements != os.getpid()
 
 
 @needs_fork
@@ -234,19 +216,21 @@ def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_mini
 
     monkeypatch.setattr(reducer, "Isolation", kept)
     snapshot = two_calls_among_many()
-    kind = shrink(snapshot, observe=NeedsBoth(), isolation="process")
-    tried: list[tuple[int, str]] = []
+    kind = shrink(snapshot, observe=NeedsBoth())
+    view = Lines()
     hostile = shrink(
         snapshot,
         observe=Hostile(num_calls=snapshot.program.num_calls),
-        limits=RunLimits(seconds=0.8),
+        limits=RunLimits(seconds=3.0),
         jobs=jobs,
-        on_event=lambda event: tried.append((getattr(event, "calls", 0), getattr(event, "verdict", ""))),
+        max_time=600.0,  # each hang costs its limit
+        view=view,
     )
     assert sorted(call.name for call in hostile.program.calls) == ["exp", "log"]
     assert hostile.one_minimal
     assert count_elements(hostile.program, hostile.tensors) == count_elements(kind.program, kind.tensors)
-    fates = [verdict == "invalid" for calls, verdict in tried if verdict and calls > FEW_CALLS]
+    tried = [re.search(r": (\w+) \((\d+) calls?, ", line) for line in view.checks]
+    fates = [found[1] == "invalid" for found in tried if found is not None and int(found[2]) > FEW_CALLS]
     assert sum(fates) >= 0.4 * len(fates) > 4
     assert used[-1].ended["crash"] > used[-1].ended["time"] > 0
 
@@ -268,23 +252,25 @@ def two_calls_among_many() -> Snapshot:
 SCRIPT = """
 import signal, sys
 import torch
-from reprokit.shrink.isolation.processes import RunLimits
+from reprokit.shrink.isolation import apart
+from reprokit.shrink.isolation.apart import RunLimits
 from reprokit.shrink.reducer import shrink
 from tests.shrink import failing
 from tests.shrink.predicates import LeavesTraces
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+if sys.argv[2] == "spawned":
+    apart.can_fork = lambda: False
 try:
-    shrink(failing.zero_by_zero(), observe=LeavesTraces(sys.argv[1]), isolation=sys.argv[2], limits=RunLimits(600.0))
+    shrink(failing.zero_by_zero(), observe=LeavesTraces(sys.argv[1]), limits=RunLimits(600.0))
 except KeyboardInterrupt:
     print("interrupted")
 """
 
 
-@pytest.mark.parametrize("mode", APART)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_reduction_leaves_no_process_behind(tmp_path: Path, mode: str, number: int) -> None:
+def test_an_interrupted_reduction_leaves_no_process_behind(tmp_path: Path, way: str, number: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", SCRIPT, str(tmp_path), mode]
+    arguments = [sys.executable, "-c", SCRIPT, str(tmp_path), way]
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as process:
         eventually(lambda: any(tmp_path.iterdir()))
         (traces,) = tmp_path.iterdir()
@@ -322,11 +308,6 @@ def test_by_default_a_check_of_ones_own_runs_apart() -> None:
     assert Isolation(Task.of(NeedsBoth(), Settings()), jobs=4, always_apart=True).num_at_once == 4
 
 
-def test_there_is_no_other_isolation() -> None:
-    with pytest.raises(ReprokitError, match="no isolation `container`"):
-        shrink(failing.zero_by_zero(), isolation="container")
-
-
 @needs_fork
 @pytest.mark.parametrize(("observe", "is_certain"), [(NeedsBoth("log"), True), (NotFreshly(os.getpid()), False)])
 def test_a_fresh_interpreter_has_the_last_word(observe: Observe, is_certain: bool) -> None:
@@ -338,4 +319,4 @@ def test_a_fresh_interpreter_has_the_last_word(observe: Observe, is_certain: boo
 @needs_fork
 def test_without_crashes_nothing_has_to_be_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Isolation, "report_freshly", lambda *_: pytest.fail("a fresh interpreter was started"))
-    assert shrink(failing.zero_times_log_zero(), isolation="fork").one_minimal
+    assert shrink(failing.zero_times_log_zero(), jobs=2).one_minimal

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
-from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.recorded import NonfiniteCheck
-from reprokit.shrink.events import Checked, Event
-from reprokit.shrink.isolation import processes as places
+from reprokit.shrink.isolation import apart as isolated
 from reprokit.shrink.isolation import runner
-from reprokit.shrink.isolation.processes import RunLimits
+from reprokit.shrink.isolation.apart import RunLimits
 from reprokit.shrink.isolation.runner import Isolation, Reports
 from reprokit.shrink.isolation.task import Report, Task
 from reprokit.shrink.oracle import Oracle, OutOfBudget
@@ -33,6 +32,7 @@ from reprokit.shrink.signature import Signature, Verdict
 from tests.shrink import failing
 from tests.shrink.predicates import by_number
 from tests.shrink.test_isolation import candidate, needs_fork
+from tests.shrink.views import Lines
 
 leaves_nothing_behind = pytest.mark.usefixtures("nothing_is_left_behind")
 STEPS = (failing.masked_softmax, failing.adam_half, failing.gated_recurrence, failing.wrong_shapes)
@@ -137,19 +137,18 @@ def test_a_problem_accepts_the_first_that_is_smaller() -> None:
 
 
 def outcome(run: Callable[..., Reduction], **options: Any) -> tuple[Any, ...]:
-    """All that must not depend on how many candidates run at once, the events among it."""
-    events: list[Event] = []
-    reduction = run(on_event=events.append, **options)
-    told = [event for event in events if isinstance(event, Checked)]
+    """All that must not depend on how many candidates run at once, the lines among it."""
+    view = Lines()
+    reduction = run(view=view, **options)
     tensors = {value: tensor.tolist() for value, tensor in reduction.tensors.items()}
     summary = without_seconds(reduction.summary())
-    return reduction.program, tensors, reduction.failure, reduction.log, summary, told
+    return reduction.program, tensors, reduction.failure, reduction.log, summary, view.checks
 
 
 def without_seconds(content: Any) -> Any:
-    """Nested data without what is measured."""
+    """Nested data without what is measured, and the number of replays, which are fewer when they are slow."""
     if isinstance(content, dict):
-        return {key: without_seconds(value) for key, value in content.items() if key != "seconds"}
+        return {key: without_seconds(value) for key, value in content.items() if key not in ("seconds", "reproduces")}
     return [without_seconds(item) for item in content] if isinstance(content, list) else content
 
 
@@ -162,17 +161,20 @@ def reduce(step: Callable[[], Any]) -> Callable[..., Reduction]:
 @needs_fork
 @leaves_nothing_behind
 @pytest.mark.parametrize("step", STEPS)
-def test_jobs_do_not_change_a_reduction(step: Callable[[], Any]) -> None:
+def test_jobs_do_not_change_a_reduction(step: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = reduce(step)
-    alone = outcome(run, isolation="process")
-    assert outcome(run, isolation="fork", jobs=3) == alone
-    assert outcome(run, jobs=2) == alone
+    alone = outcome(run)
+    monkeypatch.setattr(runner, "_WORTH_A_PROCESS", 0.0)
+    assert outcome(run, jobs=3) == alone
 
 
 @leaves_nothing_behind
-def test_workers_do_not_change_a_reduction() -> None:
+def test_spawned_children_do_not_change_a_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     run = reduce(failing.where_gradient)
-    assert outcome(run, isolation="worker", jobs=2) == outcome(run)
+    alone = outcome(run)
+    monkeypatch.setattr(runner, "_WORTH_A_PROCESS", 0.0)
+    monkeypatch.setattr(isolated, "can_fork", lambda: False)
+    assert outcome(run, jobs=2) == alone
 
 
 @contextmanager
@@ -189,14 +191,14 @@ def processes() -> Iterator[Executor]:
         yield executor
 
 
-class Counting:
+class Counting(Executor):
     """An executor that counts what goes through it."""
 
     def __init__(self, executor: Any) -> None:
         self.executor = executor
         self.num_submitted = 0
 
-    def submit(self, function: Any, /, *arguments: Any) -> Any:
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Any:
         self.num_submitted += 1
         return self.executor.submit(function, *arguments)
 
@@ -223,16 +225,15 @@ def test_crashes_do_not_break_an_executor() -> None:
         reports = list(places.reports([candidate(number) for number in (2, 0, 2, 1)]))
     assert [report.error is None for report in reports] == [False, True, False, True]
     assert dict(places.ended) == {"crash": 2}
-    assert places.trouble == ""
 
 
-class Broken:
+class Broken(Executor):
     """An executor that fails after so many results."""
 
     def __init__(self, num_good: int) -> None:
         self.num_good = num_good
 
-    def submit(self, function: Any, /, *arguments: Any) -> Future[Any]:
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.num_good -= 1
         if self.num_good < 0:
@@ -244,41 +245,30 @@ class Broken:
 
 @needs_fork
 @leaves_nothing_behind
-@pytest.mark.parametrize("num_good", [0, 1, 3])
-def test_without_its_executor_a_reduction_goes_on_here(num_good: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[Isolation] = []
-
-    def kept(*arguments: Any) -> Isolation:
-        used.append(Isolation(*arguments))
-        return used[-1]
-
-    monkeypatch.setattr(reducer, "Isolation", kept)
-    run = reduce(failing.gated_recurrence)
-    assert outcome(run, executor=Broken(num_good), jobs=2) == outcome(run)
-    assert used[0].trouble == "ConnectionError: the cluster is gone"
+def test_an_executor_that_fails_ends_the_reduction(tmp_path: Path) -> None:
+    with pytest.raises(ReprokitError, match="the executor failed: ConnectionError: the cluster is gone"):
+        shrink(failing.gated_recurrence(), out_dir=tmp_path, executor=Broken(8), jobs=2)
+    assert (tmp_path / "reduction.pt").is_file()  # the best so far
 
 
-class Silent:
+class Silent(Executor):
     """An executor whose workers are gone for good."""
 
-    def submit(self, function: Any, /, *arguments: Any) -> Future[Any]:
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
         return Future()
 
 
-@needs_fork
 def test_an_executor_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_SECONDS_ON_THE_WAY", 0.0)
-    said: list[str] = []
-    places = Isolation(Task.of(by_number, Settings()), limits=RunLimits(0.5), executor=Silent(), jobs=10**6)
-    places.on_trouble = said.append
-    assert [report.error for report in places.reports([candidate(0), candidate(1)])] == [None, None]
-    assert said == ["TimeoutError"] and places.jobs == os.cpu_count()
+    places = Isolation(Task.of(by_number, Settings()), limits=RunLimits(0.5), executor=Silent(), jobs=2)
+    with pytest.raises(ReprokitError, match="the executor failed: TimeoutError"):
+        list(places.reports([candidate(0), candidate(1)]))
 
 
 def test_forking_is_tried_before_it_is_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    places._passes_trial.cache_clear()
-    monkeypatch.setattr(places, "_differentiate", lambda tried: 1 / 0 if tried is not None else None)
+    isolated._passes_trial.cache_clear()
+    monkeypatch.setattr(isolated, "_differentiate", lambda tried: 1 / 0 if tried is not None else None)
     try:
-        assert not places.can_fork()
+        assert not isolated.can_fork()
     finally:
-        places._passes_trial.cache_clear()
+        isolated._passes_trial.cache_clear()

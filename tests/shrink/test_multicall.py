@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[Any, ...]]] = {
     ),
     "written through a view": (
         lambda: loop(written_view),
-        ("torch.Tensor.backward", None, 2, 1, 45, "RuntimeError"),
+        ("torch.Tensor.backward", None, 2, 1, 50, "RuntimeError"),
     ),
     "by chance": (
         lambda: loop(dropped),
@@ -166,7 +166,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[Any, ...]]] = {
     ),
     "second derivative": (
         loop_with_second_derivative,
-        ("torch.autograd.grad", "PowBackward0", 1, 1, 30, "AssertionError"),
+        ("torch.autograd.grad", "PowBackward0", 1, 1, 65, "AssertionError"),
     ),
 }
 

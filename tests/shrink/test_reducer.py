@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,22 +13,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 
-from reprokit.errors import Flaky, NotReproduced, UsageError
+from reprokit.errors import Flaky, GivenInput, NotReproduced
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.events import Checked, Event, Finished, PassEnded, Replayed, Started
-from reprokit.shrink.oracle import PartBudget
-from reprokit.shrink.probe import forms_of
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.reducer import PASSES, REDUCTION_FILE, shrink
-from reprokit.shrink.reduction import Reduction, load
+from reprokit.shrink.reducer import PASSES, REDUCTION_FILE, SearchStopped, shrink
+from reprokit.shrink.reduction import LogRow, Reduction, load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, count_elements
-from tests.shrink import failing, models
+from tests.shrink import failing
+from tests.shrink.views import Lines
 
 # calls, elements, checks at most
 SIZES = {
@@ -37,23 +35,22 @@ SIZES = {
     failing.asked_for_infinity: (1, 2, 12),
     failing.zero_times_log_zero: (1, 1, 8),
     failing.zero_by_zero: (1, 2, 8),
-    failing.half_linear_overflow: (1, 2, 16),
+    failing.half_linear_overflow: (1, 2, 22),
     failing.half_sum_overflow: (1, 2, 20),
     failing.sqrt_gradient: (1, 1, 8),
     failing.logsumexp_gradient: (1, 2, 10),
     failing.eigh_gradient: (1, 8, 20),
     failing.where_gradient: (1, 1, 10),
-    failing.label_smoothing: (1, 3, 15),
+    failing.label_smoothing: (1, 3, 18),
     failing.adam_half: (1, 2, 15),
     failing.layer_norm_half: (1, 1, 12),
     failing.in_place_gradient: (2, 1, 15),
-    failing.gradients_added_up: (2, 1, 45),
+    failing.gradients_added_up: (2, 1, 50),
     failing.accumulated_gradients: (2, 1, 55),
-    failing.loss_scaled_twice: (2, 2, 70),
+    failing.loss_scaled_twice: (2, 2, 80),
     failing.gradient_penalty: (1, 1, 10),
     failing.singular_matrix: (1, 1, 10),
     failing.wrong_shapes: (1, 3, 35),
-    failing.bad_batch: (1, 2, 15),
     failing.gated_recurrence: (1, 2, 10),
     failing.chosen_column: (1, 1, 8),
 }
@@ -87,7 +84,8 @@ def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
     assert (summary["calls"], summary["elements"]) == (calls, elements)
     assert summary["checks"] <= checks
     assert summary["checks"] == sum(summary["verdicts"].values())
-    assert (summary["verdict"], summary["reproduces"], summary["one_minimal"]) == ("reduced", "5/5", True)
+    assert (summary["verdict"], summary["one_minimal"]) == ("reduced", True)
+    assert summary["reproduces"] in ("5/5", "3/3")  # the latter where a run is slow, as in a child on a busy machine
     assert summary["before"] == {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements}
     assert [entry["input"] for entry in summary["explain"]] == [item.name for item in reduction.program.inputs]
     assert len({item.name for item in reduction.program.inputs}) == len(reduction.program.inputs)
@@ -132,6 +130,19 @@ def test_a_branch_that_is_not_taken_keeps_the_call_that_drops_it(
     assert size_of(reduction) <= (3, 3)
 
 
+@pytest.mark.parametrize(("cls", "elements"), [(nn.LSTM, 21), (nn.GRU, 15)])
+def test_of_a_recurrent_layer_one_feature_of_the_first_layer_is_left(cls: Any, elements: int) -> None:
+    torch.manual_seed(0)
+    layer = cls(5, 7, num_layers=2, bidirectional=True, dtype=torch.float64)
+    x = failing.seeded(4, 3, 5).double()
+    x[2, 1] = torch.tensor([1e308, -1e308, 1e308, -1e308, 1e308], dtype=torch.float64)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.mul_(1e3)
+    reduction = shrink(failing.record(lambda x: layer(x)[0].sum(), x=x))
+    assert size_of(reduction) == (1, elements)
+
+
 def test_a_backward_pass_from_a_nan_that_nothing_computes_is_no_reproduction() -> None:
     snapshot = failing.record(lambda loss: loss.backward(), loss=torch.tensor(float("nan"), requires_grad=True))
     assert not snapshot.summary()["failure"]["shows_cause"]
@@ -139,11 +150,14 @@ def test_a_backward_pass_from_a_nan_that_nothing_computes_is_no_reproduction() -
         shrink(snapshot)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
-def test_of_many_ruined_parameters_one_is_left(num_layers: int) -> None:
-    reduction = shrink(failing.ruined_teacher(num_layers))
-    assert (reduction.failure.call, reduction.failure.input_name) == (None, "weight0")
-    assert size_of(reduction) <= (1, 2) and reduction.one_minimal
+@pytest.mark.parametrize(
+    ("step", "name", "rows"),
+    [(failing.bad_batch, "batch", [3]), (lambda: failing.ruined_teacher(2), "weight0", [0, 1, 2, 3])],
+)
+def test_what_an_input_holds_is_not_reduced(step: failing.Step, name: str, rows: list[int]) -> None:
+    with pytest.raises(GivenInput) as caught:
+        shrink(step())
+    assert (caught.value.input["name"], caught.value.input["rows"]) == (name, rows)
 
 
 def test_what_matters_is_told() -> None:
@@ -179,16 +193,6 @@ def test_eight_bit_floats_with_which_torch_hardly_computes(dtype: torch.dtype) -
     assert reduction.one_minimal
 
 
-def test_layers_of_a_recurrent_network_go_together_with_their_weights() -> None:
-    layer = torch.nn.LSTM(5, 7, num_layers=3, batch_first=True)
-    x = failing.seeded(3, 4, 5)
-    x[1, 2] = float("nan")
-    reduction = shrink(failing.record(lambda batch: layer(batch)[0].sum(), batch=x))
-    (call,) = reduction.program.calls
-    assert call.target == "torch.lstm"
-    assert count_elements(reduction.program, reduction.tensors) == 11  # input, two states, four gates on either side
-
-
 def test_the_surroundings_are_left_alone() -> None:
     torch.manual_seed(7)
     state = torch.get_rng_state()
@@ -202,15 +206,15 @@ def test_the_surroundings_are_left_alone() -> None:
     assert all(torch.equal(tensors[value], tensor) for value, tensor in snapshot.tensors.items())
 
 
-def test_events_tell_what_happens() -> None:
-    events: list[Event] = []
-    reduction = shrink(failing.masked_softmax(), on_event=events.append)
-    assert events[:2] == [Started(reduction.before.calls, reduction.before.elements), Replayed(5, 5)]
-    assert isinstance(events[-1], Finished) and events[-1].one_minimal
-    checked = [event for event in events if isinstance(event, Checked)]
-    assert [event.number for event in checked] == list(range(1, reduction.checks + 1))
-    assert all(str(event) for event in events)
-    assert reduction.log[0].startswith("1: only 1 of ")
+def test_the_view_and_the_log_hold_what_happens() -> None:
+    view = Lines()
+    reduction = shrink(failing.masked_softmax(), view=view)
+    before = f"{reduction.before.calls} calls, {reduction.before.elements} elements"
+    assert view.said[:2] == [f"start: {before}, at most 120 s", "replay: 5/5 runs fail as recorded"]
+    assert view.shown[-1].startswith("nothing more can go: 1 call, 1 element after ")
+    assert [int(line.partition(":")[0]) for line in view.checks] == list(range(1, reduction.checks + 1))
+    assert reduction.log[0] == LogRow(1, reduction.log[0].change, 1, reduction.log[0].elements)
+    assert str(reduction.log[0]).startswith("1: only 1 of ")
 
 
 def test_the_best_is_on_disk(tmp_path: Path) -> None:
@@ -221,39 +225,22 @@ def test_the_best_is_on_disk(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_reduction_leaves_the_best_and_goes_on(tmp_path: Path) -> None:
-    def interrupt(event: Event) -> None:
-        if isinstance(event, Checked) and event.number == 5:
-            raise KeyboardInterrupt
+    class Interrupting(Lines):
+        def show(self, line: str) -> None:
+            if "check 5:" in line:
+                raise KeyboardInterrupt
 
     snapshot = failing.half_linear_overflow()
-    with pytest.raises(KeyboardInterrupt):
-        shrink(snapshot, out_dir=tmp_path, on_event=interrupt)
-    best = load(tmp_path / REDUCTION_FILE)
-    assert not best.one_minimal
-    assert best.program.num_calls == 1
-    resumed = shrink(snapshot, out_dir=tmp_path, resume=True)
-    whole = shrink(snapshot)
-    assert is_alike(resumed, whole)
-    assert best.checks < resumed.checks < best.checks + whole.checks
-
-
-def test_a_level_is_gone_on_from_and_no_other_one(tmp_path: Path) -> None:
-    snapshot = models.masked_attention()
-    whole = shrink(snapshot, out_dir=tmp_path, level="module")
-    resumed = shrink(snapshot, out_dir=tmp_path, level="module", resume=True)
-    assert resumed.context is not None and is_alike(resumed, whole)
-    with pytest.raises(UsageError, match="was made at level `module`"):
-        shrink(snapshot, out_dir=tmp_path, resume=True)
-
-
-def test_without_a_piece_of_the_model_the_minimum_is_the_result_and_says_so() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return ((x * 1e8 + 1.0) - x * 1e8).sum()
-
-    snapshot = failing.traced(step, x=failing.seeded(4, 6))
-    reduction = shrink(snapshot, level="module", check="mismatch:fp64")
-    assert reduction.context is None and reduction.program.num_calls == 2
-    assert reduction.notes == ["no piece of the model shows the failure: this is the minimum"]
+    with pytest.raises(SearchStopped) as stopped:
+        shrink(snapshot, out_dir=tmp_path, view=Interrupting())
+    best = stopped.value.best
+    assert is_alike(best, load(tmp_path / REDUCTION_FILE))
+    assert best.stopped == "interrupted" and not best.one_minimal and best.program.num_calls == 1
+    assert is_alike(shrink(snapshot, earlier=best), shrink(snapshot))
+    other = failing.zero_by_zero()
+    healthy = {value: torch.ones_like(tensor) for value, tensor in other.tensors.items()}
+    with pytest.raises(NotReproduced, match="the earlier reduction does not fail any more"):
+        shrink(other, earlier=replace(best, program=other.program, tensors=healthy))
 
 
 def test_a_spent_budget_is_not_a_proof(tmp_path: Path) -> None:
@@ -319,7 +306,6 @@ def test_a_pass_that_breaks_off_costs_nothing_else(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "find_context", breaks)
     reduction = shrink(failing.zero_by_zero())
     assert reduction.program.num_calls == 1 and not reduction.one_minimal
-    assert reduction.untried == ["sizes", "explain"]
     told = "stopped after an internal error (RuntimeError: not today); the other parts ran"
     assert reduction.notes == [f"`{part}` {told}" for part in ("sizes", "explain", "context")]
 
@@ -330,49 +316,12 @@ def never_ends(problem: Problem) -> None:
         pass
 
 
-def probes_for_ever(problem: Problem) -> None:
-    """Asks for ever whether other shapes fit."""
-    best, prober = problem.best, problem.prober
-    ground = prober.ground(best)
-    assert ground is not None
-    for size in itertools.count(1):
-        prober.shapes(best.program, {v: replace(form, shape=(size,)) for v, form in forms_of(best).items()}, ground)
-
-
-@pytest.mark.parametrize("endless", [never_ends, probes_for_ever])
-def test_a_pass_that_never_ends_spends_its_budget_and_says_so(
-    endless: Callable[[Problem], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(import_module("reprokit.shrink.oracle"), "_LEAST_SECONDS", 0.3)
-    rows = [(name, endless if name == "sizes" else run_pass) for name, run_pass in PASSES]
+def test_a_pass_that_never_ends_spends_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(name, never_ends if name == "sizes" else run_pass) for name, run_pass in PASSES]
     monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "PASSES", tuple(rows))
-    events: list[Event] = []
-    reduction = shrink(failing.masked_softmax(), on_event=events.append)
-    assert not reduction.one_minimal and reduction.stopped is None
-    assert reduction.untried == ["sizes"]
-    assert [note for note in reduction.notes if "`sizes` spent its budget: search incomplete" in note]
-    assert [event.name for event in events if isinstance(event, PassEnded) and event.is_over] == ["sizes"]
-    assert reduction.program.num_calls == 1, "the other passes go on"
-
-
-def test_checks_of_a_pass_are_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("reprokit.shrink.oracle"), "_CHECKS", 1)
-    reduction = shrink(failing.gradients_added_up())
-    assert not reduction.one_minimal and reduction.untried
-    assert all(row.checks <= 1 for row in reduction.passes if row.name != "explain")
-
-
-def test_the_budget_of_a_part_follows_from_the_first_run_and_from_what_was_asked_for() -> None:
-    default, slow, slowest = (PartBudget.after(seconds).seconds for seconds in (0.01, 1.0, 100.0))
-    assert default < slow < slowest == PartBudget.after(1000.0).seconds
-    assert PartBudget.after(0.01, max_time=3600.0).seconds == 3600.0
-    assert PartBudget.after(0.01, max_time=1.0) == PartBudget.after(0.01)
-    assert PartBudget.after(0.01, max_checks=10**6).checks == 10**6
-
-
-def test_a_level_that_does_not_exist() -> None:
-    with pytest.raises(UsageError, match="no level `layer`"):
-        shrink(failing.zero_by_zero(), level="layer")
+    reduction = shrink(failing.masked_softmax(), max_time=1.0)
+    assert (reduction.one_minimal, reduction.stopped) == (False, "max-time")
+    assert reduction.program.num_calls == 1 and reduction.explain
 
 
 UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -424,6 +373,6 @@ def test_the_summary_is_what_the_contract_says() -> None:
     assert summary["max_abs_input"] == 100.0
     assert set(summary) == {
         "schema", "verdict", "calls", "elements", "max_abs_input", "checks", "verdicts", "seconds", "reproduces",
-        "explain", "constants", "nearest", "explain_checks", "before", "signature", "one_minimal", "stopped", "untried",
-        "passes", "notes", "level", "whatif", "diagnosis",
+        "explain", "constants", "nearest", "explain_checks", "before", "signature", "one_minimal", "stopped",
+        "notes", "whatif", "diagnosis", "no_repro",
     }  # fmt: skip

@@ -12,7 +12,7 @@ from reprokit.program.ir import Call, Ref
 from reprokit.render.sources import context_script
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
-from reprokit.shrink.isolation.processes import RunLimits
+from reprokit.shrink.isolation.apart import RunLimits
 from reprokit.shrink.passes.cut import slice_to
 from reprokit.shrink.reducer import shrink
 from tests.shrink import failing, models

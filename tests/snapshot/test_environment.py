@@ -25,16 +25,12 @@ def described_in_one_text() -> None:
     """Each test has the system asked anew."""
 
 
-def test_versions_and_text() -> None:
+def test_versions_and_text_are_plain_data(tmp_path: Path) -> None:
     collected = collect_environment()
     assert collected.torch == torch.__version__
     assert collected.python == platform.python_version()
     assert "PyTorch version" in collected.collect_env
     json.dumps(plain_of(collected))
-
-
-def test_loads_as_plain_data(tmp_path: Path) -> None:
-    collected = collect_environment(timeout=0)
     torch.save(plain_of(collected), tmp_path / "environment.pt")
     assert read(Environment, torch.load(tmp_path / "environment.pt", weights_only=True)) == collected
 

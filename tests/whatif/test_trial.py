@@ -99,12 +99,8 @@ def test_answers(make: Make, variant: str, answer: Answer) -> None:
     assert trial.answer is answer, trial
     assert (trial.seconds is None) == (answer is CANNOT_RUN)
     if answer in (OTHER, CANNOT_RUN):
-        assert trial.detail and "\n" not in trial.detail
-
-
-def test_what_is_bad_otherwise_is_said() -> None:
-    assert "`x`" in trial_of(large_logarithm(), "float16").detail
-    assert "not implemented" in trial_of(failing.eigh_gradient(), "bfloat16").detail
+        reason = {large_logarithm: "`x`", failing.eigh_gradient: "not implemented"}.get(make, "")
+        assert trial.detail and "\n" not in trial.detail and reason in trial.detail
 
 
 def test_anomaly_mode_is_quoted() -> None:
@@ -148,13 +144,10 @@ def test_the_other_device() -> None:
     assert trial_of(failing.masked_softmax(), "cuda").answer is SAME
 
 
-@pytest.mark.parametrize(
-    ("make", "answer"),
-    [(failing.masked_softmax, SAME), (failing.sqrt_gradient, SAME), (failing.wrong_shapes, SAME)],
-)
-def test_compiled(make: Make, answer: Answer) -> None:
+@pytest.mark.parametrize("make", [failing.masked_softmax, failing.sqrt_gradient, failing.wrong_shapes])
+def test_compiled(make: Make) -> None:
     trial = trial_of(make(), "compile:aot_eager")
-    assert trial.answer is answer, trial
+    assert trial.answer is SAME, trial
 
 
 def test_a_compiler_that_does_not_exist_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

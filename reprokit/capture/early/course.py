@@ -178,7 +178,8 @@ class Course:
     def _leave(self, value: Value, rate: float | None) -> Departure | None:
         streak = self._streak
         streak.append(value)
-        self._rose = self._rose or self._has_risen(rate)
+        if rate is not None and len(self._rates) >= LEAST:
+            self._rose = self._rose or rate > _RISE * _median(self._rates)
         if len(streak) > _REGIME:
             self._adopt()
             return None
@@ -229,9 +230,6 @@ class Course:
         if self.band.is_log and self._lowest > 0:
             return self.band.spreads(number) > self.band.spreads(self._highest) + _BEYOND
         return number > self._highest + (self._highest - self._lowest)
-
-    def _has_risen(self, rate: float | None) -> bool:
-        return rate is not None and len(self._rates) >= LEAST and rate > _RISE * _median(self._rates)
 
     def _departure(self, severity: Severity, *, is_over: bool = False) -> Departure:
         """The streak, with the values right before it that were already high, as with a number that grows slowly."""

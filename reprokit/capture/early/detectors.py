@@ -65,8 +65,7 @@ class Finding(NamedTuple):
     """A parameter (its name and ``id``) that learns nothing, and the first ``step`` that shows it; ``num_steps`` played
     ones do.
 
-    ``way`` is ``zeros`` if its gradient is zero from there on, ``none`` if it has none any more, ``never`` if it and
-    the ``others`` have had none so far, ``nan`` if a hook makes it finite in that step.
+    ``way`` is ``zeros`` if its gradient is zero from there on, ``none`` if it has none any more.
     """
 
     kind: EventKind
@@ -76,7 +75,6 @@ class Finding(NamedTuple):
     place: int
     step: int
     key: int
-    others: tuple[str, ...] = ()
 
 
 class Detectors:
@@ -208,5 +206,4 @@ class _ScaleFalls:
 
 
 def _is_far(value: Any) -> bool:
-    """True for a number on a CUDA device."""
     return isinstance(value, torch.Tensor) and value.is_cuda

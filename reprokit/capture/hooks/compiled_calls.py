@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
@@ -45,8 +44,7 @@ class _Running:
 class CompiledCalls:
     """Performs calls of compiled functions and notes those of the loop itself.
 
-    Functions in ``_masking`` have left their update of a bad loss out, as going back has shown. ``_has_lost``: of a
-    call's backward pass no gradient was found, which was printed.
+    ``_has_lost``: of a call's backward pass no gradient was found, which was printed.
     """
 
     def __init__(self, run_state: RunState, policy: Policy, failures: Failures, stepping: Stepping) -> None:
@@ -55,7 +53,6 @@ class CompiledCalls:
         self._policy = policy
         self._failures = failures
         self._stepping = stepping
-        self._masking = WeakSet[Any]()
         self._has_lost = False
 
     def note_compiler(self, backend: Any) -> None:
@@ -103,7 +100,6 @@ class CompiledCalls:
         bad = tape.guard(self._finish, running, original, output, sys._getframe(2))
         if bad is not None and tape.enabled:
             self._failures.fail(bad, is_late=True)
-            tape.guard(self._masking.add, compiled)  # the capture is over, or the function has left its update out
         if running.has_updated:
             tape.guard(self._stepping.end_step, running.optimizer)
         return output
@@ -153,17 +149,7 @@ class CompiledCalls:
                 return "gradient"
             if suspect is not None or self._tape.running.differentiations:  # a loss was checked in this step already
                 return None
-        verdict = policy.results(losses)
-        if verdict == "now" and self._is_masked(running.entry):
-            self._failures.count_skipped("loss", self._run_state.iterations.completed)
-            return None
-        return "loss" if verdict is not None else None
-
-    def _is_masked(self, entry: Entry) -> bool:
-        """True if the function has left its update out, as far as one knows that without going back."""
-        history = self._run_state.history
-        is_known = entry.target in self._masking or not history.is_complete
-        return is_known and history.newly_bad() is None
+        return "loss" if policy.results(losses) is not None else None
 
     def _note_lost(self, entry: Entry, original: Any) -> None:
         """Say once that a function calls backward, and that no gradient or update of it was found."""

@@ -41,8 +41,6 @@ class WholeCalls:
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forget gradients."""
         tape = self._tape
-        if tape.only_judges:
-            return target(*args, **kwargs)
         if tape.is_resting:
             tape.wake()
         if not tape.is_outermost:
@@ -77,7 +75,7 @@ class WholeCalls:
 
     def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip gradients; the norm, if there is one, is checked with the gradients."""
-        if self._tape.only_judges or not self._tape.enabled:
+        if not self._tape.enabled:
             return target(*args, **kwargs)
         output, _ = self._perform(kinds.CLIP, target, args, kwargs, sys._getframe(2))
         is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
@@ -91,7 +89,6 @@ class WholeCalls:
         scaler = args[0]
         if not self._tape.enabled or not scaler.is_enabled():
             return target(*args, **kwargs)
-        self._tape.only_judges = False
         output, entry = self._perform(kinds.SCALE, target, args, kwargs, sys._getframe(2))
         if entry is not None:
             entry.settings = self._tape.guard(self._run_state.scalers.scaled, scaler)
@@ -122,7 +119,7 @@ class WholeCalls:
     def collective(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write what all processes have into a tensor: averaged gradients, or a number that is kept as it is then."""
         tape = self._tape
-        is_noted = tape.enabled and tape.is_outermost and not tape.only_judges
+        is_noted = tape.enabled and tape.is_outermost
         with tape.paused():
             output = target(*args, **kwargs)
         if is_noted:
@@ -154,7 +151,6 @@ class WholeCalls:
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> tuple[Any, Entry | None]:
-        """The result, and its entry if it is recorded."""
         tape = self._tape
         try:
             args, kwargs = repeatable(args, kwargs)

@@ -6,9 +6,7 @@ together.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -27,14 +25,12 @@ from reprokit.capture.hooks.suspects import Suspects
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.skips import Suspect, Verdict
 from reprokit.capture.rewind.meeting import Parted, SavedElsewhere
-from reprokit.capture.run.ranks import TO_KNOW
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
 from reprokit.capture.save.build_snapshot import BuiltSnapshot
 from reprokit.capture.save.choose_step import NOT_ALL, NothingFound, Noticed, Place, SkippedLoss, snapshot_of
 from reprokit.capture.save.different_ranks import DifferentRanks
 from reprokit.capture.save.event_step import EventStep, NotKept
-from reprokit.capture.save.stage import first_bad
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import counted
 
@@ -131,11 +127,13 @@ class Failures:
             "so the step is saved when the training ends without another failure"
         )
 
-    def fail(self, observed_at: str, *, pending: Entry | None = None, is_late: bool = False) -> None:
+    def fail(
+        self, observed_at: str, *, pending: Entry | None = None, is_late: bool = False, keep: Entry | None = None
+    ) -> None:
         """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
         try:
-            path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late))
-            self._leave_ranks()
+            path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late, keep=keep))
+            self._run_state.ranks.leave()
         except Exception as error:
             self._session.switch_off(error)
             return
@@ -154,7 +152,7 @@ class Failures:
         try:
             path = self._save(self._noticed(suspect, sys._getframe(1))) if is_failure else None
             if is_failure:
-                self._leave_ranks()
+                self._run_state.ranks.leave()
             else:
                 self._let_go_of(suspect, verdict)
         except Exception as error:
@@ -168,8 +166,6 @@ class Failures:
         step = self._run_state.iterations.completed
         self._run_state.running.suspect = None
         self._run_state.iterations.micro_step += suspect.num_later
-        if verdict == "harmless":
-            self.suspects.excuse(suspect)
         if verdict == "skipped":
             self.suspects.leave_out(suspect)
             self._run_state.ranks.withdraw(step)
@@ -189,25 +185,15 @@ class Failures:
             self._session.say(f"{what}; training goes on (`--on skipped` saves such a step)")
 
     def _noticed(self, suspect: Suspect, frame: FrameType | None) -> Noticed:
-        """The `Noticed` of the time when the suspect was seen."""
         self._run_state.timeline.loss = suspect.loss
         return Noticed(suspect.observed_at, frame, suspect.pending, last=suspect.last)
 
     def is_bad_only_here(self) -> bool:
-        """True if averaged gradients, or the loss or a gradient of a tensor parallel model, are bad on this rank, and
-        not on every one: then this one saves and stops alone."""
+        """True if averaged gradients are bad on this rank, and not on every one: then it saves and stops alone."""
         step, ranks = self._run_state.iterations.completed, self._run_state.ranks
-        named, until = "averaged gradients are", ""
-        if ranks.is_tensor_parallel:
-            if ranks.rank not in ranks.culprits():
-                ranks.see_bad(step)
-                return False
-            if not ranks.is_seen_only_here(step) or ranks.rank != next(iter(ranks.culprits())):
-                return False
-            named, until = "the loss or a gradient is", f" within {TO_KNOW:.0f} seconds"
-        elif not ranks.is_parallel or not ranks.is_bad_only_here(step):
+        if not ranks.is_parallel or not ranks.is_bad_only_here(step):
             return False
-        seen = f"{named} bad on rank {ranks.rank} at step {step}, and not on every rank{until}"
+        seen = f"averaged gradients are bad on rank {ranks.rank} at step {step}, and not on every rank"
         self._session.say(f"{seen}; rank {ranks.rank} saves its step")
         return True
 
@@ -227,11 +213,6 @@ class Failures:
         if session.stops:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
         if session.stops or not is_seen_by_all:
-            self._leave_ranks()
-
-    def _leave_ranks(self) -> None:
-        """Tell the other ranks to wait no more for this one; the store may be gone with the rank that keeps it."""
-        with contextlib.suppress(RuntimeError):
             self._run_state.ranks.leave()
 
     def _all_stop(self, may_meet: bool) -> bool:
@@ -273,7 +254,7 @@ class Failures:
             session.leave()
             all_stop = self._all_stop(session.stops and is_together)
             if not all_stop:
-                self._leave_ranks()
+                self._run_state.ranks.leave()
         except Exception as error:
             session.switch_off(error)
         if all_stop:
@@ -303,8 +284,8 @@ class Failures:
         culprits = ranks.culprits()
         if not (ranks.is_sharded and is_seen_by_all):
             return culprits
-        bad = run_state.first_bad_update()
-        steps = ranks.compare(bad.update.step if bad is not None and bad.where == "parameter" else None)
+        bad = run_state.updates.first_bad(run_state.iterations.completed, run_state.running.entries)
+        steps = ranks.compare(bad.update.step if bad is not None else None)
         return {min(steps, key=lambda rank: (steps[rank], rank)): "parameter"} if steps else culprits
 
     def look_back(self, error: BaseException | None) -> Path | None:
@@ -314,7 +295,6 @@ class Failures:
         place = exceptions.innermost_user_place(cause) if cause is not None else None
         frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
         with self._run_state.tape.paused():
-            self._say_ended(cause)
             self._run_state.ranks.part()
             self._settle_skipped(error)
             path = self.early.catch_up(frame) if self.early is not None else None
@@ -323,8 +303,6 @@ class Failures:
             bad = self._policy.state()
             if bad is not None:
                 return self._save(Noticed(bad, frame, is_late=True))
-            if self._policy.matter and self._run_state.ends_with_bad_parameters():
-                return self._save(Noticed("parameter", frame))
             path = self._look_back_at_suspect(error, frame)
             if path is not None or self.snapshots:
                 return path
@@ -332,20 +310,10 @@ class Failures:
         if self._takes_exceptions and isinstance(cause, Exception):
             path = self._take_exception(cause, frame)
         if path is None and error is None and self.early is not None:
-            path = self.early.look_back(frame)
+            path = self.early.look_at_gradients(frame, is_last=True)
         if path is None and is_buffer_bad:
             path = self._save(Noticed("output", frame, is_late=True))
         return path
-
-    def _say_ended(self, cause: BaseException | None) -> None:
-        """Print how many optimizer steps the ranks have made, if this one has lost another or they are compared."""
-        ranks = self._run_state.ranks
-        others = ranks.end()
-        has_lost = cause is not None and ranks.is_of_peer(cause)
-        differs = self._run_state.replicas is not None and any(number != ranks.num_steps for number in others.values())
-        if others and (has_lost or differs):
-            texts = [f"rank {rank} ended after {counted(number, 'optimizer step')}" for rank, number in others.items()]
-            self._session.say(f"{', '.join(texts)}; rank {ranks.rank} has made {ranks.num_steps} of them")
 
     def _settle_skipped(self, error: BaseException | None) -> None:
         """The loop has ended: let go of a bad loss or gradient that it skipped, so that it is not found late."""
@@ -361,19 +329,16 @@ class Failures:
         if not self._policy.matter or (isinstance(error, (KeyboardInterrupt, GeneratorExit))):
             return None
         suspect = running.suspect
-        if suspect is not None and suspect.observed_at == "output" and has_raised:
-            suspect = None  # the error may say which value it is about
         verdict = self.suspects.at_end(suspect, has_raised) if suspect is not None else None
         if suspect is not None and verdict in ("failed", "skipped"):
-            is_known = suspect.has_begun or self.suspects.is_of_training(suspect)
-            if not is_known and has_raised and suspect.pending is not None and error is not None:
-                is_loss = exceptions.is_loss(suspect.pending, error)
-                suspect.observed_at = "loss" if is_loss else "output"  # which says of no value that it is a loss
+            if has_raised and not (suspect.has_begun or self.suspects.is_of_training(suspect.last)):
+                suspect.observed_at = "output"  # nothing says that it is a loss
             return self._save(self._noticed(suspect, frame), None if self._run_state.ranks.is_alone else _has_origin)
         is_given_up = has_raised and not exceptions.is_mistake(error)
         pending = exceptions.bad_value(running.current) if is_given_up else None
-        if pending is not None and error is not None:
-            return self._save(Noticed("loss" if exceptions.is_loss(pending, error) else "output", frame, pending))
+        if pending is not None:
+            observed_at = "loss" if self.suspects.is_of_training(pending) else "output"
+            return self._save(Noticed(observed_at, frame, pending))
         if self.suspects.has_bad_gradient_without_update():
             return self._save(Noticed("gradient", frame))
         return None
@@ -487,10 +452,6 @@ class Failures:
         path = self._save_pending(noticed)
         if path is not None:
             return path
-        if self._is_of_other_stage(noticed):
-            self._session.leave()
-            self._session.stop()
-            return None
         with self.until_saved():
             path = self._write(noticed, is_wanted)
             if path is not None:
@@ -511,20 +472,6 @@ class Failures:
     def _hurry(self) -> None:
         self._is_terminated = True
         self._run_state.ranks.hurry()
-
-    def _is_of_other_stage(self, noticed: Noticed) -> bool:
-        """True if another stage of the pipeline sent the bad value, and saves its step."""
-        ranks = self._run_state.ranks
-        if ranks.stage is None or noticed.raised is not None or noticed.is_late or noticed.alarm is not None:
-            return False
-        found = first_bad(self._run_state.running.entries, is_first=ranks.stage.is_first)
-        if found is None or found[0] != "sent":
-            ranks.claim()
-            return False
-        rank = ranks.wait_for_claim()
-        if rank is not None:
-            self._session.say(f"another stage of the pipeline sent a nan or inf; rank {rank} saves its step")
-        return rank is not None
 
     def _write(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None) -> Path | None:
         path = None
@@ -550,8 +497,6 @@ class Failures:
                 return None
             self.snapshots.append(path)
             self.results.append(result)
-            if self._run_state.ranks.stage is not None:
-                self._session.say("the file holds one stage of the pipeline, with what the other stages sent to it")
         if path is not None:  # `SkippedLoss` ends the context, and not the session
             self._session.leave()
         return path
@@ -574,48 +519,13 @@ def _termination_deferred(hurry: Callable[[], None]) -> Iterator[list[int]]:
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield arrived
         return
-    with _killed_if_late():
-        signal.signal(signal.SIGTERM, defer)
-        try:
-            yield arrived
-        finally:
-            if signal.getsignal(signal.SIGTERM) is defer:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _killed_if_late() -> Iterator[None]:
-    """A SIGTERM ends the process after `_GRACE` seconds if the block still runs.
-
-    Python's signal handlers wait for the end of a call of torch; the thread does not.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while number := os.read(reading, 1):
-            if number[0] == signal.SIGTERM and not is_over.wait(_GRACE):
-                _kill()
-        os.close(reading)
-
-    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    _thread.start_new_thread(watch, ())  # of which the hooks of this capture see nothing
+    signal.signal(signal.SIGTERM, defer)
     try:
-        yield
+        yield arrived
     finally:
-        signal.set_wakeup_fd(previous)
-        is_over.set()
-        os.close(writing)
-
-
-_GRACE = 20.0  # seconds; `torch.distributed.run` kills what still runs after 30
-
-
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+        if signal.getsignal(signal.SIGTERM) is defer:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _has_origin(snapshot: Snapshot) -> bool:
-    """True if the step of this process itself shows where the bad value comes from."""
     return snapshot.failure.call is not None or snapshot.failure.input_name is not None

@@ -13,7 +13,7 @@ import torch
 from reprokit.capture.record import kinds
 from reprokit.capture.record.screens import bad_tensor
 from reprokit.capture.run.run_state import RunState
-from reprokit.locate.ways import is_finite_sum, local_part
+from reprokit.locate.ways import is_finite_sum
 
 
 class OwnGradient:
@@ -46,23 +46,10 @@ class OwnGradient:
                 self._num_entries = None
                 run_state.ranks.withdraw(run_state.iterations.completed)
 
-    def before_update(self) -> None:
-        """Without units of `fully_shard` nothing is averaged: the gradients of a tensor parallel module are complete
-        now."""
-        ranks = self._run_state.ranks
-        is_known = self._num_entries is not None or self._run_state.running.suspect is not None
-        if is_known or not ranks.is_tensor_parallel:
-            return
-        gradient = ranks.shards.early_gradient()
-        if gradient is not None and not gradient.is_cuda:
-            self._look(gradient)
-
     def _look(self, gradient: torch.Tensor) -> None:
         run_state = self._run_state
         if run_state.scalers.is_used or run_state.running.suspect is not None or not run_state.tape.enabled:
             return
-        if self._num_entries is None and not is_finite_sum(local_part(gradient)) and bad_tensor([gradient]) is not None:
+        if self._num_entries is None and not is_finite_sum(gradient) and bad_tensor([gradient]) is not None:
             self._num_entries = len(run_state.running.entries)
-            slots = run_state.ranks.shards.slots
-            gradients = [grad for slot in slots if (grad := slot.parameter.grad) is not None]
-            run_state.report_bad("gradient", sum(bad_tensor([local_part(grad)]) is not None for grad in gradients))
+            run_state.report_bad("gradient")

@@ -40,20 +40,12 @@ class Policy:
         self._last_layer.forget()
         self._later.forget()
 
-    def is_good_number(self, start: torch.Tensor) -> bool:
-        """True if a backward call starts from a finite number on the CPU, which becomes the loss of the timeline."""
-        if start.numel() != 1 or start.is_cuda or start.is_complex():
-            return False
-        loss = start.item()
-        self._run_state.timeline.loss = loss
-        return math.isfinite(loss)
-
     def start(self, entry: Entry) -> Literal["now", "before"] | None:
         """``now`` if what a backward call starts from is bad, ``before`` if something was bad some steps ago."""
         run_state, starts = self._run_state, entry.starts
         first = starts[0]
         is_plain = len(starts) == 1 and first.numel() == 1 and not run_state.scalers.is_used and len(entry.args) == 1
-        if is_plain and not self._can_wait and not first.is_cuda and not first.is_complex():
+        if is_plain and not first.is_cuda and not first.is_complex():
             seen = first.item()
             entry.settings = [seen]
             self._note_loss(entry, seen)
@@ -91,8 +83,7 @@ class Policy:
         return "now" if bad_tensor(losses) is not None else None
 
     def _waits_for(self, tensors: Sequence[torch.Tensor]) -> bool:
-        is_far = bool(tensors) and tensors[0].is_cuda and self.watch != "every-step" and not self.is_urgent
-        return self._can_wait or is_far
+        return bool(tensors) and tensors[0].is_cuda and self.watch != "every-step" and not self.is_urgent
 
     def _look_later(self, tensors: Sequence[torch.Tensor]) -> Literal["now", "before"] | None:
         """Have flags of tensors read when they have arrived; ``before`` if one that has says that a value was bad.
@@ -105,17 +96,10 @@ class Policy:
         suspicious, run_state.tape.has_read_bad = run_state.tape.has_read_bad, False  # the device has caught up
         if run_state.ranks.meeting is not None:
             return None
-        bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
+        bad = self._later.read() if suspicious else self._later.poll()
         if not bad or run_state.ranks.is_alone:
             return "before" if bad else None
         return "now" if any(map(is_bad, tensors)) else None
-
-    @property
-    def _can_wait(self) -> bool:
-        """True if a bad value may be found later, because the user wants it so and one can go back."""
-        if self.watch != "deferred" or self.is_urgent:
-            return False
-        return self._run_state.history.is_complete and self._run_state.ranks.is_alone
 
     def gradients(self, optimizer: torch.optim.Optimizer, are_scaled: bool) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor.
@@ -131,7 +115,7 @@ class Policy:
         self.clipped = None
         if self._run_state.ranks.is_sharded:
             return False  # whose shard is bad says nothing: a rank looks at its own gradients before they are averaged
-        if not self.matter or are_scaled or self._can_wait:
+        if not self.matter or are_scaled:
             return False
         gradient = self._sentinel.gradient(optimizer)
         is_far = any(gradient.is_cuda for gradient in _gradients(optimizer)) if gradient is None else gradient.is_cuda

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
+from reprokit import torch_private
 from reprokit.capture.hooks.early_warning import EarlyWarning
 from reprokit.capture.hooks.on_failure import Failures
 from reprokit.capture.hooks.own_gradient import OwnGradient
@@ -27,15 +28,15 @@ from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Noted, is_of_torch
 from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.record.frames import compiled_call, learn_loop
-from reprokit.capture.record.functional import Derivative, NewParameter
 from reprokit.capture.record.screens import bad_tensor, is_handed_to_kernel
 from reprokit.capture.record.skips import Verdict
 from reprokit.capture.record.state import options_of
-from reprokit.capture.record.structure import repeatable
+from reprokit.capture.record.structure import iter_tensors, repeatable
 from reprokit.capture.rewind.meeting import GOOD
 from reprokit.capture.run.run_state import SETTLED_AFTER, RunState
 
 _NO_SCALER: dict[str, Any] = {}
+_GIVE_GRADIENTS = (kinds.TRANSFORM, kinds.BACKWARD)
 
 
 class Stepping:
@@ -74,11 +75,10 @@ class Stepping:
     # -- what the tape reports ----------------------------------------------------------------------------------
 
     def meet_module(self, module: torch.nn.Module) -> None:
-        """See `running.Listener`."""
         self._run_state.meet_module(module)
 
     def judge_start(self, entry: Entry) -> None:
-        """See `running.Listener`: is the loss bad?"""
+        """Check the loss."""
         if not self._tape.enabled:
             return
         suspects, ranks = self._failures.suspects, self._run_state.ranks
@@ -103,7 +103,7 @@ class Stepping:
             self._tape.guard(self._own_gradient.before_backward)
 
     def finish_differentiation(self, entry: Entry) -> None:
-        """See `running.Listener`: optimizers may have stepped inside it, as soon as a gradient was complete."""
+        """Optimizers may have stepped inside it, as soon as a gradient was complete."""
         suspect = self._running.suspect
         if entry.target is not torch.autograd.grad:
             if suspect is None or suspect.pending is None:
@@ -118,15 +118,15 @@ class Stepping:
             self._tape.guard(self.end_step, optimizer)
 
     def read_bad(self, tensor: torch.Tensor) -> None:
-        """See `running.Listener`: the loop may be about to skip its step, or to end."""
+        """The loop may be about to skip its step, or to end."""
         suspect, suspects = self._running.suspect, self._failures.suspects
         if suspect is not None and suspects.is_passed(suspect):
-            self._failures.settle(suspect, suspect.when_passed)
+            self._failures.settle(suspect, "skipped")
         if self._policy.matter and self._tape.enabled:
             suspects.read(tensor)
 
     def is_update(self, written: Any) -> bool:
-        """See `running.Listener`: a moving average, for example, goes on in a step that is skipped."""
+        """A moving average, for example, goes on in a step that is skipped."""
         suspect, suspects = self._running.suspect, self._failures.suspects
         if suspect is not None and self._running.memory.is_differentiated(written):
             self._failures.settle(suspect, "harmless")  # the loop's update uses it; its parameters are checked later
@@ -137,41 +137,35 @@ class Stepping:
         return True
 
     def finish_hand_update(self) -> None:
-        """See `running.Listener`: that ends the step as an optimizer would have."""
+        """This ends the step as an optimizer would have."""
         self._running.is_hand_updated = False
         if self._tape.enabled:
             with self._tape.paused():
                 self.end_step(None)
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """See `running.Listener`: the loop may write into it for its log."""
+        """The loop may write into it for its log."""
         self._run_state.timeline.loss = loss.detach().clone()
 
-    @property
-    def is_functional(self) -> bool:
-        """See `running.Listener`."""
-        return self._run_state.is_functional
+    def finish_marked_step(self) -> None:
+        """The loop says that its step is over, whose update has written into no tensor; there is no going back."""
+        self._settle_update()
+        bad = self._bad_derivative() if self._tape.enabled and self._policy.matter else None
+        if bad is not None:
+            self._failures.fail("parameter", keep=bad)
+        elif self._tape.enabled:
+            self._run_state.end_marked_step()
+            if self.early is not None:
+                self.early.act()
 
-    def begin_derivative(self, derivative: Derivative) -> None:
-        """See `running.Listener`."""
-        self._run_state.rounds.begin(derivative)
-
-    def finish_functional_update(self, new: list[NewParameter]) -> None:
-        """See `running.Listener`: such a loop keeps no state that could be put back, so every step is checked."""
-        if not self._tape.enabled:
-            return
-        with self._tape.paused():
-            bad = bad_tensor([parameter.tensor for parameter in new]) if self._policy.matter else None
-            if bad is not None:
-                self._run_state.bad_derivative = new[bad].derivative.entry
-                self._failures.fail("parameter")
-            else:
-                self._run_state.end_functional_step(new)
-                if self.early is not None:
-                    self.early.act()
+    def _bad_derivative(self) -> Entry | None:
+        """The first call of the loop that gave bad gradients, of those that it has not made again since."""
+        calls = [entry for entry in self._running.entries if entry.kind in _GIVE_GRADIENTS]
+        latest = {(entry.code, entry.instruction): entry for entry in calls}
+        return next((entry for entry in latest.values() if bad_tensor(iter_tensors(entry.output)) is not None), None)
 
     def before_conversion(self) -> None:
-        """See `running.Listener`: check what has not been checked, as one cannot go back behind it later."""
+        """Check what has not been checked, as one cannot go back behind it later."""
         run_state = self._run_state
         if self._tape.enabled and (run_state.history.is_complete or not run_state.is_converted):
             with self._tape.paused():
@@ -214,45 +208,11 @@ class Stepping:
         self._tape.leave_stack()
         self._run_state.meet_compiled(compiled_call(frame))
 
-    # -- steps of which only the loss is checked -----------------------------------------------------------------
-
-    def is_good_start(self, start: torch.Tensor) -> bool:
-        """True if a backward call starts from a finite number; from any other on the step is followed in full."""
-        try:
-            is_good = self._policy.is_good_number(start)
-        except BaseException as error:
-            self._tape.switch_off(error)
-            return True
-        self._tape.only_judges = is_good
-        return is_good
-
-    def finish_judged(self) -> None:
-        """A backward call whose start was finite is over."""
-        self._run_state.iterations.micro_step += 1
-        optimizer, self._inside = self._inside, None
-        if optimizer is not None:
-            self._end_judged(optimizer)
-
-    def _end_judged(self, optimizer: torch.optim.Optimizer) -> None:
-        tape = self._tape
-        if get_ident() != tape.thread:
-            return
-        if torch._C._current_graph_task_id() != -1:
-            self._inside = optimizer
-            return
-        try:
-            if not tape.depth:
-                self._run_state.end_judged_step(optimizer, time.perf_counter())
-                if self.early is not None:
-                    self.early.act()
-        except BaseException as error:
-            tape.switch_off(error)
-
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer's step begins: check the gradients and get out of the way; may return other arguments for it."""
-        if is_compiling() or not self._tape.enabled or self._tape.only_judges:
+        if is_compiling() or not self._tape.enabled:
             return None
         if self._tape.depth and self._popped is None and self._tape.thread == get_ident():
             try:  # an exception of the user's may have left the tape out of the way
@@ -261,7 +221,7 @@ class Stepping:
             except BaseException as error:
                 self._tape.switch_off(error)
         if not self._tape.is_outermost and (self._scaler is None or self._popped is not None):
-            if self._popped is None and torch._C._current_graph_task_id() != -1:
+            if self._popped is None and torch_private.graph_task_id() != -1:
                 self._inside = optimizer
                 self._tape.guard(self._run_state.meet_optimizer, optimizer)
             return None
@@ -345,16 +305,13 @@ class Stepping:
         suspect, suspects, ranks = self._running.suspect, self._failures.suspects, self._run_state.ranks
         is_bad = self._policy.gradients(optimizer, are_scaled=bool(self._in_kernel))
         verdict = suspects.at_update(suspect, optimizer) if suspect is not None else None
-        if ranks.is_sharded and self._policy.matter:
-            self._own_gradient.before_update()
         if ranks.is_parallel:
-            ranks.end_check(is_good=not is_bad)
-        is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
+            ranks.num_checks += 1
+        is_bad_elsewhere = ranks.is_sharded and ranks.is_bad_elsewhere(self._run_state.iterations.completed)
         if is_bad or is_bad_elsewhere or verdict is not None:
             self._act_on_update(verdict, is_bad=is_bad, is_bad_elsewhere=is_bad_elsewhere)
 
     def _act_on_update(self, verdict: Verdict | None, *, is_bad: bool, is_bad_elsewhere: bool) -> None:
-        """Act on what the checks before an update have shown, here and on other ranks."""
         suspect, ranks = self._running.suspect, self._run_state.ranks
         is_passed = verdict is not None and verdict != "failed"
         is_bad_here = is_bad or (is_bad_elsewhere and not is_passed)
@@ -378,9 +335,6 @@ class Stepping:
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer's step ended: when it is time to, check the state; a good step becomes the past."""
         tape = self._tape
-        if tape.only_judges and tape.enabled and self._popped is None and not is_compiling():
-            self._end_judged(optimizer)
-            return
         if is_compiling() or not tape.enabled or self._popped is None or optimizer is not self._optimizer:
             return
         try:
@@ -524,7 +478,6 @@ def _note_arguments(entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @functools.cache
 def _needs_closure(step: Callable[..., Any]) -> bool:
-    """True if an optimizer's step calls a closure, as often as it likes."""
     with contextlib.suppress(TypeError, ValueError):
         closure = inspect.signature(step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty

@@ -2,13 +2,11 @@
 
 It failed when an update is about to be made of it, or when the loop ends over it. It was skipped when the loop drops
 the gradients, or goes on to its next forward pass without a backward call. Until then no parameter has changed, so the
-step can be saved as exactly as at the moment when the bad value was seen. A NaN in an output that is no loss counts
-only if the loop breaks off at the test of it.
+step can be saved as exactly as at the moment when the bad value was seen.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,14 +14,12 @@ import torch
 
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
-from reprokit.capture.record.frames import may_end_loop
 from reprokit.capture.record.screens import bad_tensor, is_bad
 from reprokit.capture.record.skips import Suspect, Verdict, drops_in
 from reprokit.capture.record.state import owned_by, parameters_of
 from reprokit.capture.record.structure import is_leaf, iter_tensors
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.exceptions import backward_from
-from reprokit.locate.ways import NAN, ways_of
 from reprokit.program.backward import edge_of, is_accumulation, reachable
 from reprokit.program.functions import GRAD_WRITES
 
@@ -36,7 +32,7 @@ class Suspects:
     def __init__(self, run_state: RunState) -> None:
         self._run_state = run_state
         self._running = run_state.running
-        self._sites: set[tuple[Any, int, bool]] = set()  # where the first steps computed losses, and what else
+        self._sites: set[tuple[Any, int]] = set()  # the lines where the first steps computed losses
 
     # -- what makes a suspect ------------------------------------------------------------------------------------
 
@@ -54,24 +50,18 @@ class Suspects:
         return not (hooked or self._run_state.unseen or torch.is_anomaly_enabled())
 
     def read(self, tensor: torch.Tensor) -> None:
-        """The loop has read a number or a test that tells of a bad value: its loss, a gradient, or another output."""
+        """The loop has read a number or a test that tells of a bad value: its loss, or a gradient."""
         if self._running.suspect is not None:
             self._running.suspect.is_read = True
-            if self._running.suspect.observed_at != "output":
-                return
-        nearest: tuple[torch.Tensor, Entry] | None = None
+            return
         for entry, outputs in self._made_before(tensor):
             if entry.kind is kinds.CLIP or entry.name == _GRADIENT:
                 self._suspect_gradient()
                 return
             loss = next((output for output in outputs if _is_loss(output)), None)
-            if loss is not None and (nearest is None or is_bad(loss.detach())):
+            if loss is not None:
                 self._suspect_loss(loss, entry)
                 return
-            if nearest is None and outputs[0].requires_grad and NAN in ways_of(outputs[0].detach()):
-                nearest = outputs[0], entry
-        if nearest is not None:
-            self._suspect_output(*nearest)
 
     def _made_before(self, tensor: torch.Tensor) -> Iterator[tuple[Entry, list[torch.Tensor]]]:
         """The entries that a tensor was computed by, the last one first, with the outputs that went into it."""
@@ -81,17 +71,6 @@ class Suspects:
             if outputs:
                 yield entry, outputs
                 wanted.update(id(given) for given, _ in entry.versions)
-
-    def _suspect_output(self, output: torch.Tensor, maker: Entry) -> None:
-        """A tensor with a NaN, which steps with a backward call made on the same line: the loop may break off over it.
-
-        An infinity may be wanted, as in masks.
-        """
-        first = self._first_of_forward()
-        is_known = _site_of(maker, is_loss=False) in self._sites and self._is_training()
-        if is_known and first is not None and may_end_loop(sys._getframe(1), first.code, first.line):
-            pending = backward_from(output, maker)
-            self._running.suspect = Suspect("output", pending, maker, False, self._run_state.timeline.likely_loss)
 
     def _is_training(self) -> bool:
         modules = [entry.target for entry in self._running.entries if entry.kind is kinds.MODULE]
@@ -124,10 +103,9 @@ class Suspects:
             self._running.suspect = Suspect("gradient", None, calls[-1], True, self._run_state.timeline.likely_loss)
 
     def learn(self, entries: Sequence[Entry]) -> None:
-        """Remember where the losses of a step were computed, and what else gradients flow through; those of an
-        evaluation are computed elsewhere."""
-        made = ((entry, output) for entry in entries for output in iter_tensors(entry.output) if output.requires_grad)
-        self._sites.update(_site_of(entry, is_loss=_is_loss(output)) for entry, output in made)
+        """Remember where the losses of a step were computed; those of an evaluation are computed elsewhere."""
+        makers = (entry for entry in entries if any(map(_is_loss, iter_tensors(entry.output))))
+        self._sites.update((entry.code, entry.line) for entry in makers)
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
@@ -136,7 +114,7 @@ class Suspects:
         if self._is_dropped(suspect):
             return "skipped"
         if not suspect.has_begun:
-            return suspect.when_passed if self.is_passed(suspect) else "harmless"
+            return "skipped" if self.is_passed(suspect) else "harmless"
         if suspect.pending is None or not self._has_come_round(suspect):
             return None
         if suspect.pending.target is torch.autograd.grad and not is_bad_too:
@@ -150,7 +128,7 @@ class Suspects:
             return "skipped"
         if not suspect.has_begun:
             has_backward = any(entry.kind is kinds.BACKWARD for entry in self._running.entries)
-            return "harmless" if has_backward and not self._has_come_round(suspect) else suspect.when_passed
+            return "harmless" if has_backward and not self._has_come_round(suspect) else "skipped"
         if optimizer is not None and suspect.is_read and self._has_gone_back(suspect):
             own = {id(p) for p in parameters_of(optimizer)}
             if all(id(p) not in own for p in self._kept(suspect)):
@@ -177,22 +155,17 @@ class Suspects:
     def at_end(self, suspect: Suspect, has_raised: bool) -> Verdict:
         """The verdict when the loop has ended, with an error or without."""
         if self._is_dropped(suspect) or self.is_passed(suspect):
-            return suspect.when_passed
-        is_failure = suspect.has_begun or has_raised or not self._sites or self.is_of_training(suspect)
+            return "skipped"
+        is_failure = suspect.has_begun or has_raised or not self._sites or self.is_of_training(suspect.last)
         return "failed" if is_failure else "harmless"
 
     def is_passed(self, suspect: Suspect) -> bool:
         """True if the loop has begun its next forward pass without a backward call."""
         return not suspect.has_begun and self._has_come_round(suspect)
 
-    def is_of_training(self, suspect: Suspect) -> bool:
-        """True if losses of the first steps, or other outputs, were computed where this one was."""
-        return _site_of(suspect.last, is_loss=suspect.observed_at != "output") in self._sites
-
-    def excuse(self, suspect: Suspect) -> None:
-        """The loop goes on in spite of a bad output: no reason to give up later on either."""
-        if suspect.observed_at == "output":
-            self._sites.discard(_site_of(suspect.last, is_loss=False))
+    def is_of_training(self, maker: Entry) -> bool:
+        """True if losses of the first steps were computed where this call is made."""
+        return (maker.code, maker.line) in self._sites
 
     def has_bad_gradient_without_update(self) -> bool:
         """True if the loop has called backward, never made an update, and left bad gradients."""
@@ -261,7 +234,6 @@ class Suspects:
 
 
 def _parameters_behind(suspect: Suspect) -> list[torch.Tensor]:
-    """The parameters that the suspect's backward call adds gradients to."""
     edges = [edge_of(start) for start in (suspect.pending or suspect.last).starts]
     nodes = reachable(edge[0] for edge in edges if edge is not None)
     return [node.variable for node in nodes if is_accumulation(node) and isinstance(node.variable, torch.nn.Parameter)]
@@ -278,11 +250,6 @@ def _is_of_gradients(entry: Entry) -> bool:
 def _builds_graph(entry: Entry) -> bool:
     is_forward = entry.kind in kinds.FORWARD
     return is_forward and any(tensor.requires_grad for tensor in iter_tensors(entry.output))
-
-
-def _site_of(entry: Entry, *, is_loss: bool) -> tuple[Any, int, bool]:
-    """The line of an entry's call, for what it makes of one kind."""
-    return entry.code, entry.line, is_loss
 
 
 def _is_loss(tensor: torch.Tensor) -> bool:

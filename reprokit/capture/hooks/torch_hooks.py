@@ -1,8 +1,7 @@
 """Hooks into the parts of torch that end or shape a step: optimizers, grad scalers, clipping, ``autograd.backward``.
 
 Everything is put in place by `Hooks.install` and taken away by `Hooks.removals`; nothing is left on the user's objects.
-What is done when a hook is reached is not decided here. A warning names the line of the loop that it is about: Python
-finds the line by counting frames, of which some are of reprokit, and shows a warning once per line.
+What is done when a hook is reached is not decided here.
 """
 
 from __future__ import annotations
@@ -11,27 +10,25 @@ import functools
 import os
 import sys
 import threading
-import traceback
-import warnings
 from collections.abc import Callable
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 import torch.overrides
-from torch._functorch import eager_transforms
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
+from reprokit import torch_private
 from reprokit.capture.hooks.compiled_calls import CompiledCalls
 from reprokit.capture.hooks.composite_calls import WholeCalls
 from reprokit.capture.hooks.stepping import Stepping
-from reprokit.capture.launch import hide_from_formatting
+from reprokit.capture.record.frames import HAS_FRAME_OF_APPLY, applying
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.transformed import MAKES, PULLS, RUNS, TransformCalls
 from reprokit.locate.compiled import DEFAULT
 from reprokit.program.functions import name_of
-from reprokit.program.scripted import SCRIPTED
+from reprokit.program.transforms import SCRIPTED
 
 
 class Hooks:
@@ -44,6 +41,7 @@ class Hooks:
         self._compiled = compiled
         self._before_compiled: list[Callable[..., Any]] = []
         self._undo: list[Callable[[], None]] = []
+        self.lacking: list[str] = []  # functions that this torch does not have, so that their calls are not seen
 
     def install(self) -> None:
         """Put the hooks in place."""
@@ -67,31 +65,30 @@ class Hooks:
             for name in ("all_reduce", "broadcast"):
                 self._wrap(torch.distributed, name, calls.collective)
         transforms = TransformCalls(self._tape)
-        for owner, name in RUNS:
-            self._wrap(owner, name, transforms.run)
+        if torch_private.HAS_TRANSFORMS:
+            self._wrap_transforms(transforms)
         for compiled in SCRIPTED:
             self._wrap(compiled, "__call__", transforms.run_scripted)
-        for name in MAKES:
-            self._wrap(eager_transforms, name, transforms.make)
-        self._wrap(eager_transforms, PULLS, transforms.pull)
-        self._wrap(torch.func, "linearize", transforms.derive)
+        if not HAS_FRAME_OF_APPLY:
+            self._wrap_apply()
         self._wrap_backward()
-        self._wrap_tensor_backward()
-        self._wrap_handing_over()
         self._wrap_records()
-        self._wrap_threads()
         self._watch_compiler()
         self._watch_registrations()
-        formatted = traceback.TracebackException
-        self._replace(formatted, "__init__", hide_from_formatting(formatted.__init__))
-        self._undo.append(redirect_warnings())
+
+    def _wrap_transforms(self, transforms: TransformCalls) -> None:
+        for owner, name in RUNS:
+            self._wrap(owner, name, transforms.run)
+        for name in MAKES:
+            self._wrap(torch_private.eager_transforms, name, transforms.make)
+        self._wrap(torch_private.eager_transforms, PULLS, transforms.pull)
+        self._wrap(torch.func, "linearize", transforms.derive)
 
     def removals(self) -> list[Callable[[], None]]:
         """The functions that remove the hooks, even if another one fails; they may be called twice."""
         return [*reversed(self._undo), self._undo.clear]
 
     def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Put a wrapper in the place of a function, to be taken for it."""
         original = getattr(owner, name)
         functools.update_wrapper(wrapper, original)
         self._undo.append(functools.partial(_put_back, owner, name, wrapper, original))
@@ -99,7 +96,10 @@ class Hooks:
 
     def _wrap(self, owner: Any, name: str, perform: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         """Have a function performed by ``perform(function, args, kwargs)``."""
-        original = getattr(owner, name)
+        original = getattr(owner, name, None)
+        if original is None:
+            self.lacking.append(name)
+            return
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
@@ -110,21 +110,12 @@ class Hooks:
         for place in {owner, home} if getattr(home, name, None) is original else {owner}:
             self._replace(place, name, wrapper)
 
-    def _wrap_threads(self) -> None:
-        """Threads that are started while the capture is on may be the ones that train."""
-        original, tape = threading.Thread.start, self._tape
-
-        def start(self: threading.Thread) -> None:
-            run = self.run
-
-            def watched(thread: threading.Thread) -> None:
-                thread.__dict__.pop("run", None)
-                tape.run_in_thread(run)
-
-            self.run = MethodType(watched, self)  # type: ignore[method-assign]  # Sentry calls `run.__func__(thread)`
-            original(self)
-
-        self._replace(threading.Thread, "start", start)
+    def _wrap_apply(self) -> None:
+        """Custom autograd functions get a frame by which calls in their forward pass are known not to be the loop's."""
+        owner, original = torch.autograd.Function, torch.autograd.Function.__dict__["apply"]
+        wrapper = classmethod(applying(original))
+        self._undo.append(functools.partial(_put_back, owner, "apply", wrapper, original))
+        owner.apply = wrapper  # type: ignore[assignment, method-assign]
 
     def _watch_compiler(self) -> None:
         """Note calls of functions that are compiled from now on; of those that are compiled already, that they run."""
@@ -149,12 +140,17 @@ class Hooks:
         home: Any = sys.modules.get("torch._dynamo.eval_frame")
         original = getattr(home, _BEFORE_COMPILED, None)
         if original is None or original in self._before_compiled:
+            if home is not None and original is None:
+                self.lacking.append(_BEFORE_COMPILED)
             return
         tape, stepping = self._tape, self._stepping
 
         def before_compiled() -> Any:
             if tape.is_outermost:
-                stepping.before_compiled(sys._getframe(1))
+                frame = sys._getframe(1)
+                # Torch 2.6 comes here also where nothing is compiled: `torch.compiler.disable` has no callback.
+                if getattr(frame.f_locals.get("self"), "callback", frame) is not None:
+                    stepping.before_compiled(frame)
             return original()
 
         self._replace(home, _BEFORE_COMPILED, before_compiled)
@@ -172,8 +168,6 @@ class Hooks:
         self._undo += [handle.remove for handle in handles]
 
     def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """The same hook without the errors that it raises."""
-
         def guarded(*args: Any) -> None:
             try:
                 hook(*args)
@@ -194,59 +188,13 @@ class Hooks:
 
         self._replace(torch.autograd, "backward", backward)
 
-    def _wrap_tensor_backward(self) -> None:
-        """``loss.backward()`` without torch's way of asking its function modes first, which takes long."""
-        original: Any = torch.Tensor.backward
-        tape, stepping = self._tape, self._stepping
-
-        def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if args or (kwargs and not kwargs.keys() <= _PLAIN_OPTIONS) or type(self) is not torch.Tensor:
-                return original(self, *args, **kwargs)
-            if is_compiling() or not tape.is_outermost or torch._C._len_torch_function_stack() > 1:
-                return original(self, **kwargs)
-            if tape.only_judges and stepping.is_good_start(self):
-                tape.depth += 1
-                try:
-                    original(self, **kwargs)
-                except BaseException as error:
-                    tape.depth -= 1
-                    tape.note_failure(error, original, (self,), kwargs, sys._getframe(1))
-                    raise
-                tape.depth -= 1
-                return stepping.finish_judged()
-            return tape.backward(original, self, kwargs)
-
-        self._replace(torch.Tensor, "backward", backward)
-
-    def _wrap_handing_over(self) -> None:
-        """How functions that torch has written in Python are handed to modes, without the detours."""
-        original: Any = torch.overrides.handle_torch_function
-        tape = self._tape
-
-        def handle_torch_function(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
-            for value in relevant_args:
-                if type(value) not in _PLAIN_TYPES:
-                    return original(public_api, relevant_args, *args, **kwargs)
-            num_modes = torch._C._len_torch_function_stack()
-            if num_modes and torch._C._get_function_stack_at(num_modes - 1) is tape:
-                try:
-                    torch._C._pop_torch_function_stack()
-                    return tape.__torch_function__(public_api, (), args, kwargs)
-                finally:
-                    torch._C._push_on_torch_function_stack(tape)
-            return original(public_api, relevant_args, *args, **kwargs)
-
-        for place in (torch.nn.functional, torch.functional, torch._tensor):
-            if getattr(place, "handle_torch_function", None) is original:
-                self._replace(place, "handle_torch_function", handle_torch_function)
-
     def _wrap_records(self) -> None:
         """Optimizers mark their steps for torch's profiler; the marks are made with the tape out of the way."""
         owner: Any = torch.autograd.profiler.record_function
         enter, leave, tape, stepping = owner.__enter__, owner.__exit__, self._tape, self._stepping
 
         def __enter__(self: Any) -> Any:
-            if not tape.depth and self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled and not tape.only_judges:
+            if not tape.depth and self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled:
                 tape.lift()
             return enter(self)
 
@@ -261,8 +209,6 @@ class Hooks:
         self._replace(owner, "__exit__", __exit__)
 
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})  # which bring no function of their own
-_PLAIN_OPTIONS = frozenset({"retain_graph", "create_graph"})
 _STEP_MARK = "Optimizer.step#"
 _MARK_LENGTH = len(_STEP_MARK)
 
@@ -297,53 +243,3 @@ def _function_of(value: Any) -> Any:
 _BEFORE_COMPILED = "_is_skip_guard_eval_unsafe_stance"
 _ROOMS = ("reprokit.capture.hooks.", "reprokit.capture.record.")
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_DISPATCH = torch.overrides.handle_torch_function.__name__
-
-
-def redirect_warnings() -> Callable[[], None]:
-    """Begin to issue warnings about a line of ours again, about the loop's; returns what ends it."""
-    original: Any = getattr(warnings, "_showwarnmsg", None)
-    if original is None:
-        return lambda: None
-
-    def show(message: Any) -> None:
-        frame = _asking(sys._getframe(1)) if message.filename.startswith(_OWN) else None
-        if frame is None:
-            original(message)
-            return
-        _forget(message.filename)
-        warnings.warn_explicit(
-            message.message,
-            message.category,
-            frame.f_code.co_filename,
-            frame.f_lineno,
-            frame.f_globals.get("__name__"),
-            frame.f_globals.setdefault("__warningregistry__", {}),
-            source=message.source,
-        )
-
-    warnings._showwarnmsg = show  # type: ignore[attr-defined]
-
-    def end() -> None:
-        if getattr(warnings, "_showwarnmsg", None) is show:
-            warnings._showwarnmsg = original  # type: ignore[attr-defined]
-
-    return end
-
-
-def _asking(frame: FrameType | None) -> FrameType | None:
-    """The frame behind the innermost frames of ours: the one that would have been named without us."""
-    handed_over = False
-    while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
-        frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
-        handed_over = frame.f_code.co_name == _DISPATCH
-        frame = frame.f_back
-    return frame.f_back if frame is not None and handed_over else frame  # it was called by the function itself
-
-
-def _forget(filename: str) -> None:
-    """Let the next warning about this file be shown as well; where it belongs, it may be a new one."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("reprokit.capture.") and getattr(module, "__file__", None) == filename:
-            getattr(module, "__warningregistry__", {}).clear()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-import time
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -22,8 +21,8 @@ from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from reprokit import torch_private
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import ATOMS, iter_tensors
@@ -32,35 +31,28 @@ Owner = torch.nn.Module | torch.optim.Optimizer
 
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 _IMMUTABLE = (enum.Enum, FunctionType, BuiltinFunctionType, type)
-_SHARE = 0.003  # of the training time, for noting changes; as much as copies of the state may take
-_CHEAP = 2e-5  # seconds for a look at one root that are always granted
-_ALLOWANCE = 0.01  # seconds for noting changes that are always granted
 _LONGEST = 16  # items of a tuple
 _requires_grad = attrgetter("requires_grad")
 
 
 class _Layout:
     """Where the attributes of an owner are. Parallel lists: ``spaces`` are the ``__dict__`` of a root's modules, or of
-    an optimizer, and of the settings they hold, ``names`` the plain attributes in each, ``known`` all names in each.
-    ``others`` are ids of values that are not plain."""
+    an optimizer, and of the settings they hold, ``names`` the plain attributes in each, ``known`` all names in each."""
 
-    __slots__ = ("getters", "known", "names", "others", "parameters", "size", "spaces")
+    __slots__ = ("getters", "known", "names", "parameters", "size", "spaces")
 
     def __init__(self, owner: Owner) -> None:
         self.spaces: list[dict[str, Any]] = []
         self.names: list[tuple[str, ...]] = []
         self.known: list[frozenset[str]] = []
-        self.others: dict[tuple[int, str], int] = {}
         self.parameters = list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
         parts: list[Any] = list(owner.modules()) if isinstance(owner, torch.nn.Module) else [owner]
         spaces = {id(part): vars(part) for part in parts}
         for space in list(spaces.values()):
             spaces.update((id(held), fields) for held in space.values() if (fields := _fields_of(held)))
         for space in spaces.values():
-            names = [name for name in space if name not in _OF_TORCH]
-            plain = [name for name in names if _is_plain(space[name])]
+            plain = [name for name in space if name not in _OF_TORCH and _is_plain(space[name])]
             if plain:
-                self.others.update(((len(self.spaces), name), id(space[name])) for name in names if name not in plain)
                 self.spaces.append(space)
                 self.names.append((plain[0], *plain))  # with a single name a getter would not return a tuple
                 self.known.append(frozenset(space))
@@ -103,19 +95,12 @@ class Noted:
             space.update(zip(names, values, strict=False))
         _set_flags(zip(self.layout.parameters, values, strict=False))
 
-    def changed_others(self) -> list[str]:
-        """The names of attributes that are not plain and were set to something else since."""
-        spaces = self.layout.spaces
-        return [name for (number, name), key in self.layout.others.items() if id(spaces[number].get(name)) != key]
-
 
 class AttributeWatch:
-    """Notes the attributes of the roots and optimizers it has met, as long as that is cheap."""
+    """Notes the attributes of the roots and optimizers it has met."""
 
     def __init__(self) -> None:
         self._noted: dict[int, Noted] = {}
-        self._since = time.perf_counter()
-        self._spent = 0.0
 
     def meet(self, owner: Owner) -> None:
         """Note the attributes of a root or optimizer that is about to be used for the first time.
@@ -135,36 +120,22 @@ class AttributeWatch:
         noted = self._noted.get(id(owner))
         return noted if noted is None or noted.is_now() else self._renewed(owner, noted)
 
-    def begin_anew(self, owners: Iterable[Owner], step_seconds: float) -> None:
-        """A copy of the state was taken: look at all owners again, not at those that would slow every step down."""
+    def begin_anew(self, owners: Iterable[Owner]) -> None:
+        """A copy of the state was taken: look at all owners again."""
         self._noted.clear()
-        self._since, self._spent = time.perf_counter(), 0.0
         for owner in owners:
             self.meet(owner)
-            cost = min(self._time_of_note(owner) for _ in range(2))
-            if cost > max(_CHEAP, _SHARE * step_seconds):
-                self._noted.pop(id(owner), None)
-
-    def _time_of_note(self, owner: Owner) -> float:
-        started = time.thread_time()
-        self.note(owner)
-        return time.thread_time() - started
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
         self._noted.clear()
 
     def _renewed(self, owner: Owner, noted: Noted) -> Noted | None:
-        started = time.thread_time()
-        if self._spent > _ALLOWANCE + _SHARE * (time.perf_counter() - self._since):
-            del self._noted[id(owner)]
-            return None
         values = noted.layout.read()
         if values is None or not all(map(_is_plain, values)):
             self.meet(owner)
         else:
             self._noted[id(owner)] = Noted(noted.layout, values)
-        self._spent += time.thread_time() - started
         return self._noted.get(id(owner))
 
 
@@ -194,7 +165,7 @@ def attributes_kept(roots: Iterable[torch.nn.Module], optimizers: Iterable[torch
     tensors = list(_tensors_in(containers.all, state))
     contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
-        with _unsafe_preserve_version_counter(tuple(tensors)):
+        with torch_private.preserve_versions(tensors):
             yield
     finally:
         containers.give_back()

@@ -345,7 +345,6 @@ class _Freezing:
         return not any(type(frozen[key]) is TensorNumber for key in frozen.keys() & ids)
 
     def _all_frozen(self, values: Iterable[Any]) -> list[Any]:
-        """The flat form of arguments."""
         frozen, found = self.frozen, []
         for value in values:
             if type(value) in ATOMS:
@@ -369,13 +368,11 @@ class _Freezing:
         return found
 
     def _light(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The flat form of a tensor inside another object that must hold a tensor."""
         known = self.frozen.get(id(tensor))
         frozen = self._outer(tensor) if known is None else known
         return frozen if isinstance(frozen, torch.Tensor) else self._freezer.stand_in(frozen)
 
     def _outer(self, tensor: torch.Tensor) -> torch.Tensor | TensorNumber:
-        """The flat form of a tensor that the step has not made and that is used for the first time."""
         key = id(tensor)
         result: torch.Tensor | TensorNumber = tensor
         if tensor.requires_grad and tensor.grad_fn is not None:
@@ -396,7 +393,6 @@ class _Freezing:
         return result
 
     def _is_reached(self, key: int) -> bool:
-        """True if a backward call of the step may go through the graph of the tensor with this id."""
         if self._reached is None:
             self._reached = _reached_backward(self._entries)
         return key in self._reached
@@ -438,12 +434,10 @@ def _of_use(entries: list[Entry]) -> list[Entry]:
 
 
 def _sequences(args: tuple[Any, ...]) -> list[Sequence[Any]]:
-    """The lists and tuples among the arguments of a plain call, which hold no others."""
     return [value for value in args if value.__class__ is list or value.__class__ is tuple]
 
 
 def _names_of(kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The names of keyword arguments, as one tuple for all calls that give the same ones."""
     names = tuple(kwargs)
     return _NAMES.setdefault(names, names)
 
@@ -465,7 +459,6 @@ def _graphs_from_before(entries: list[Entry]) -> set[int]:
 
 
 def _graphs_in(entry: Entry) -> set[int]:
-    """The ids of the tensors that an entry is given and may use with their graphs."""
     return set() if entry.reads_values else {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
 
 

@@ -16,7 +16,6 @@ from reprokit.arrivals import ignored_errors
 from reprokit.capture.record import kinds
 from reprokit.capture.record.drop_unused import drop_unused, still_useful
 from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry, unwrapped
-from reprokit.capture.record.functional import Derivative, Derivatives, NewParameter
 from reprokit.capture.record.inplace_writes import WrittenMemory
 from reprokit.capture.record.state import num_bytes
 from reprokit.capture.record.structure import is_leaf, iter_tensors
@@ -58,16 +57,6 @@ class Listener(Protocol):
     def note_loss(self, loss: torch.Tensor) -> None:
         """A transform that differentiates has returned a loss."""
 
-    @property
-    def is_functional(self) -> bool:
-        """True if no step so far has written parameters."""
-
-    def begin_derivative(self, derivative: Derivative) -> None:
-        """A transform has differentiated, and a step that writes nothing may follow."""
-
-    def finish_functional_update(self, new: list[NewParameter]) -> None:
-        """The loop uses new parameters in the place of others: it begins a new step."""
-
 
 class RunningStep:
     """``entries`` are what the loop did; ``memory`` knows what it made and wrote.
@@ -76,10 +65,9 @@ class RunningStep:
     says whether the loop has changed parameters itself. ``generators`` are the states of Python's and NumPy's
     generators for the module that is about to be called. ``suspect`` is a bad value that the loop may still deal with.
     ``gaps`` are calls that an exception has ended after they may have written something, ``None`` for work that is no
-    entry. ``on_lost(entries)`` is called with dropped entries.
+    entry. ``on_lost(entries)`` is called with dropped entries, of which there were ``num_dropped``.
     ``num_bytes`` is an estimate of what the entries keep alive. ``is_noted``: the functions that the loop calls in this
-    step are among the entries. ``differentiations`` are the entries of backward calls, ``derivatives`` are
-    calls of transforms that differentiate.
+    step are among the entries. ``differentiations`` are the entries of backward calls.
     """
 
     def __init__(self) -> None:
@@ -93,10 +81,9 @@ class RunningStep:
         self.generators: dict[str, Any] | None = None
         self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
         self.differentiations: list[Entry] = []
-        self.derivatives = Derivatives()
         self._budget = BUDGET
         self._given: set[int] = set()  # ids of tensors that are part of `num_bytes`
-        self.num_bytes = 0
+        self.num_bytes = self.num_dropped = 0
         self._sweep_at = _SWEEP_AT
 
     @property
@@ -113,8 +100,8 @@ class RunningStep:
         self.suspect = None
         self.is_hand_updated = False
         self.differentiations = []
-        self.derivatives.restart()
         self._budget = BUDGET
+        self.num_dropped = 0
         self._given = set()
         self._sweep_at = min(self._sweep_at, BUDGET)
         self.num_bytes = 0
@@ -175,7 +162,7 @@ class RunningStep:
 
     def _sweep(self) -> None:
         """Let go of what nobody can use; the less that is, the longer until the next look."""
-        before, has_dropped = self.num_bytes, drop_unused(self.entries)
+        num_entries, before, has_dropped = len(self.entries), self.num_bytes, drop_unused(self.entries)
         lost: list[Entry] = []
         if self._count() > _SWEEP_AT:
             useful = set(map(id, still_useful(self.entries)))
@@ -187,6 +174,7 @@ class RunningStep:
         self.num_bytes = self._count()
         if self.num_bytes > self._budget:
             self._make_room()
+        self.num_dropped += num_entries - len(self.entries)
         wait = 2 * (self.num_bytes if 2 * self.num_bytes < before else before)
         self._sweep_at = max(_SWEEP_AT, min(wait, self._budget))
 
@@ -233,7 +221,6 @@ def _bytes_of(entry: Entry, given: set[int]) -> int:
 
 
 def _has_written(entry: Entry) -> bool:
-    """True if a call that raised may have written something."""
     if entry.kind is kinds.MODULE:
         return entry.is_training and any(module._buffers for module in unwrapped(entry.target).modules())
     if entry.kind is kinds.BACKWARD and entry.target is not torch.autograd.grad:
@@ -242,7 +229,6 @@ def _has_written(entry: Entry) -> bool:
 
 
 def _held(entry: Entry) -> list[torch.Tensor]:
-    """The tensors that an entry keeps alive, without parameters."""
     tensors = (*(tensor for tensor, _ in entry.versions or ()), *iter_tensors(entry.output))
     return list({id(tensor): tensor for tensor in tensors if not is_leaf(tensor)}.values())
 

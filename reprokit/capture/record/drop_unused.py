@@ -114,7 +114,6 @@ class _Held:
 
 
 def _inner(value: Any) -> Iterator[Any]:
-    """The tensors and containers inside a container of any class."""
     if isinstance(value, torch.Tensor) or not (isinstance(value, _CONTAINERS) or _is_record(value)):
         return
     for inner in gc.get_referents(value):
@@ -138,7 +137,6 @@ _ALONE = 2  # references to an object in one slot, as `getrefcount` counts them
 
 
 def _is_record(value: Any) -> bool:
-    """True if an object is a plain holder of attributes, such as a dataclass or a model's output."""
     if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or callable(value):
         return False
     return hasattr(value, "__dict__")
@@ -167,7 +165,6 @@ def without_preparation(entries: list[Entry], saved: Mapping[int, torch.Tensor])
 
 
 def _is_preparation(entry: Entry) -> bool:
-    """True if all that a call did was to make tensors without gradient."""
     outputs = list(iter_tensors(entry.output))
     is_pure = entry.kind is kinds.FUNCTION and bool(entry.name) and not entry.writes_state
     is_pure = is_pure or (entry.kind is kinds.MODULE and next(entry.target.buffers(), None) is None)

@@ -209,7 +209,6 @@ def stamps_of(args: tuple[Any, ...]) -> list[int] | None:
 
 
 def _is_flat(value: tuple[Any, ...]) -> bool:
-    """True for a shape or an index that holds no tensors."""
     return len(value) <= _DIMENSIONS and _SINGLE.issuperset(map(type, value))
 
 

@@ -5,17 +5,29 @@ What a frame runs is looked up once for each piece of code.
 
 from __future__ import annotations
 
-import dis
-from functools import lru_cache
+from collections.abc import Callable
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.program.ir import OPAQUE, Call
 from reprokit.program.sites import current_site, is_standard, kind_of_file
 
-_CALL_IMPL = torch.nn.Module._call_impl.__code__
-_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+def applying(original: Any) -> Callable[..., Any]:
+    """``Function.apply`` with a frame; ``original`` is the class method, which is written in C from torch 2.14 on."""
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    return apply
+
+
+_APPLY = getattr(torch.autograd.Function.apply, "__func__", None)
+HAS_FRAME_OF_APPLY = _APPLY is not None
+_FUNCTION_APPLY = (_APPLY or applying(None)).__code__
 
 
 def first_user_frame(frame: FrameType) -> FrameType:
@@ -92,64 +104,12 @@ def compiled_call(frame: FrameType | None) -> Call | None:
     return None
 
 
-def may_end_loop(frame: FrameType | None, code: CodeType | None, line: int) -> bool:
-    """True if the running test in ``code``, further out than ``frame``, has an outcome that ends the loop around it.
-
-    That is the innermost loop in which ``line`` runs, too; an outcome that can lead to another pass does not end it.
-    """
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None and _may_end_loop(frame.f_code, frame.f_lasti, line)
-
-
-@lru_cache(maxsize=64)
-def _may_end_loop(code: CodeType, offset: int, line: int) -> bool:
-    ops = list(dis.get_instructions(code))
-    places = {op.offset: place for place, op in enumerate(ops)}
-    jumps = {place: places[op.argval] for place, op in enumerate(ops) if op.opcode in _JUMPS}
-    test = max(place for found, place in places.items() if found <= offset)  # a call's own caches come behind it
-    while test not in jumps:  # a value that is stored or dropped may not be what the next test is about
-        if ops[test].opname.startswith(_ENDS_OF_EXPRESSIONS):
-            return False
-        test += 1
-    ends: dict[int, int] = {}  # of each loop, by where it begins
-    for place, target in jumps.items():
-        if target <= place:
-            ends[target] = max(place, ends.get(target, 0))
-    lines = [op.positions.lineno if op.positions is not None else None for op in ops]
-    begin = max((b for b, end in ends.items() if b <= test <= end and line in lines[b : end + 1]), default=None)
-    if begin is None or "_IF_" not in ops[test].opname:
-        return False
-
-    def ends_it(place: int) -> bool:
-        waiting, seen, has_left = [place], set[int](), False
-        while waiting:
-            place = waiting.pop()
-            if place == begin:
-                return False
-            if place > ends[begin] or place < begin or ops[place].opname.startswith("RETURN_"):
-                has_left = True
-            elif place not in seen and ops[place].opname not in _RAISES:
-                seen.add(place)
-                waiting += [jumps[place]] if place in jumps else []
-                waiting += [place + 1] if ops[place].opname not in _ALWAYS else []
-        return has_left
-
-    return ends_it(jumps[test]) or ends_it(test + 1)
-
-
-_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
-_ALWAYS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
-_RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
-_ENDS_OF_EXPRESSIONS = ("STORE_", "POP_TOP", "RETURN_", "RAISE_")
-
-
 def _kind_of_code(code: CodeType) -> str:
     """``user`` (``top`` outside of functions; later ``loop``, see `learn_loop`), ``module`` for a module's call,
     ``function`` for a custom autograd function's, ``library``, or ``other``."""
     if code is _FUNCTION_APPLY:
         kind = "function"
-    elif code is _CALL_IMPL:
+    elif code is torch_private.call_impl_code:
         kind = "module"
     else:
         kind = kind_of_file(code.co_filename)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.program import functions
 from reprokit.program.ir import AUTOGRAD_BACKWARD
 
@@ -40,12 +41,6 @@ def facts_of(func: Callable[..., Any]) -> Facts:
     """The facts of a function, found once."""
     facts = FACTS.get(func)
     return facts if facts is not None else _find_facts(func)
-
-
-def is_known(func: Callable[..., Any]) -> bool:
-    """True for a function that was noted before and that the tape treats by its facts alone."""
-    facts = FACTS.get(func)
-    return facts is not None and not facts.is_differentiation and facts.function is not torch.Tensor.__iter__
 
 
 def _find_facts(func: Callable[..., Any]) -> Facts:
@@ -91,7 +86,6 @@ _OF_TORCH = frozenset(
 
 
 def _is_of_torch(operator: Any) -> bool:
-    """True for an operator that is not of an extension."""
     return operator.__module__.rpartition(".")[2] in _OF_TORCH
 
 
@@ -167,5 +161,5 @@ _SILENT = frozenset(
         for name in _SILENT_ATTRIBUTES
         if hasattr(getattr(torch.Tensor, name, None), "__get__")
     ]
-    + [torch._C._set_grad_enabled]  # of `torch.no_grad`, whose end nothing may come before
+    + [torch_private.set_grad_enabled]  # of `torch.no_grad`, whose end nothing may come before
 )

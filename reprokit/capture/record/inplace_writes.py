@@ -77,7 +77,6 @@ class WrittenMemory:
             self._made.update(map(id, new_tensors(entry, self._made)))
 
     def _count(self, entries: list[Entry]) -> None:
-        """Note what the entries since the last count have made."""
         if self._num_counted > len(entries) or (self._num_counted and entries[self._num_counted - 1] is not self._last):
             self._begin_count()
         for entry in entries[self._num_counted :]:
@@ -236,7 +235,6 @@ def _carries_grad(entry: Entry) -> bool:
 
 
 def _is_sole_owner(tensor: torch.Tensor) -> bool:
-    """True if nothing else has the memory of a tensor: no view, no array."""
     storage = tensor.untyped_storage()
     return _num_owners is not None and _num_owners(storage._cdata) == _SOLE
 
@@ -246,6 +244,5 @@ _SOLE = 2  # the tensor, and the object that stands for its storage here
 
 
 def _is_differentiated(tensor: torch.Tensor, entries: list[Entry]) -> bool:
-    """True if `torch.autograd.grad` was asked for the gradient of a tensor."""
     asked = (entry.kwargs.get("inputs", entry.args[1:2]) for entry in entries if entry.name == AUTOGRAD_GRAD)
     return any(item is tensor for inputs in asked for item in iter_tensors(inputs))

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
-from torch.nn.utils.stateless import _functional_call
 
+from reprokit import torch_private
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import AttributeWatch
 from reprokit.capture.record.current_step import Listener, RunningStep
@@ -29,12 +29,11 @@ from reprokit.program.trace import current_mode
 class RootCalls:
     """Notes calls of root modules in the running step, with the mode out of the way.
 
-    The listener meets every module but those whose ids are in ``met``. Calls are noted while ``is_noting``.
+    The listener meets every module but those whose ids are in ``met``.
     """
 
     def __init__(self, mode: StackedMode, running: RunningStep) -> None:
         self.met: set[int] = set()
-        self.is_noting = True
         self.attributes = AttributeWatch()
         self._mode = mode
         self._running = running
@@ -58,7 +57,7 @@ class RootCalls:
         self._original = original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not roots.is_noting or is_compiling() or not roots.is_root_call():
+            if is_compiling() or not roots.is_root_call():
                 return original(self, *args, **kwargs)
             mode.guard(roots._meet, type(self), original)
             return roots.call(original, self, args, kwargs)
@@ -91,7 +90,6 @@ class RootCalls:
         self._original = None
 
     def _meet(self, cls: type[torch.nn.Module], original: Callable[..., Any]) -> None:
-        """Give a root's class a ``__call__`` of its own."""
         if cls in self._patched:
             return
         roots, own = self, cls.__dict__.get("__call__")
@@ -100,7 +98,7 @@ class RootCalls:
         inner = own or original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not roots.is_noting or is_compiling() or not roots.is_root_call():
+            if is_compiling() or not roots.is_root_call():
                 return inner(self, *args, **kwargs)
             return roots.call(inner, self, args, kwargs)
 
@@ -110,17 +108,13 @@ class RootCalls:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def is_root_call(self) -> bool:
-        """True if a module called now is called by the loop itself; the first thread that trains is the one watched."""
+        """True if a module called now is called by the loop itself."""
         mode = self._mode
         try:
-            if mode.depth or not (mode.enabled and self.is_noting):
+            if mode.depth or not mode.enabled or get_ident() != mode.thread:
                 return False
             if _tracing_state() is not None or _peek_transforms() is not None:
                 return False
-            if get_ident() != mode.thread:
-                if not torch.is_grad_enabled() or not mode.take_thread():
-                    return False
-                self._running.restart()
             if mode.is_preparing:
                 mode.begin()
         except Exception as error:
@@ -216,6 +210,6 @@ class RootCalls:
         sys.setprofile(wait)
 
 
-_FUNCTIONAL_CALL = _functional_call.__code__
-_peek_transforms = torch._C._functorch.peek_interpreter_stack
-_tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well
+_FUNCTIONAL_CALL = torch_private.functional_call_code
+_peek_transforms = torch_private.peek_transforms
+_tracing_state = torch_private.tracing_state  # of `torch.jit.trace`, which would trace our work as well

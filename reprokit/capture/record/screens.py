@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from reprokit import torch_private
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.state import parameters_of
@@ -162,10 +163,10 @@ def _is_finite_together(tensors: list[torch.Tensor]) -> bool:
     dtype = torch.float32 if tensors[0].dtype in _HALVES else None
     has_grad = torch.is_grad_enabled()
     try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
-        torch._C._set_grad_enabled(False)
+        torch_private.set_grad_enabled(False)
         norms = torch._foreach_norm(tensors, 2, dtype=dtype)
         return math.isfinite(torch.stack(list(norms)).sum().item())
     except (RuntimeError, NotImplementedError):
         return False
     finally:
-        torch._C._set_grad_enabled(has_grad)
+        torch_private.set_grad_enabled(has_grad)

@@ -43,11 +43,6 @@ class Suspect:
     is_accumulated: bool = False
     is_read: bool = False
 
-    @property
-    def when_passed(self) -> Verdict:
-        """The verdict when the loop has gone on without a backward call from the suspect."""
-        return "harmless" if self.observed_at == "output" else "skipped"
-
 
 def is_telling(entries: Sequence[Entry], read: torch.Tensor, result: bool) -> bool:
     """True if ``result``, which was read from a tensor, follows from a test that found something not finite.
@@ -130,7 +125,6 @@ def _clears(entry: Entry, differentiation: Entry, read: Set[int]) -> bool:
 
 
 def _corrects(entry: Entry, read: Set[int]) -> bool:
-    """True if an entry may write finite values into a gradient that is not finite."""
     return _last(entry) in _CORRECTIONS and bool(entry.args) and id(entry.args[0]) in read
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from reprokit import torch_private
+
 
 class CaptureStop(SystemExit):
     """Ends the user's script after a capture.
@@ -40,7 +42,7 @@ class StackedMode(TorchFunctionMode):
     ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward;
     ``on_other_thread`` is called the first time. ``is_preparing``: nothing that belongs to a training was seen yet.
     It is off torch's stack while it ``is_resting``, because so many calls were made that they prepare data; ``on_rest``
-    is called then. ``only_judges``: losses are checked, and nothing else is done.
+    is called then.
     """
 
     def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
@@ -54,7 +56,6 @@ class StackedMode(TorchFunctionMode):
         self.on_other_thread: Callable[[], None] = lambda: None
         self.is_preparing = True
         self.is_resting = False
-        self.only_judges = False
         self.on_rest: Callable[[], None] = lambda: None
         self._num_prepared = 0
         self._is_lifted = False
@@ -92,7 +93,7 @@ class StackedMode(TorchFunctionMode):
         self.leave_stack()
         if not self._is_on:
             return
-        modes = [_mode_at(level) for level in range(torch._C._len_torch_function_stack())]
+        modes = [_mode_at(level) for level in range(torch_private.num_modes())]
         arrived: BaseException | None = None
         for _ in range(_MOST_ARRIVALS):
             try:
@@ -108,7 +109,7 @@ class StackedMode(TorchFunctionMode):
     def leave_stack(self) -> None:
         """Take the mode off torch's stack, wherever on it the loop's own modes have left it."""
         self._is_lifted = False
-        modes = [_mode_at(level) for level in range(torch._C._len_torch_function_stack())]
+        modes = [_mode_at(level) for level in range(torch_private.num_modes())]
         lowest = next((level for level, mode in enumerate(modes) if mode is self), None)
         if lowest is None:
             return
@@ -121,7 +122,7 @@ class StackedMode(TorchFunctionMode):
                     _push_mode(mode)
 
     def _is_on_stack(self) -> bool:
-        levels = range(torch._C._len_torch_function_stack())
+        levels = range(torch_private.num_modes())
         return any(_mode_at(level) is self for level in levels)
 
     def begin(self) -> None:
@@ -162,33 +163,12 @@ class StackedMode(TorchFunctionMode):
 
         sys.setprofile(rest)
 
-    def take_thread(self) -> bool:
-        """Watch the thread that runs now, unless another one has differentiated; whether it is watched from now on."""
-        if self.is_claimed or not self._is_on_stack():
-            return False
-        self.thread = get_ident()
-        return True
-
     def miss_backward(self) -> None:
         """A backward call of another thread is not noted; remember it."""
-        is_other = self.enabled and torch._C._current_graph_task_id() == -1
+        is_other = self.enabled and torch_private.graph_task_id() == -1
         if is_other and not self.has_other_thread:
             self.has_other_thread = True
             self.on_other_thread()
-
-    def run_in_thread(self, run: Callable[[], None]) -> None:
-        """Run the body of a new thread, which may be the one that trains, with the mode on the stack of that thread."""
-        if not self.enabled:
-            run()
-            return
-        _push_mode(self)  # also when it is turned off: that tells whose thread it is
-        self._is_turned = not self._is_on
-        try:
-            run()
-        except CaptureStop:  # a thread that exits prints nothing; `threading` knows only `SystemExit` itself
-            pass
-        finally:
-            self.leave_stack()
 
     def step_aside(self) -> bool:
         """Be asked nothing until `step_back`; whether the mode was taken off torch's stack for that."""
@@ -286,7 +266,7 @@ class Paused:
 
 
 def _cut_stack(length: int) -> None:
-    while torch._C._len_torch_function_stack() > length:
+    while torch_private.num_modes() > length:
         _pop_mode()
 
 
@@ -295,7 +275,7 @@ _FOLDERS = tuple(str(_CAPTURE / name) + os.sep for name in ("hooks", "record")) 
 _MOST_ARRIVALS = 100
 MOST_PREPARED = 2000  # calls of torch, which take 20 ms; more of them before the first gradient are data
 _PATIENCE = 1000  # events of Python until the next attempt
-_mode_at = torch._C._get_function_stack_at
-_num_modes = torch._C._len_torch_function_stack
-_pop_mode = torch._C._pop_torch_function_stack
-_push_mode = torch._C._push_on_torch_function_stack
+_mode_at = torch_private.mode_at
+_num_modes = torch_private.num_modes
+_pop_mode = torch_private.pop_mode
+_push_mode = torch_private.push_mode

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.capture.record.attributes import Containers, is_of_torch, tensors_held
 from reprokit.capture.record.structure import iter_tensors
 
@@ -97,14 +98,14 @@ class Copies:
         tensors = [self._tensors[number] for number in numbers]
         has_grad = torch.is_grad_enabled()
         try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
-            torch._C._set_grad_enabled(False)
+            torch_private.set_grad_enabled(False)
             torch._foreach_copy_(contents, tensors, non_blocking=False)
         except RuntimeError:  # a shape or layout has changed
             for number in numbers:
                 self._contents[number] = _copy(self._tensors[number])
             return
         finally:
-            torch._C._set_grad_enabled(has_grad)
+            torch_private.set_grad_enabled(has_grad)
         for number in numbers:
             if self._contents[number].dtype != self._tensors[number].dtype:
                 self._contents[number] = _copy(self._tensors[number])

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.capture.record import kinds
 from reprokit.capture.record.current_step import Listener, RunningStep
 from reprokit.capture.record.entry import (
@@ -36,7 +37,7 @@ from reprokit.capture.record.structure import ATOMS, iter_tensors, repeatable, w
 from reprokit.capture.record.tensor_names import note_unfollowed
 from reprokit.program import functions
 from reprokit.program.ir import Mode
-from reprokit.program.sites import library_line
+from reprokit.program.sites import find_frames
 from reprokit.program.trace import current_mode
 
 
@@ -83,22 +84,8 @@ class Tape(StackedMode):
         if self.running.is_hand_updated:
             self._listener.finish_hand_update()
 
-    def begin_transform(self, given: list[torch.Tensor]) -> None:
-        """A transform of the loop is about to be given tensors; new parameters among them begin a new step."""
-        self.begin_forward()
-        if not self._listener.is_functional:
-            return
-        known = set(map(id, given))
-        new = self.running.derivatives.new_parameters(self.running.entries)
-        new = [parameter for parameter in new if id(parameter.tensor) in known]
-        if new:
-            self._listener.finish_functional_update(new)
-
-    def finish_derivative(self, by: list[torch.Tensor], loss: Any) -> None:
-        """A transform that differentiates ``by`` tensors, the last one noted, has returned; ``loss`` may be one."""
-        entries = self.running.entries
-        if self._listener.is_functional and entries and entries[-1].kind is kinds.TRANSFORM:
-            self._listener.begin_derivative(self.running.derivatives.add(entries[-1], by))
+    def note_loss(self, loss: Any) -> None:
+        """A transform that differentiates has returned what it started from."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._listener.note_loss(loss)
 
@@ -274,7 +261,6 @@ class Tape(StackedMode):
     def _perform(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        """Perform and note any function."""
         try:
             entry = self._prepare(func, args, kwargs, frame)
         except BaseException as error:
@@ -311,33 +297,6 @@ class Tape(StackedMode):
         """Like a loop's ``loss.backward()``, for entry points that torch does not hand to modes."""
         entry = self.guard(self._prepare, function, args, kwargs, sys._getframe(2))
         return function(*args, **kwargs) if entry is None else self._differentiate(entry)
-
-    def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Perform and note ``target(tensor, **kwargs)``, the backward method of tensors."""
-        self.is_claimed = True
-        entry = None
-        popped = self.step_aside()
-        try:
-            try:
-                entry = self._prepare(target, (tensor,), kwargs, sys._getframe(2))
-            except BaseException as error:
-                self.switch_off(error)
-            if entry is not None:
-                self._listener.judge_start(entry)
-            target(tensor, **kwargs)
-        except BaseException as error:
-            if entry is not None:
-                self.running.fail(error, entry)
-            raise
-        finally:
-            self.step_back(popped)
-        if entry is None:
-            return
-        try:
-            self.running.add_differentiation(entry)
-        except BaseException as error:
-            self.switch_off(error)
-        self._listener.finish_differentiation(entry)
 
     def _differentiate(self, entry: Entry) -> Any:
         self.is_claimed = True
@@ -405,7 +364,7 @@ class Tape(StackedMode):
         if running.is_hand_updated and _begins_forward(facts.name, versions):
             self._listener.finish_hand_update()
         if has_library:
-            entry.library = library_line(frame)
+            entry.library = find_frames(frame)[1]
         if draws:
             entry.rng = generator_states(versions)
         return entry
@@ -463,18 +422,16 @@ _NUMBERS = frozenset({bool, int, float})
 
 
 def _is_number(value: Any) -> bool:
-    """True for a number or truth value of Python, and for an array of NumPy that is one."""
     return value.__class__ in _NUMBERS or (getattr(value, "ndim", 1) == 0 and value.dtype.kind in "fiub")
 
 
 def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if both are of one type, shape and device."""
     return (target.dtype, target.shape, target.device) == (value.dtype, value.shape, value.device)
 
 
 _new = object.__new__
 _PLAIN_MODE = Mode()
 is_grad_enabled = torch.is_grad_enabled
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well
-_peek_transforms = torch._C._functorch.peek_interpreter_stack  # vmap and the like, inside which values are not ours
+_is_any_autocast_enabled = torch_private.is_any_autocast_enabled
+_tracing_state = torch_private.tracing_state  # of `torch.jit.trace`, which would trace our work as well
+_peek_transforms = torch_private.peek_transforms  # vmap and the like, inside which values are not ours

@@ -214,7 +214,6 @@ def _user_frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def _attributes(value: Any) -> list[Named]:
-    """The attributes of an object such as a trainer; the parts of a module are found by their paths."""
     is_plain = not isinstance(value, (type, ModuleType, torch.nn.Module)) and type(value).__dictoffset__ != 0
     return list(vars(value).items()) if is_plain and not callable(value) else []
 

@@ -18,9 +18,9 @@ from types import CellType, CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch._functorch import apis, eager_transforms
 from torch.utils._pytree import tree_leaves
 
+from reprokit import torch_private
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry, generator_states, versions_of
 from reprokit.capture.record.frames import first_user_frame
@@ -30,14 +30,14 @@ from reprokit.capture.record.tensor_names import note_unfollowed
 from reprokit.program.sites import kind_of_file
 from reprokit.program.trace import current_mode
 
-_peek_transforms = torch._C._functorch.peek_interpreter_stack
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`
+_peek_transforms = torch_private.peek_transforms
+_is_wrapped = torch_private.is_wrapped
+_tracing_state = torch_private.tracing_state  # of `torch.jit.trace`
 RUNS = (
-    (apis, "vmap_impl"),
-    (eager_transforms, "grad_impl"),
-    (eager_transforms, "grad_and_value_impl"),
-    (eager_transforms, "_jvp_with_argnums"),
+    (torch_private.apis, "vmap_impl"),
+    (torch_private.eager_transforms, "grad_impl"),
+    (torch_private.eager_transforms, "grad_and_value_impl"),
+    (torch_private.eager_transforms, "_jvp_with_argnums"),
 )
 MAKES = ("jacrev", "jacfwd")  # functions that make a function, which is then called
 PULLS = "_vjp_with_argnums"  # it returns a result and the function of its derivative
@@ -50,45 +50,33 @@ class TransformCalls:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._by: list[torch.Tensor] = []  # what the call of the loop that runs, or one inside of it, differentiates by
 
     def run(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what runs a transform: torch's ``target``, given a function and its arguments."""
         tape, name, is_noted = self._tape, target.__name__, self._is_noted
         tape.has_transform = True
         if is_noted:
-            tape.guard(self._begin, args)
+            tape.guard(tape.begin_forward)
         tape.guard(self._note_differentiated, name, args)
-        owner = eager_transforms if hasattr(eager_transforms, name) else apis
+        transforms = torch_private.eager_transforms
+        owner = transforms if hasattr(transforms, name) else torch_private.apis
         output = self._perform(functools.partial(_latest, owner, name), target, args, kwargs)
-        if is_noted and self._by:
-            tape.guard(self._finish, name, output)
+        if is_noted and name == "grad_and_value_impl":
+            value = output[1]
+            tape.guard(tape.note_loss, value[0] if isinstance(value, tuple) else value)
         return output
-
-    def _begin(self, args: tuple[Any, ...]) -> None:
-        self._by = []
-        self._tape.begin_transform([tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)])
-
-    def _finish(self, name: str, output: Any) -> None:
-        if name == "grad_and_value_impl":
-            _, value = output
-            loss = value[0] if isinstance(value, tuple) else value
-        else:
-            loss = output[0] if name == "_jvp_with_argnums" else None
-        self._tape.finish_derivative(self._by, loss)
 
     def _note_differentiated(self, name: str, args: tuple[Any, ...]) -> None:
         """Note the tensors by which a transform differentiates; inside of a `vmap` those that are not rows."""
         if get_ident() != self._tape.thread:
             return
         if name == "grad_and_value_impl":
-            by = eager_transforms._slice_argnums(args[3], args[1], as_tuple=False)
+            by = torch_private.eager_transforms._slice_argnums(args[3], args[1], as_tuple=False)
         elif name == "_jvp_with_argnums":
             by = args[1]
         else:
             return
         plain = [tensor for tensor in tree_leaves(by) if isinstance(tensor, torch.Tensor) and not _is_wrapped(tensor)]
-        self._by += plain
         self._tape.running.memory.note_differentiated(plain)
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,18 +96,15 @@ class TransformCalls:
         latest: list[Any] = []
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            made = getattr(eager_transforms, target.__name__)(*args, **kwargs)
+            made = getattr(torch_private.eager_transforms, target.__name__)(*args, **kwargs)
             latest[:] = made[1:2]
             return made
 
         is_noted = self._is_noted
-        if is_noted:
-            self._tape.guard(self._begin, args)
         made = self._perform(again, target, args, kwargs)
         if not is_noted:
             return made
         result, function, *rest = made
-        primals = args[1:]
         outputs = list(iter_tensors((result, rest)))  # a replay of a pull needs that of the call before
 
         def pull_again(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,10 +115,7 @@ class TransformCalls:
             def pull_now(_: Any, *args: Any, **kwargs: Any) -> Any:
                 return function(*args, **kwargs)
 
-            output = self._perform(pull_again, pull_now, (outputs, *args), kwargs, reads=())
-            if self._is_noted:
-                self._tape.guard(self._tape.finish_derivative, list(iter_tensors(primals)), result)
-            return output
+            return self._perform(pull_again, pull_now, (outputs, *args), kwargs, reads=())
 
         return (result, pulled, *rest)
 
@@ -163,7 +145,6 @@ class TransformCalls:
 
     @property
     def _is_noted(self) -> bool:
-        """True if the loop itself calls."""
         return self._tape.is_outermost and _peek_transforms() is None and _tracing_state() is None
 
     def _perform(
@@ -314,13 +295,11 @@ def _is_state(value: Any) -> bool:
 
 
 def _is_of_user(value: Any) -> bool:
-    """True for an object of a class that the user wrote."""
     module = sys.modules.get(type(value).__module__)
     return hasattr(value, "__dict__") and kind_of_file(getattr(module, "__file__", None) or "") == "user"
 
 
 def _attributes_of(owner: Any, names: Iterable[str]) -> Iterator[tuple[Place, Any]]:
-    """The attributes with these names that an object itself has."""
     known = getattr(owner, "__dict__", {})
     yield from (((known, name), known[name]) for name in dict.fromkeys(names) if name in known)
 

@@ -49,7 +49,7 @@ class History:
     ``every`` is the number of steps between copies, ``None`` to choose it by cost, 0 for no copies. ``is_complete``
     says whether the steps since the copy are all here, so that one can go back. ``makers`` are steps before the copy
     that made what is alive with its graph, for later steps to go on with. Modules and optimizers that the script has
-    let go of are forgotten with the next copy. ``step_seconds`` is how long a step took before the last copy.
+    let go of are forgotten with the next copy.
     With ``keeps_earlier`` there are copies of two moments, at least `LEAST_STEPS` apart, if both fit into the limit.
     """
 
@@ -76,7 +76,6 @@ class History:
         self._step_bytes = 0
         self._cost = 0.0
         self.is_short = False
-        self.step_seconds = math.inf
         self._taken_at = time.perf_counter()
 
     # -- what belongs to the state -------------------------------------------------------------------------------
@@ -191,8 +190,9 @@ class History:
 
     def newly_bad(self) -> torch.Tensor | None:
         """A parameter that is bad now and was not in the last copy."""
-        parameters: dict[int, torch.Tensor] = {}
-        parameters.update((id(p), p) for module in self.modules for p in module.parameters() if p.requires_grad)
+        parameters: dict[int, torch.Tensor] = {
+            id(p): p for module in self.modules for p in module.parameters() if p.requires_grad
+        }
         parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
         parameters.update((id(t), t) for t in self.state.copies.tensors if self._is_trained(t))
         if bad_tensor(parameters.values()) is None:
@@ -266,7 +266,8 @@ class History:
 
     def is_due(self, now: float) -> bool:
         """True if it is time to check everything and to take the next copy."""
-        if self._is_beginning:
+        is_first = self.num_copies == 1 and self.is_complete and self._every != 0  # played from the start of training
+        if is_first and len(self.steps) < _BEGINNING and self._step_bytes <= DEFAULT_STEP_BYTES:
             return False
         if self._has_grown or self.is_full or len(self.steps) >= MOST_STEPS:
             return True
@@ -275,12 +276,6 @@ class History:
         if self._every:
             return len(self.steps) >= self._every - 1 or not self.is_complete
         return (now - self._taken_at) * SHARE >= self._cost
-
-    @property
-    def _is_beginning(self) -> bool:
-        """True in the first steps, which can be played from the start of the training."""
-        is_first = self.num_copies == 1 and self.is_complete and self._every != 0
-        return is_first and len(self.steps) < _BEGINNING and self._step_bytes <= DEFAULT_STEP_BYTES
 
     @property
     def is_full(self) -> bool:
@@ -314,9 +309,9 @@ class History:
         else:
             self.earlier = None
         if self.steps and self.num_copies > 1:  # the first steps are longer than those that follow
-            self.step_seconds = (started - self._taken_at) / (len(self.steps) + 1)
+            step_seconds = (started - self._taken_at) / (len(self.steps) + 1)
             is_on_gpu = any(tensor.is_cuda for tensor in self.state.copies.tensors)
-            self.is_short = self.step_seconds < _SHORT and not is_on_gpu
+            self.is_short = step_seconds < _SHORT and not is_on_gpu
         self.forget_steps()
         self._parts = self._parameters = None
         self._held, self._has_grown = [], False  # those that only the history holds are gone now
@@ -408,5 +403,4 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _is_changing(tensor: torch.Tensor) -> bool:
-    """True if training is expected to change it: everything but frozen parameters."""
     return tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from reprokit import torch_private
 from reprokit.arrivals import pass_on
 from reprokit.capture.record import kinds
-from reprokit.capture.record.attributes import attributes_kept, is_of_torch, put_first_back
+from reprokit.capture.record.attributes import attributes_kept, put_first_back
 from reprokit.capture.record.compact_steps import PastStep, split
 from reprokit.capture.record.entry import Entry, unwrapped
 from reprokit.capture.record.generators import python_generators_restored
@@ -28,10 +28,8 @@ from reprokit.capture.record.state import State, give_gradients, parameters_of
 from reprokit.capture.record.structure import is_leaf, iter_tensors
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.rewind.measure_layers import LayerMeter
-from reprokit.capture.rewind.meeting import NOTHING, Together, short_collectives
+from reprokit.capture.rewind.meeting import NOTHING, Meeting, short_collectives
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_same, leaves_in
-from reprokit.capture.rewind.user_hooks import UserHooks
-from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Modes
 from reprokit.program.memory import same_bits
 from reprokit.story import LayerNumbers
@@ -60,10 +58,10 @@ class Found:
 class Watcher(Protocol):
     """Is shown what a rewind plays."""
 
-    def before(self, step: PastStep, entry: Entry, player: Player) -> None:
+    def before(self, step: PastStep, entry: Entry) -> None:
         """An entry is about to be played."""
 
-    def after(self, step: PastStep, entry: Entry) -> None:
+    def after(self, entry: Entry) -> None:
         """An entry was played."""
 
 
@@ -83,9 +81,9 @@ class Rewind:
         ruined: Sequence[torch.Tensor] = (),
         *,
         takes_skipped: bool = False,
-        together: Together | None = None,
+        together: Meeting | None = None,
     ) -> None:
-        self._together = together
+        self.together = together  # while the other ranks wait for what this one plays
         self._history = history
         self._steps = steps
         self._ruined = ruined
@@ -100,11 +98,6 @@ class Rewind:
         self._notes: list[str] = []
         self._other_losses: list[str] = []
         self.skipped: list[int] = []
-
-    @property
-    def is_together(self) -> bool:
-        """True while the other ranks wait for what this one plays."""
-        return self._together is not None
 
     @property
     def notes(self) -> list[str]:
@@ -129,39 +122,35 @@ class Rewind:
             stack.enter_context(torch.random.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(None))
             stack.enter_context(attributes_kept(self._history.modules, self._history.optimizers))
-            stack.enter_context(_unsafe_preserve_version_counter(tuple(self._history.changing())))
-            if self._together is not None:
+            stack.enter_context(torch_private.preserve_versions(self._history.changing()))
+            if self.together is not None:
                 stack.enter_context(short_collectives())
             live = self._history.state.put_back()
             stack.callback(live.give_back)
             self._live, self._before = live.copies.contents(), live
             self._live_gradients = [(leaf, leaf.grad) for leaf in leaves]
             stack.callback(give_gradients, self._live_gradients)
-            if self._together is not None:  # gradients may be views of memory that averaging writes
-                kept = [(leaf.grad, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
-                stack.callback(_write, kept)
+            if self.together is not None:  # gradients may be views of memory that averaging writes
+                for grad in [leaf.grad for leaf in leaves if leaf.grad is not None]:
+                    stack.callback(grad.data.copy_, grad.clone())
             give_gradients([(leaf, None) for leaf in leaves])
             give_gradients([(leaf, torch.zeros_like(leaf)) for leaf in self._history.state.with_gradient])
             give_gradients([(leaf, grad.clone()) for leaf, grad in self._history.state.gradients])
             yield
 
-    def find(self, hooks: UserHooks) -> Found | None:
-        """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts.
-
-        With the user's ``hooks`` on gradients these are as they were in training.
-        """
+    def find(self) -> Found | None:
+        """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts."""
         for number, step in enumerate(self._steps):
             player, carried, num_notes = self._player(number), self._carried, self._num_notes
             found, rest = self._play(step, player, self._saved[number])
             if found is None or found.observed_at != "parameter":
                 forget_averaged(step.entries)
             if found is not None:
-                if self._together is not None:
-                    self._together.stop(found.observed_at)
-                    self._together = player.together = None  # what follows needs no other rank
-                found.gradients = self._gradients_of_training(found, hooks)
+                if self.together is not None:
+                    self.together.stop(found.observed_at)
+                    self.together = player.together = None  # what follows needs no other rank
+                found.gradients = self._gradients_of_training(found)
                 if self._num_notes > num_notes or not self._agrees_afterwards(found, number, player, rest):
-                    self._notes += self._other_attributes()
                     return None
                 found.saved = {**{key: tensor.detach() for key, tensor in carried.items()}, **found.saved}
                 give_gradients([(leaf, None) for leaf in self.leaves()])
@@ -170,15 +159,15 @@ class Rewind:
                 return found
             self._notes += [note for note in player.mismatches if note not in self._notes]
             self._carried = player.made(self._used_later)
-        if self._together is not None:
-            self._together.stop(NOTHING)
+        if self.together is not None:
+            self.together.stop(NOTHING)
         return None
 
-    def _gradients_of_training(self, found: Found, hooks: UserHooks) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """The gradients that training had, if the user has hooks on gradients and they are known."""
+    def _gradients_of_training(self, found: Found) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """The gradients that training had when they were to be used, which the user's hooks may have changed."""
         if found.step is self._steps[-1] and found.observed_at == "gradient":
             return [(leaf, grad) for leaf, grad in self._live_gradients if grad is not None]
-        if found.observed_at not in ("gradient", "parameter") or not hooks.keeps_of_gradients:
+        if found.observed_at not in ("gradient", "parameter"):
             return None
         return [(leaf, leaf.grad.clone()) for leaf in self.leaves() if leaf.grad is not None]
 
@@ -187,22 +176,28 @@ class Rewind:
 
         A ``watch`` is shown every entry right before and after it is played, and the starts of backward calls.
         """
-        for position, step in enumerate(self._steps[:number]):
-            player = self._player(position)
-            put_first_back(step.entries)
-            with Modes() as modes, python_generators_restored(step.generators):
-                for entry in step.entries:
-                    modes.enter(entry.mode)
-                    if entry.kind is kinds.BACKWARD:
-                        with torch.no_grad():
-                            self._compare(player, entry, step)
-                    if watch is not None:
-                        watch.before(step, entry, player)
-                    player.play(entry)
-                    if watch is not None:
-                        watch.after(step, entry)
-            self._carried = player.made(self._used_later)
-        return self._outside(number)
+        for position in range(min(number, len(self._steps))):
+            self._play_whole(position, watch)
+        carried = {key: tensor.detach() for key, tensor in self._carried.items()}
+        return {**carried, **(self._saved[number] if number < len(self._saved) else {})}
+
+    def _play_whole(self, position: int, watch: Watcher | None) -> bool:
+        """Play a step; true if its losses are those of training."""
+        step, player, is_alike = self._steps[position], self._player(position), True
+        put_first_back(step.entries)
+        with Modes() as modes, python_generators_restored(step.generators):
+            for entry in step.entries:
+                modes.enter(entry.mode)
+                if entry.kind is kinds.BACKWARD:
+                    with torch.no_grad():
+                        is_alike &= self._compare(player, entry, step)
+                if watch is not None:
+                    watch.before(step, entry)
+                player.play(entry)
+                if watch is not None:
+                    watch.after(entry)
+        self._carried = player.made(self._used_later)
+        return is_alike
 
     def begin(self, number: int) -> tuple[list[Entry], dict[int, torch.Tensor]]:
         """Play the steps before ``number`` and what the loop wrote by hand before its forward pass.
@@ -220,43 +215,23 @@ class Rewind:
                 player.play(entry)
         return [*(entry for entry in lead if not entry.writes_state), *rest], saved
 
-    def _outside(self, number: int) -> dict[int, torch.Tensor]:
-        """The contents of outside tensors that a step is played with."""
-        carried = {key: tensor.detach() for key, tensor in self._carried.items()}
-        return {**carried, **(self._saved[number] if number < len(self._saved) else {})}
-
     def measured(self, meter: LayerMeter, last: int) -> list[LayerNumbers]:
         """Play the steps up to the one that ``last`` counts, and measure the layers in each.
 
-        Ends before the first step with a loss that is not that of training, or in which a call raises.
+        Ends before the first step with a loss that is not that of training.
         """
         rows: list[LayerNumbers] = []
         with meter.watching():
             for position, step in enumerate(self._steps):
-                if step.completed > last or not self._plays_alike(self._player(position), step, meter):
+                if step.completed > last or not self._play_whole(position, meter):
                     break
                 rows += meter.take(step.completed)
         return rows
 
-    def _plays_alike(self, player: Player, step: PastStep, meter: LayerMeter) -> bool:
-        """Play a step; true if its losses are those of training."""
-        put_first_back(step.entries)
-        with Modes() as modes, python_generators_restored(step.generators):
-            for entry in step.entries:
-                modes.enter(entry.mode)
-                if entry.kind is kinds.BACKWARD:
-                    with torch.no_grad():
-                        if not self._compare(player, entry, step):
-                            return False
-                with meter.playing(entry):
-                    player.play(entry)
-        self._carried = player.made(self._used_later)
-        return True
-
     def _player(self, number: int) -> Player:
         state = {id(tensor) for tensor in self._history.changing()}
         carried = {**self._before.renewed(), **self._carried}
-        return Player(self._saved[number], carried=carried, state=state, together=self._together)
+        return Player(self._saved[number], carried=carried, state=state, together=self.together)
 
     def _play(self, step: PastStep, player: Player, saved: dict[int, torch.Tensor]) -> tuple[Found | None, list[Entry]]:
         """The nan or inf tensors of a step, and the entries that were not played."""
@@ -339,30 +314,6 @@ class Rewind:
         self._notes.append("playing the steps since the last copy did not lead to the parameters that training has")
         return False
 
-    def first_bad_loss(self) -> int | None:
-        """The number of the first step in which training saw a bad loss, unless it is the last one."""
-        for step in self._steps[:-1]:
-            calls = [entry for n, entry in enumerate(step.entries) if not was_skipped(step.entries, n)]
-            starts = [e for e in calls if e.kind is kinds.BACKWARD and e.settings and not e.gives_gradients]
-            is_scaled = any(entry.kind is kinds.SCALE for entry in step.entries)
-            if not is_scaled and any(_is_bad(seen) for entry in starts for seen in entry.settings):
-                return step.completed
-        return None
-
-    def _other_attributes(self) -> list[str]:
-        """Attributes of modules and optimizers that may be why the steps of the past cannot be played as they were."""
-        entries = [entry for step in reversed(self._steps) for entry in step.entries]
-        modules = {id(e.target): e.settings for e in entries if e.kind is kinds.MODULE}
-        own = [e for e in entries if e.kind is kinds.OPTIMIZER and e.settings is not None and not is_of_torch(e.target)]
-        optimizers = {id(e.target): e.settings["attributes"] for e in own}
-        reasons = []
-        for owner, first in (("a module", modules), ("an optimizer", optimizers)):
-            names = dict.fromkeys(name for noted in first.values() if noted for name in noted.changed_others())
-            reasons += [f"`{name}` of {owner} was set to something that is not put back" for name in names]
-            if None in first.values():
-                reasons.append(f"attributes of {owner} changed too often to be noted")
-        return reasons
-
     def _watched(
         self, player: Player, entry: Entry, step: PastStep, before: list[Entry], is_skipped: bool
     ) -> str | None:
@@ -381,20 +332,15 @@ class Rewind:
             if not (entry.settings or {}).get("scaler") and bad_tensor(grads) is not None:
                 return "gradient"
         is_compared = entry.kind is kinds.COMPILED
-        then = self._parameters() if is_compared and any(map(_is_bad, entry.settings.seen.values())) else None
         player.play(entry)
-        if self._together is not None and entry.kind is kinds.BACKWARD:
+        if self.together is not None and entry.kind is kinds.BACKWARD:
             forget_averaged(before)
             entry.averaged = averaged_gradients(self._history.modules)
         if is_compared:
             self._compare_results(player, entry, step)
         is_bad = (entry.kind is kinds.OPTIMIZER or entry.has_stepped) and self._is_state_bad()
-        if is_compared and entry.has_stepped:
-            is_masked = then is not None and all(same_bits(new, old) for new, old in then)
-            if bad_tensor(player.seen(entry).values()) is not None:
-                if self._takes_skipped or not is_masked:
-                    return "loss"
-                self.skipped.append(step.completed)
+        if is_compared and entry.has_stepped and bad_tensor(player.seen(entry).values()) is not None:
+            return "loss"
         return "parameter" if is_bad else None
 
     def _compare(self, player: Player, entry: Entry, step: PastStep) -> bool:
@@ -403,7 +349,6 @@ class Rewind:
         return self._note_losses(starts, step)
 
     def _compare_results(self, player: Player, entry: Entry, step: PastStep) -> bool:
-        """The same for the losses that a compiled function returned."""
         new = player.seen(entry)
         pairs = [(old, new[place]) for place, old in entry.settings.seen.items() if place in new]
         return self._note_losses(pairs, step)
@@ -412,10 +357,6 @@ class Rewind:
         differ = [(old, new) for old, new in starts if not is_same(old, new)]
         self._other_losses += [describe_mismatch(f"the loss of step {step.completed}", old, new) for old, new in differ]
         return not differ
-
-    def _parameters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The trainable parameters, each with a copy."""
-        return [(t, t.detach().clone()) for t in self._history.changing() if t.requires_grad]
 
     def _is_state_bad(self) -> bool:
         return self._history.newly_bad() is not None
@@ -430,10 +371,6 @@ class Rewind:
         return list(leaves.values())
 
 
-def _is_bad(seen: float | torch.Tensor) -> bool:
-    return bool(ways_of(torch.as_tensor(seen)))
-
-
 def averaged_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The parameters whose gradients `DistributedDataParallel` averages, each with a copy of its gradient."""
     leaves = [parameter for module in modules if unwrapped(module) is not module for parameter in module.parameters()]
@@ -445,11 +382,6 @@ def forget_averaged(entries: list[Entry]) -> None:
     for entry in entries:
         if entry.kind in (kinds.BACKWARD, kinds.COLLECTIVE):
             entry.averaged = None
-
-
-def _write(contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for tensor, content in contents:
-        tensor.data.copy_(content)
 
 
 def _without_update(entries: list[Entry], where: str, keep: Entry | None = None) -> list[Entry]:

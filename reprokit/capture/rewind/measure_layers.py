@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from reprokit.capture.record import kinds
+from reprokit.capture.record.compact_steps import PastStep
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.locate.quantity import norm_of, update_of
@@ -29,6 +30,7 @@ class LayerMeter:
         self._names = {id(layer): name for name, layer in layers.items()}
         parameters = {name: list(layer.parameters(recurse=False)) for name, layer in layers.items()}
         self._parameters = {name: found for name, found in parameters.items() if found}
+        self._before: dict[str, list[torch.Tensor]] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -52,11 +54,14 @@ class LayerMeter:
                 found = [measure(tensor) for tensor in iter_tensors(output) if tensor.is_floating_point()]
             self._outputs.setdefault(name, []).extend(found)
 
-    @contextlib.contextmanager
-    def playing(self, entry: Entry) -> Iterator[None]:
-        """Measure what one entry of the step, which is played in here, makes of gradients and weights."""
-        before = self._weights() if entry.kind is kinds.OPTIMIZER else {}
-        yield
+    def before(self, step: PastStep, entry: Entry) -> None:
+        """Remember the weights that an update begins with."""
+        if entry.kind is kinds.OPTIMIZER:
+            self._before = {name: [p.detach().clone() for p in own] for name, own in self._parameters.items()}
+
+    def after(self, entry: Entry) -> None:
+        """Measure gradients where they are complete, and the change of the weights."""
+        before, self._before = self._before, {}
         with torch.no_grad():
             if entry.kind in (kinds.BACKWARD, kinds.UNSCALE):
                 grads = {name: [p.grad for p in own if p.grad is not None] for name, own in self._parameters.items()}
@@ -65,9 +70,6 @@ class LayerMeter:
                 update = update_of(weights, [parameter.detach() for parameter in self._parameters[name]])
                 if update is not None:
                     self._updates[name] = update
-
-    def _weights(self) -> dict[str, list[torch.Tensor]]:
-        return {name: [parameter.detach().clone() for parameter in own] for name, own in self._parameters.items()}
 
     def take(self, step: int) -> list[LayerNumbers]:
         """The numbers since the last call, as those of ``step``."""
@@ -79,7 +81,7 @@ class LayerMeter:
                 name,
                 self._gradients.get(name),
                 self._updates.get(name),
-                max(map(_largest, outputs), key=_rank, default=None),
+                _largest(outputs),
                 _share_of_zeros(outputs),
             )
             if any(number is not None for number in (row.gradient, row.update, row.activation)):
@@ -95,19 +97,13 @@ def layers_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             yield user_path(path), module
 
 
-def _largest(found: Range) -> float:
-    if found.num_nan:
+def _largest(outputs: Iterable[Range]) -> float | None:
+    if any(found.num_nan for found in outputs):
         return math.nan
-    return math.inf if found.num_inf else found.high or 0.0
-
-
-def _rank(value: float) -> float:
-    """Orders NaN above infinity."""
-    return math.inf if math.isnan(value) else min(value, 1.7e308)
+    return max((math.inf if found.num_inf else found.high or 0.0 for found in outputs), default=None)
 
 
 def _share_of_zeros(outputs: Iterable[Range]) -> float | None:
-    """Of the elements of several outputs."""
     sizes = [(math.prod(found.shape), found.zeros) for found in outputs if found.zeros is not None]
     total = sum(size for size, _ in sizes)
     return sum(size * share for size, share in sizes) / total if total else None

@@ -39,11 +39,7 @@ class Late(Parted):
 
 
 class Stopped(Exception):
-    """A rank plays no further: ``answers`` say what every rank has found."""
-
-    def __init__(self, answers: Sequence[str]) -> None:
-        super().__init__(", ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers)))
-        self.answers = answers
+    """A rank plays no further; the text says what every rank has found."""
 
 
 class SavedElsewhere(Exception):
@@ -68,15 +64,6 @@ class CopyAnswer:
     most: int
     holds: bool
     digest: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.bad} {self.wanted} {self.most} {int(self.holds)} {self.digest}"
-
-    @classmethod
-    def read(cls, text: str) -> CopyAnswer:
-        """The inverse of ``str``."""
-        bad, wanted, most, holds, digest = text.split(" ")
-        return cls(bad, int(wanted), int(most), holds == "1", digest)
 
 
 class Meeting:
@@ -147,45 +134,29 @@ class Meeting:
     def _end(self, rank: int) -> str:
         return f"{self._prefix}/ended/{rank}"
 
-
-class Together:
-    """All ranks play the same steps again, so that gradients are averaged as they were in training.
-
-    Before each call that needs the others the ranks meet; one that has found something, or that failed, plays no
-    further, and so do the others.
-    """
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self.answers: Sequence[str] = ()
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        return self._meeting.rank
+    # All ranks play the same steps again, so that gradients are averaged as they were in training. Before each call
+    # that needs the others they meet. One that has found something, or has failed, plays no further; nor do the others.
 
     def meet(self, what: str) -> None:
         """All ranks are about to do the same thing; raises `Stopped` if they are not, `Parted` if one is gone."""
-        answers = self._meeting.exchange("play", f"{READY} {what}")
-        if set(answers) != {f"{READY} {what}"}:
-            raise Stopped([READY if answer.startswith(READY) else answer for answer in answers])
+        if set(self.tell(what)) != {what}:
+            raise Stopped("the ranks play different calls")
 
     def tell(self, text: str) -> Sequence[str]:
         """The texts of all ranks at the same place of the steps that they play; raises `Stopped`, `Parted`."""
-        answers = self._meeting.exchange("play", f"{READY} {text}")
+        answers = self.exchange("play", f"{READY} {text}")
         if not all(answer.startswith(READY) for answer in answers):
-            raise Stopped([READY if answer.startswith(READY) else answer for answer in answers])
+            found = [READY if answer.startswith(READY) else answer for answer in answers]
+            raise Stopped(", ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(found)))
         return [answer.removeprefix(f"{READY} ") for answer in answers]
 
-    def stop(self, found: str) -> Sequence[str]:
-        """This rank plays no further; what the others say at this point."""
-        answers = self._meeting.exchange("play", found)
-        self.answers = [READY if answer.startswith(READY) else answer for answer in answers]
-        return self.answers
+    def stop(self, found: str) -> None:
+        """This rank plays no further."""
+        self.exchange("play", found)
 
     def agree(self, answer: str) -> Sequence[str]:
         """The answers of all to a question between two rounds of playing."""
-        return self._meeting.exchange("round", answer)
+        return self.exchange("round", answer)
 
 
 @contextlib.contextmanager

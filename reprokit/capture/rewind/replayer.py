@@ -17,7 +17,7 @@ from reprokit.capture.record.entry import Entry, unwrapped
 from reprokit.capture.record.generators import set_python_generators
 from reprokit.capture.record.state import owned_by, parameters_of, set_options
 from reprokit.capture.record.structure import is_leaf, iter_tensors, map_tensors
-from reprokit.capture.rewind.meeting import Together
+from reprokit.capture.rewind.meeting import Meeting
 from reprokit.program.functions import DATA_WRITES, written_argument
 from reprokit.program.memory import same_bits
 
@@ -36,7 +36,7 @@ class Player:
         saved: Mapping[int, torch.Tensor],
         carried: Mapping[int, torch.Tensor] | None = None,
         state: Set[int] = frozenset(),
-        together: Together | None = None,
+        together: Meeting | None = None,
     ) -> None:
         self.mismatches: list[str] = []
         self.together = together
@@ -69,7 +69,9 @@ class Player:
 
     def _play(self, entry: Entry, args: Any, kwargs: Any) -> None:
         if entry.rng is not None:
-            _set_rng(entry.rng)
+            torch.set_rng_state(entry.rng[0])
+            if entry.rng[1] is not None:
+                torch.cuda.set_rng_state(entry.rng[1])
         if entry.generators is not None:
             set_python_generators(entry.generators)
         result = self._result_of(entry, args, kwargs)
@@ -94,8 +96,11 @@ class Player:
                 return self._play_scale(entry, args, kwargs)
             case kinds.CLIP:
                 return self._play_clip(entry, args, kwargs)
-            case kinds.UNSCALE:
-                return self._play_unscale(entry)
+            case kinds.UNSCALE:  # multiply by what the scaler multiplied with
+                with torch.no_grad():
+                    for parameter in parameters_of(entry.args[1]):
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(float(entry.args[2]))
             case kinds.ZERO_GRAD:
                 return self._play_zero_grad(entry, args)
             case kinds.OPTIMIZER:
@@ -152,10 +157,8 @@ class Player:
         finally:
             scaler._scale = now
 
-    def _call(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+    def _play_clip(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         return entry.target(*args, **kwargs)
-
-    _play_clip = _call
 
     def _play_backward(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         if self.together is not None:
@@ -171,8 +174,7 @@ class Player:
 
     def _play_collective(self, entry: Entry, args: Any) -> None:
         """Write what training has written, if it was kept; gradients are averaged again if all ranks do that."""
-        is_kept = entry.outcome is not None
-        if is_kept:
+        if entry.outcome is not None:
             args[0].copy_(entry.outcome)
         elif self.together is not None:
             others, named = entry.settings
@@ -181,14 +183,6 @@ class Player:
             entry.averaged = [(entry.args[0], args[0].detach().clone())]
         elif entry.averaged is not None:
             args[0].copy_(entry.averaged[0][1])
-
-    def _play_unscale(self, entry: Entry) -> None:
-        """Multiply the gradients by what the scaler multiplied them with."""
-        optimizer, inverse = entry.args[1], float(entry.args[2])
-        with torch.no_grad():
-            for parameter in parameters_of(optimizer):
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse)
 
     def _play_zero_grad(self, entry: Entry, args: Any) -> None:
         zeroed = entry.settings or ()
@@ -291,9 +285,3 @@ def describe_mismatch(what: str, old: torch.Tensor | float, new: torch.Tensor) -
     if new.numel() == 1 and (not isinstance(old, torch.Tensor) or old.numel() == 1):
         return f"{what} was {float(old):.9g} in training and {float(new.detach()):.9g} in the replay"
     return f"{what} differs between training and the replay"
-
-
-def _set_rng(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])

@@ -115,7 +115,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """True for a whole tensor of this process."""
     return (
         type(tensor.detach()) is torch.Tensor
         and tensor.layout is torch.strided
@@ -143,12 +142,9 @@ def _largest(parameter: torch.Tensor, ask: Ask, rank: int, sides: tuple[int, int
     one, other = (torch.load(io.BytesIO(base64.b64decode(texts[side])), weights_only=True) for side in sides)
     if one.shape != other.shape:
         return None
-    found = float((_wide(one) - _wide(other)).abs().max())
+    one, other = (tensor if tensor.is_complex() else tensor.double() for tensor in (one, other))
+    found = float((one - other).abs().max())
     return found if found == found and found != float("inf") else None
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_complex() else tensor.double()
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

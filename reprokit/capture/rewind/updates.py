@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import bad_tensor
-from reprokit.capture.record.state import CannotGoBack, Copies, num_bytes, options_of, set_options
+from reprokit.capture.record.state import CannotGoBack, Copies, num_bytes, options_of, parameters_of, set_options
 from reprokit.capture.record.structure import iter_tensors, map_tensors
 from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES, DEFAULT_STEP_BYTES, SHARE
 from reprokit.capture.rewind.replayer import step_without_hooks
@@ -70,13 +69,9 @@ class _Past:
     ruined: list[torch.Tensor] | None = None
     size: tuple[int, int] = (0, 0)  # of as many gradients in a step, in bytes
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self.reference()
-
     def parameters(self) -> list[torch.Tensor]:
         optimizer = self.reference()
-        return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+        return list(parameters_of(optimizer)) if optimizer is not None else []
 
     def size_of(self, gradients: Sequence[torch.Tensor]) -> int:
         """The memory of a step's gradients, in bytes; counted again when there are more or fewer of them."""
@@ -91,7 +86,7 @@ class _Past:
 
 @dataclass(frozen=True)
 class BadUpdate:
-    """The first update after which a shard of this rank is nan or inf, or whose averaged gradients are, by ``where``.
+    """The first update after which a shard of this rank is nan or inf.
 
     ``write`` is the call of the loop that did it, if it was not the optimizer. ``shards`` and ``states`` are those
     before it. ``is_same``: playing all updates leads to the shards of now.
@@ -99,7 +94,6 @@ class BadUpdate:
 
     optimizer: torch.optim.Optimizer
     update: Update
-    where: str
     shards: list[torch.Tensor]
     states: list[dict[str, Any]]
     is_same: bool
@@ -112,15 +106,10 @@ class Updates:
 
     def __init__(self) -> None:
         self._pasts: dict[int, _Past] = {}
-        self._last = (-1, 0)  # the number of the last update, and the `id` of its optimizer
 
-    def begin(
-        self, optimizer: torch.optim.Optimizer, step: int, entries: Iterable[Entry] = (), number: int = 0
-    ) -> None:
-        """An optimizer is about to write its shards, after ``number`` updates of all optimizers; ``entries`` are the
-        calls of the step so far."""
+    def begin(self, optimizer: torch.optim.Optimizer, step: int, entries: Iterable[Entry] = ()) -> None:
+        """An optimizer is about to write its shards; ``entries`` are the calls of the step so far."""
         past, now = self._past_of(optimizer), time.perf_counter()
-        self._last = number, id(optimizer)
         if past.ruined is not None:
             return
         is_due = (now - past.copied_at) * SHARE >= past.cost
@@ -128,7 +117,7 @@ class Updates:
             past.copies_gradients = is_due = True
             past.drop_updates()
         parameters = past.parameters()
-        gradients = [getattr(grad, "_local_tensor", grad) for grad in map(_grad, parameters)]
+        gradients = [getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in parameters]
         size = past.size_of([gradient for gradient in gradients if gradient is not None])
         if past.updates and (is_due or not self._has_room(size)):
             if bad_tensor(map(_local, parameters)) is not None:
@@ -148,25 +137,15 @@ class Updates:
         """The update is over."""
         past = self._pasts.get(id(optimizer))
         if past is not None and past.updates:
-            where = (None, entry.name, entry.code, entry.instruction)
-            kept = Entry(entry.kind, None, entry.args, entry.kwargs, entry.mode, *where)
-            kept.versions, kept.settings = entry.versions, entry.settings
-            past.updates[-1].entry = kept
+            past.updates[-1].entry = replace(entry, target=None)
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
         self._pasts.clear()
 
-    def shards_before(self, number: int) -> dict[int, torch.Tensor]:
-        """The shards that the last update wrote, as they were before it, after ``number`` updates, by the ``id`` of
-        their parameters; raises `CannotGoBack`. For another thread: the optimizer itself is left alone."""
-        past = self._pasts.get(self._last[1])
-        if past is None or self._last[0] != number:
-            raise CannotGoBack("is not at the same step")
-        return dict(zip(map(id, past.parameters()), _before_last(past), strict=True))
-
     def first_bad(self, step: int = 0, entries: Sequence[Entry] = ()) -> BadUpdate | None:
-        """The first bad update of this rank's shards; ``None`` if there is none, or it was not kept.
+        """The first bad update of this rank's shards; ``None`` if there is none, its gradients were bad already, or it
+        was not kept.
 
         ``entries`` are the calls of the ``step`` that is running.
         """
@@ -195,13 +174,10 @@ class Updates:
         past.copies.take([*map(_local, parameters), *map(_local, tensors)])
         copied = past.copies.contents()
         past.shards = [copied[id(tensor)] for tensor in past.copies.tensors[: len(parameters)]]
-        past.states = [{name: _stored(value, copied) for name, value in state.items()} for state in states]
+        past.states = [{name: copied.get(id(_local(v)), v) for name, v in state.items()} for state in states]
         past.copied_at = time.perf_counter()
         past.cost = past.copied_at - now
         return True
-
-
-_grad = attrgetter("grad")
 
 
 def _versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
@@ -211,11 +187,6 @@ def _versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
 def _local(tensor: Any) -> torch.Tensor:
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # the very tensor, not a view of it
     return part
-
-
-def _stored(value: Any, copied: Mapping[int, torch.Tensor]) -> Any:
-    """A value of an optimizer's state as it was copied."""
-    return copied[id(_local(value))] if isinstance(value, torch.Tensor) else value
 
 
 def _copied(value: Any) -> Any:
@@ -256,7 +227,8 @@ class _Search:
     """Plays the updates of one optimizer on plain shards until one is bad, and the rest of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], past: _Past) -> None:
-        self.found: tuple[Update, str, Entry | None] | None = None
+        self.found: tuple[Update, Entry | None] | None = None
+        self.is_bad_gradient = False
         self.before: tuple[list[torch.Tensor], list[dict[str, Any]]] = ([], [])
         self.plain = [torch.nn.Parameter(shard.clone()) for shard in past.shards]
         self._optimizer = optimizer
@@ -269,19 +241,20 @@ class _Search:
             made = write_to(write, self._parameters, self.plain)
             with torch.no_grad():
                 made.target(*made.args, **made.kwargs)
-            self._look(update, "parameter", write)
+            self._look(update, write)
         if not update.gradients:
             return
         self._remember()
         give(self.plain, update)
-        bad_gradient = bad_tensor(p.grad for p in self.plain if p.grad is not None) is not None
+        if self.found is None:
+            self.is_bad_gradient |= bad_tensor(p.grad for p in self.plain if p.grad is not None) is not None
         set_options(self._optimizer, update.options)
         step_without_hooks(self._optimizer)
-        self._look(update, "gradient" if bad_gradient else "parameter", None)
+        self._look(update, None)
 
-    def _look(self, update: Update, where: str, write: Entry | None) -> None:
-        if self.found is None and (where == "gradient" or bad_tensor(self.plain) is not None):
-            self.found = update, where, write
+    def _look(self, update: Update, write: Entry | None) -> None:
+        if self.found is None and bad_tensor(self.plain) is not None:
+            self.found = update, write
 
     def _remember(self) -> None:
         """Copy the shards and their state, unless the bad update is known."""
@@ -291,23 +264,8 @@ class _Search:
             self.before = [p.detach().clone() for p in self.plain], copies
 
 
-def _before_last(past: _Past) -> list[torch.Tensor]:
-    optimizer, updates = past.optimizer, past.updates[:-1]
-    is_kept = bool(past.updates) and past.ruined is None and all(update.is_whole for update in updates)
-    if optimizer is None or not is_kept:
-        raise CannotGoBack("has made an update since, and cannot go back")
-    playing = object.__new__(type(optimizer))
-    playing.__dict__.update(optimizer.__dict__, param_groups=[dict(group) for group in optimizer.param_groups])
-    search = _Search(playing, past.parameters(), past)
-    copies = [{name: _copied(value) for name, value in state.items()} for state in past.states]
-    with on_plain(playing, search.plain, copies):
-        for update in (*updates, replace(past.updates[-1], gradients=[])):
-            search.play(update)
-    return [*search.plain]
-
-
 def _first_bad(past: _Past, step: int, entries: Sequence[Entry]) -> BadUpdate | None:
-    optimizer, parameters = past.optimizer, past.parameters()
+    optimizer, parameters = past.reference(), past.parameters()
     live = past.ruined or [_local(parameter) for parameter in parameters]
     if (
         optimizer is None
@@ -325,10 +283,10 @@ def _first_bad(past: _Past, step: int, entries: Sequence[Entry]) -> BadUpdate | 
     with on_plain(optimizer, search.plain, copies), contextlib.suppress(CannotGoBack):
         for update in updates:
             search.play(update)
-    if search.found is None:
+    if search.found is None or search.is_bad_gradient:
         return None
-    update, where, write = search.found
-    return BadUpdate(optimizer, update, where, *search.before, all(map(same_bits, live, search.plain)), write)
+    update, write = search.found
+    return BadUpdate(optimizer, update, *search.before, all(map(same_bits, live, search.plain)), write)
 
 
 def give(parameters: Sequence[torch.Tensor], update: Update) -> None:
@@ -343,11 +301,8 @@ def on_plain(
     optimizer: torch.optim.Optimizer, plain: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
     """An optimizer with plain parameters and states in the place of its own."""
-    groups, state, options = (
-        [group["params"] for group in optimizer.param_groups],
-        optimizer.state,
-        options_of(optimizer),
-    )
+    groups = [group["params"] for group in optimizer.param_groups]
+    state, options = optimizer.state, options_of(optimizer)
     rest = iter(plain)
     optimizer.state = collections.defaultdict(dict)
     try:

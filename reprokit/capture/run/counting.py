@@ -30,17 +30,22 @@ class Iterations:
 
     def attempts(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of this very optimizer were attempted."""
-        return self._attempts.get(id(optimizer), 0) if self._is_known(optimizer) else 0
+        known = self._optimizers.get(id(optimizer))
+        return self._attempts[id(optimizer)] if known is not None and known() is optimizer else 0
 
     def attempted(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of ``optimizer`` ended or was skipped by a grad scaler."""
         key = id(optimizer)
         known = self._optimizers.get(key)
         if known is None or known() is not optimizer:
-            self._counts[key] = self._inherited(optimizer)
-            self._attempts[key] = 0
-            self._optimizers[key] = weakref.ref(optimizer)
-            self._parameters[key] = {id(parameter) for parameter in parameters_of(optimizer)}
+            own = {id(parameter) for parameter in parameters_of(optimizer)}
+            inherited = [
+                count
+                for other, count in self._counts.items()
+                if self._optimizers[other]() is None or own & self._parameters[other] or other == key
+            ]
+            self._counts[key], self._attempts[key] = max(inherited, default=0), 0
+            self._optimizers[key], self._parameters[key] = weakref.ref(optimizer), own
         self._counts[key] += 1
         self._attempts[key] += 1
         self.total += 1
@@ -71,19 +76,6 @@ class Iterations:
         self.total += 1
         self.micro_step = 0
 
-    def _is_known(self, optimizer: torch.optim.Optimizer) -> bool:
-        known = self._optimizers.get(id(optimizer))
-        return known is not None and known() is optimizer
-
-    def _inherited(self, optimizer: torch.optim.Optimizer) -> int:
-        own = {id(parameter) for parameter in parameters_of(optimizer)}
-        counts = [
-            count
-            for key, count in self._counts.items()
-            if self._optimizers[key]() is None or own & self._parameters[key] or key == id(optimizer)
-        ]
-        return max(counts, default=0)
-
 
 COLLAPSED_SCALE = 1.0
 SKIPPED_STREAK = 100
@@ -94,15 +86,15 @@ class ScalerWatch:
 
     def __init__(self) -> None:
         self.is_used = False
+        self.scale: torch.Tensor | None = None  # of the last loss
         self._skipped = 0
-        self._scale: torch.Tensor | None = None
 
     def scaled(self, scaler: torch.amp.GradScaler) -> torch.Tensor | None:
         """A loss was scaled; a copy of the scale it was scaled with."""
         scale = scaler._scale
         self.is_used = self.is_used or scale is not None
-        self._scale = scale.detach().clone() if scale is not None else None
-        return self._scale
+        self.scale = scale.detach().clone() if scale is not None else None
+        return self.scale
 
     def stepped(self) -> None:
         """The scaler let the optimizer step."""
@@ -112,8 +104,3 @@ class ScalerWatch:
         """The scaler left a step out; whether that is no longer its normal search for a scale."""
         self._skipped += 1
         return self._skipped >= SKIPPED_STREAK or (self._skipped > 1 and scaler.get_scale() < COLLAPSED_SCALE)
-
-    @property
-    def scale(self) -> torch.Tensor | None:
-        """The scale of the last loss."""
-        return self._scale

@@ -2,7 +2,7 @@
 
 No collective: a rank whose step failed often finds the others inside one, which they cannot leave. So each rank has a
 thread that waits in the store for questions. It sends its shards while its training stands between the same two updates
-as that of the rank that asks, or one update further. All waiting has a limit, so that a rank that is gone stops nobody.
+as that of the rank that asks. All waiting has a limit, so that a rank that is gone stops nobody.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from reprokit.capture.run.shards import Shards
 
 _PIECE = 4 * 2**20  # bytes: the store refuses values over 8 MiB
 _TO_ANSWER = 60.0  # seconds for another rank to come to the same step and to send a batch of shards
@@ -31,14 +34,14 @@ class Unanswered(Exception):
 
 
 class Exchange:
-    """Answers questions of other ranks with ``shards`` at a place, and asks them.
+    """Answers questions of other ranks with the parts of ``shards`` that this one holds, and asks them.
 
     ``place`` counts the updates that the parameters have had; ``None`` while an update writes them. ``store`` is a
     connection of its own, because a connection that waits is of no use to anybody else. ``is_ending``: the launcher
     ends all ranks, so those that have not answered yet may be gone.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, shards: Callable[[int], dict[str, torch.Tensor]]) -> None:
+    def __init__(self, store: Any, prefix: str, rank: int, shards: Shards) -> None:
         self.place: int | None = 0
         self.is_ending = False
         self._store = store
@@ -61,7 +64,11 @@ class Exchange:
             said = json.loads(self._store.get(self._key("answer", answer)))
             if "refused" in said:
                 raise Unanswered(f"rank {rank} {said['refused']}")
-            pieces = list(self._received(answer, said["num_pieces"]))
+            pieces = []
+            for name in [self._key("answer", f"{answer}/{number}") for number in range(said["num_pieces"])]:
+                pieces.append(self._store.get(name))
+                self._store.delete_key(name)
+            self._store.delete_key(self._key("answer", answer))
         except RuntimeError as error:  # of the store
             raise Unanswered(f"rank {rank} did not answer: the store has gone") from error
         loaded: list[torch.Tensor] = torch.load(io.BytesIO(b"".join(pieces)), weights_only=True)
@@ -79,7 +86,7 @@ class Exchange:
     def close(self) -> None:
         """End the thread, which must not outlive Python; questions that come later are not answered."""
         if self._is_open:
-            self._is_open, self._shards = False, lambda place: {}
+            self._is_open = False
             with contextlib.suppress(RuntimeError):  # without its host the store has ended the thread
                 self._send(self._rank, {})
                 self._has_ended.wait(_TO_END)
@@ -87,13 +94,6 @@ class Exchange:
     def _send(self, rank: int, question: dict[str, Any]) -> None:
         number = self._store.add(self._key("questions", rank), 1)
         self._store.set(self._key("question", f"{rank}-{number}"), json.dumps(question))
-
-    def _received(self, answer: str, num_pieces: int) -> Iterator[bytes]:
-        for name in ["", *(f"/{number}" for number in range(num_pieces))]:
-            key = self._key("answer", answer + name)
-            if name:
-                yield self._store.get(key)
-            self._store.delete_key(key)
 
     def _serve(self) -> None:
         number = 1
@@ -126,10 +126,9 @@ class Exchange:
             if not self._is_open or time.monotonic() > deadline:
                 raise Unanswered("is not at the same step")
             time.sleep(_LOOKS_EVERY)
-        shards = self._shards(place)
         file = io.BytesIO()
-        torch.save([shards[name].detach().cpu().clone() for name in names], file)
-        if self.place != now:
+        torch.save([shard.cpu().clone() for shard in self._shards.local(names)], file)
+        if self.place != place:
             raise Unanswered("went on to the next step")
         return file.getvalue()
 

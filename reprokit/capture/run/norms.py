@@ -80,7 +80,9 @@ class NormMeter:
         if self._met is not None:
             self._look_for_gradients(step, optimizer, self._met)
         started = time.perf_counter()
-        if self._is_off or not self._is_due(step, started):
+        every = self._pace.every  # every optimizer of a step is measured, or none
+        is_paid = step == self._last_step or (step >= _FIRST_ON_AUTO and started >= self._next)
+        if self._is_off or not (is_paid if every is None else step % every == 0):
             return
         if is_capturing():  # a graph would replay the measuring, and reading a number ends its capture
             self._is_off = True
@@ -93,14 +95,7 @@ class NormMeter:
         ended = time.perf_counter()
         self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step
 
-    def _is_due(self, step: int, now: float) -> bool:
-        """True if this step is to be measured; every optimizer of a step, or none."""
-        if self._pace.every is not None:
-            return step % self._pace.every == 0
-        return step == self._last_step or (step >= _FIRST_ON_AUTO and now >= self._next)
-
     def _keep(self, row: RecordedStep) -> None:
-        """One row for a step, with the parameters of all its optimizers."""
         if self.steps and self.steps[-1].step == row.step:
             last = self.steps.pop()
             joined = (last.weight_norm | row.weight_norm, last.grad_norm | row.grad_norm, last.zeros | row.zeros)
@@ -116,7 +111,11 @@ class NormMeter:
             return None
         with torch.no_grad():
             weights = [local_part(parameter.detach()) for parameter in named.values()]
-            given = {name: _dense(p.grad) for name, p in named.items() if p.grad is not None}
+            grads = {name: local_part(p.grad.detach()) for name, p in named.items() if p.grad is not None}
+            given = {  # of a sparse gradient the elements that are stored; the others are zero
+                name: grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+                for name, grad in grads.items()
+            }
             norms = norms_of([*weights, *given.values()])
             counts = numbers_of([gradient.count_nonzero() for gradient in given.values()])
         return RecordedStep(
@@ -127,19 +126,14 @@ class NormMeter:
         )
 
     def _name(self, parameter: torch.Tensor) -> str | None:
-        """The name of a parameter that is to be measured."""
-        name = self._known_name(parameter)
-        if name is None:
+        reference, name = self._names.get(id(parameter), (None, ""))
+        if reference is None or reference() is not parameter:
             known: Mapping[int, str] = {}
             with ignored_errors():  # then the parameters have numbers for names
                 known = self._ask_names()
             name = known.get(id(parameter), f"parameter {len(self._names)}")
             self._names[id(parameter)] = weakref.ref(parameter), name
         return name if self._pace.pattern is None or fnmatchcase(name, self._pace.pattern) else None
-
-    def _known_name(self, parameter: torch.Tensor) -> str | None:
-        reference, name = self._names.get(id(parameter), (None, None))
-        return name if reference is not None and reference() is parameter else None
 
     def _look_for_gradients(self, step: int, optimizer: torch.optim.Optimizer, met: dict[int, torch.Tensor]) -> None:
         """After the first steps print the parameters that have got no gradient in any of them."""
@@ -160,9 +154,3 @@ class NormMeter:
 def is_capturing() -> bool:
     """True while a CUDA graph is captured on the stream of now."""
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient that are stored; the others of a sparse one are zero."""
-    local = local_part(gradient.detach())
-    return local.coalesce().values() if local.layout is torch.sparse_coo else local

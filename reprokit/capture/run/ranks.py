@@ -3,25 +3,23 @@
 Nothing is exchanged while training with averaged gradients is healthy. A rank whose loss is bad writes that into the
 store the process group was made with and goes on into its backward pass, because the others wait there. After the
 all-reduce every rank holds the same bits, so all come to the same result about the gradients in the same step, and meet
-at the store. A gradient that was good on another rank at the same check became bad after averaging: every rank writes
-the number of its last good check into memory of the machine (`reports.py`). Where parameters are spread over the ranks,
-every rank looks for reports once a step there instead: what a rank has reported before its last gradients are reduced
-is there once everybody's backward pass is over. That holds on a CPU. A GPU is not waited for, so there a rank may look
-before the report is written: it trains on, and those that have seen the report give up after `_PATIENCE`. The first
-guilty rank then asks the others for their shards. In a tensor parallel model a backward pass may end without a
-collective after the bad value: the others make their update, and the guilty rank stops alone.
+at the store. A gradient that the other ranks do not report became bad after averaging. Where parameters are spread over
+the ranks, every rank looks for reports once a step: what a rank has reported before its last gradients are reduced
+is in the store once everybody's backward pass is over. That holds on a CPU. A GPU is not waited for, so there a rank
+may look before the report is written: it trains on, and those that have seen the report give up after `_PATIENCE`. The
+first guilty rank then asks the others for their shards. Other ways to spread a model (tensor parallel modules, stages
+of a pipeline, FSDP1) are not followed: there each rank saves what it sees itself, without a replay, and stops alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import gc
+import json
 import re
 import sys
 import time
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,51 +27,45 @@ from torch import distributed
 
 from reprokit.capture.rewind.meeting import AT_COPY, AT_END, CopyAnswer, Late, Meeting, Parted
 from reprokit.capture.run.exchange import Exchange, Unanswered
-from reprokit.capture.run.reports import Reports
 from reprokit.capture.run.shards import Shards
 
 # Words of gloo, NCCL and the store about a process that is not there any more.
 _OF_PEER = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|Broken pipe|ProcessGroup", re.IGNORECASE)
 _PATIENCE = 600.0  # seconds
-_SHORT_PATIENCE = datetime.timedelta(seconds=20)  # between ranks that do the same
-TO_SEE = 120.0  # seconds from one rank's optimizer to another's: both come from the same averaging
-TO_KNOW = 5.0  # seconds from one tensor parallel rank's optimizer to another's: both come from the same collective
+TO_SEE = 30.0  # seconds from one rank's optimizer to another's: both come from the same averaging
 _FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in the next one
 
 
-def _stage_of(modules: Collection[torch.nn.Module]) -> Any:
-    """The stage of a pipeline that one of the modules is; only a search through all objects finds it."""
-    base = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
-    if base is None:
-        return None
-    found = (one for one in gc.get_objects() if issubclass(type(one), base))
-    return next((stage for stage in found if any(stage.submod is module for module in modules)), None)
+def _is_apart(modules: Collection[torch.nn.Module], kinds: Collection[type]) -> bool:
+    """True if one process holds a part of a model, and is no rank of `fully_shard`."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    return (
+        "torch.distributed.pipelining.stage" in sys.modules
+        or any(issubclass(kind, fsdp) for kind in kinds)
+        or any(hasattr(parameter, "to_local") for module in modules for parameter in module.parameters())
+    )
 
 
 class Ranks:
-    """The state of the other processes as seen from this one. ``is_parallel``: gradients are averaged over processes;
-    ``is_sharded``: parameters are spread over them, so that even a forward needs all. ``meeting`` is where ranks with
-    averaged gradients exchange answers; they take the next copy of the state after step ``due_at`` (a count of steps).
-    ``goes_back``: all of them hold copies. ``num_steps`` of optimizers were made here, after ``num_checks`` of averaged
-    gradients; ``parted`` says which rank has not answered. ``has_missed``: the last copy that was due was not made."""
+    """The state of the other processes as seen from this one."""
 
     _runs = 0
 
-    def __init__(self, shards_before: Callable[[int], dict[int, torch.Tensor]]) -> None:
-        self.is_parallel = False
-        self.is_sharded = False
-        self.is_manual = False
-        self.meeting: Meeting | None = None
-        self.due_at = _FIRST_COPY
-        self.goes_back = self.has_missed = False
-        self.num_steps = self.num_checks = 0
-        self.parted = ""
+    def __init__(self) -> None:
+        self.is_parallel = False  # gradients are averaged over processes
+        self.is_manual = False  # by the loop itself
+        self.is_sharded = False  # parameters are spread by `fully_shard`, so that even a forward pass needs all
+        self.is_apart = False  # the model is spread in another way, so that nothing is replayed
+        self.meeting: Meeting | None = None  # where ranks with averaged gradients exchange answers
+        self.due_at = _FIRST_COPY  # the count of steps after which they copy their state next
+        self.goes_back = False  # all of them hold copies
+        self.has_missed = False  # the last copy that was due was not made
+        self.num_steps = 0  # of optimizers
+        self.num_checks = 0  # of averaged gradients
+        self.parted = ""  # which rank has not answered
         self.rank: int | None = None
-        self._stage: weakref.ref[Any] | None = None
         self.shards = Shards()
-        self._shards_before = shards_before
         self._exchange: Exchange | None = None
-        self._reports: Reports | None = None
         self._size = 1
         self._store: Any = None
         self._has_reported = False
@@ -88,36 +80,31 @@ class Ranks:
         kinds = {type(part) for module in modules for part in module.modules()}
         wrapper = torch.nn.parallel.DistributedDataParallel
         self.is_parallel = self.is_manual or any(issubclass(kind, wrapper) for kind in kinds)
-        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-        self.is_sharded = any(issubclass(kind, fsdp) for kind in kinds) or any(
-            hasattr(parameter, "to_local") for module in modules for parameter in module.parameters()
-        )
-        if self.stage is None and (stage := _stage_of(modules)) is not None:
-            self._stage = weakref.ref(stage)
+        self.is_sharded = any(hasattr(kind, "_get_fsdp_state") for kind in kinds)
+        if not (self.is_sharded or self._store is not None) and _is_apart(modules, kinds):
+            self.is_apart, self.is_parallel, self.rank = True, False, distributed.get_rank()
+            self._size = distributed.get_world_size()
         self._join()
-        self._meet_shards(modules)
+        if self.is_sharded:
+            self.shards.learn(modules)
+            if self._exchange is None and self.rank is not None:
+                self._exchange = Exchange(self._store, self._prefix, self.rank, self.shards)
 
     def _join(self) -> None:
-        if (not self.is_alone or self.stage is not None) and self._store is None:
+        if not self.is_alone and self._store is None:
             self.rank, self._size = distributed.get_rank(), distributed.get_world_size()
             self._store = distributed.distributed_c10d._get_default_store()
             self._store.set(self._key("watches", self.rank), "yes")
-            if not self.is_sharded and self.stage is None:
+            if not self.is_sharded:
                 self.meeting = Meeting(self._store, f"{self._prefix}/meeting", self.rank, self._size)
                 self.goes_back = True
         if self.is_sharded:
             self.part()
-        if not self.is_alone and self._reports is None and self.rank is not None:
-            self._reports = Reports(self._store, self._prefix, self.rank, self._size)
-
-    def _meet_shards(self, modules: Collection[torch.nn.Module]) -> None:
-        if self.is_sharded:
-            self.shards.learn(modules)
-            if self._exchange is None and self.rank is not None:
-                self._exchange = Exchange(self._store, self._prefix, self.rank, self._shards_at)
 
     def meet_averaging(self, total: int) -> None:
         """The loop averages gradients by itself, first in the step that ``total`` counts."""
+        if self.is_apart:
+            return
         self.is_manual = self.is_parallel = True
         self.due_at = total + _FIRST_COPY
         self._join()
@@ -137,7 +124,7 @@ class Ranks:
             return None
         self.num_steps = total + (not is_end)
         try:
-            texts = self.meeting.exchange_or_miss("copy", str(own), AT_END if is_end else AT_COPY)
+            texts = self.meeting.exchange_or_miss("copy", json.dumps(asdict(own)), AT_END if is_end else AT_COPY)
         except (Parted, RuntimeError) as error:
             self.parted = str(error).partition("\n")[0]
             if isinstance(error, Late) and not (is_end or self.has_missed):
@@ -146,21 +133,11 @@ class Ranks:
                 self.part()
             return None
         self.has_missed = False
-        answers = [CopyAnswer.read(text) for text in texts]
+        answers = [CopyAnswer(**json.loads(text)) for text in texts]
         self.goes_back = all(answer.holds for answer in answers)
         wanted, most = max(answer.wanted for answer in answers), min(answer.most for answer in answers)
         self.due_at = total + 1 + max(1, min(wanted, most))
         return answers
-
-    @property
-    def stage(self) -> Any:
-        """The stage of a pipeline that this process trains."""
-        return self._stage() if self._stage is not None else None
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """True if parameters are spread over processes and none are gathered by `fully_shard`."""
-        return self.is_sharded and not self.shards.units and bool(self.shards.slots)
 
     @property
     def is_alone(self) -> bool:
@@ -169,7 +146,7 @@ class Ranks:
 
     def is_of_peer(self, error: BaseException) -> bool:
         """True for an exception of a collective whose other processes have gone: it says nothing about this one."""
-        return not self.is_alone and isinstance(error, RuntimeError) and _OF_PEER.search(str(error)) is not None
+        return self.rank is not None and isinstance(error, RuntimeError) and _OF_PEER.search(str(error)) is not None
 
     def begin_update(self) -> None:
         """An optimizer is about to write the parameters: what this rank would send of them is no state of a step."""
@@ -190,44 +167,17 @@ class Ranks:
         if self._exchange is not None:
             self._exchange.is_ending = True
 
-    @property
-    def is_ending(self) -> bool:
-        """True if the launcher is about to end this process."""
-        return self._exchange is not None and self._exchange.is_ending
-
-    def gather(self, wanted: Collection[Any] | None = None) -> dict[int, torch.Tensor]:
-        """The ``wanted`` or all whole parameters by the ``id`` of the spread ones, as this rank's step began; raises
-        `Unanswered`."""
+    def gather(self) -> dict[int, torch.Tensor]:
+        """All whole parameters by the ``id`` of the spread ones, as this rank's step began; raises `Unanswered`."""
         if self._exchange is None or self._exchange.place is None or not self._are_all("watches"):
             raise Unanswered("not every process is watched, or an update was under way")
-        return self.shards.gather(self._exchange, wanted)
+        return self.shards.gather(self._exchange)
 
-    def _shards_at(self, place: int) -> dict[str, torch.Tensor]:
-        """The shards of this rank after ``place`` updates; raises `CannotGoBack`."""
-        is_now = self._exchange is not None and self._exchange.place == place
-        return self.shards.local({} if is_now else self._shards_before(place))
-
-    def report_bad(self, step: int, what: str, num_bad: int) -> None:
-        """The loss, or a gradient, of this rank is bad in this step; ``num_bad`` gradients are known to be."""
+    def report_bad(self, step: int, what: str) -> None:
+        """The loss, or a gradient, of this rank is bad in this step."""
         if self._store is not None:
-            self._store.set(self._key("bad", self.rank), f"{num_bad} {what}")
+            self._store.set(self._key("bad", self.rank), what)
             self._store.set(self._key("bad step", step), "yes")
-            if self._reports is not None:
-                self._reports.set(step)
-
-    def claim(self) -> None:
-        """This stage of a pipeline has made a bad value and saves its step."""
-        self._store.set(self._key("saves", self.rank), "yes")
-
-    def wait_for_claim(self) -> int | None:
-        """The rank of the stage that saves its step; ``None`` if there is none within a short time."""
-        ends_at = time.monotonic() + _SHORT_PATIENCE.total_seconds()
-        while time.monotonic() < ends_at:
-            for rank in range(self._size):
-                if self._has("saves", rank):
-                    return rank
-            time.sleep(0.05)
-        return None
 
     def compare(self, step: int | None) -> dict[int, int]:
         """The step that each rank has found, without those that found none; nothing if not all can say."""
@@ -247,60 +197,30 @@ class Ranks:
         if self._store is not None:
             self._store.delete_key(self._key("bad", self.rank))
             self._store.delete_key(self._key("bad step", step))
-            if self._reports is not None:
-                self._reports.set(None)
 
     def is_bad_elsewhere(self, step: int) -> bool:
         """True if any rank has reported for this step."""
-        is_known = self._reports.hold(step) if self._reports is not None else None
-        return is_known if is_known is not None else self._store is not None and self._has("bad step", step)
+        return self._store is not None and self._has("bad step", step)
 
     def culprits(self) -> dict[int, str]:
-        """The ranks that have reported, each with what is bad there. A bad loss comes first, then the most bad
-        gradients: in a tensor parallel model they reach other ranks only through a collective of the backward pass."""
+        """The ranks that have reported, each with what is bad there; those with a bad loss come first."""
         known = [rank for rank in range(self._size) if self._store is not None and self._has("bad", rank)]
-        reports = {rank: str(self._store.get(self._key("bad", rank)), "utf-8").split() for rank in known}
-        ordered = sorted(known, key=lambda rank: (reports[rank][1] != "loss", -int(reports[rank][0]), rank))
-        return {rank: reports[rank][1] for rank in ordered}
-
-    def see_bad(self, step: int) -> None:
-        """This rank knows, before its update, that a gradient of ``step`` is bad, here or on another rank."""
-        self._store.set(self._key(f"bad gradient {step}", self.rank), "yes")
-
-    def is_seen_only_here(self, step: int) -> bool:
-        """True if a gradient of ``step`` is bad on this rank, and not every rank knows within `TO_KNOW`; ``False``, at
-        once, if a rank is not watched."""
-        if not self._are_all("watches"):
-            return False
-        self.see_bad(step)
-        return not self._wait_for_all(f"bad gradient {step}", TO_KNOW) and self._are_all("watches")
-
-    def end_check(self, *, is_good: bool) -> None:
-        """This rank has looked at averaged gradients."""
-        self.num_checks += 1
-        if is_good and self._reports is not None:
-            self._reports.pass_check(self.num_checks)
+        reports = {rank: str(self._store.get(self._key("bad", rank)), "utf-8") for rank in known}
+        return dict(sorted(reports.items(), key=lambda report: (report[1] != "loss", report[0])))
 
     def is_bad_only_here(self, step: int) -> bool:
-        """True if averaged gradients of ``step``, which are bad on this rank, were good on another one.
+        """True if averaged gradients of ``step``, which are bad on this rank, were good on another one, which has not
+        reported bad ones within `TO_SEE` seconds.
 
-        Waits until every rank has checked them, `TO_SEE` seconds at most. Ranks that share no memory do not tell of
-        good ones: there, those that have not reported bad ones by then had good ones. ``False``, at once, if a rank
-        has reported a bad value of its own or is not watched.
+        ``False``, at once, if a rank has reported a bad value of its own or is not watched.
         """
         what, ends_at = f"bad average {self.num_checks}", time.monotonic() + TO_SEE
-        if self._store is None or self.rank is None:
+        if self._store is None:
             return False
         self._store.set(self._key(what, self.rank), "yes")
-        while self._are_all("watches") and not self.is_bad_elsewhere(step):
-            bad = {rank for rank in range(self._size) if self._has(what, rank)}
-            # after a missed copy the ranks may make different numbers of steps, so that of a check says nothing
-            is_even = self.meeting is not None and not self.has_missed
-            good = self._reports.ranks_past(self.num_checks) if self._reports and is_even else None
-            if len(bad | (good or set())) == self._size:
-                return bool(good)
-            if self._is_ending or time.monotonic() > ends_at:
-                return bool(good) if good is not None else not self._is_ending
+        while self._are_all("watches") and not (self.is_bad_elsewhere(step) or self._are_all(what) or self._is_ending):
+            if time.monotonic() > ends_at:
+                return True
             time.sleep(0.05)
         return False
 
@@ -327,20 +247,11 @@ class Ranks:
         except distributed.DistNetworkError:  # the host of the store has gone, so it was done
             return True
 
-    def end(self) -> dict[int, int]:
-        """The script ends here: how many steps of optimizers were made by each rank that had ended before."""
-        if self._store is None or self.rank is None:
-            return {}
-        with contextlib.suppress(RuntimeError):
-            self._store.set(self._key("steps", self.rank), str(self.num_steps))
-            ended = [rank for rank in range(self._size) if rank != self.rank and self._has("steps", rank)]
-            return {rank: int(self._store.get(self._key("steps", rank))) for rank in ended}
-        return {}
-
     def leave(self) -> None:
         """This rank goes on unwatched: nobody is to wait for it."""
         if self._store is not None:
-            self._store.delete_key(self._key("watches", self.rank))
+            with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that keeps it
+                self._store.delete_key(self._key("watches", self.rank))
         self.part()
         self.close()
 
@@ -348,8 +259,6 @@ class Ranks:
         """Nobody asks this rank for anything any more."""
         if self._exchange is not None:
             self._exchange.close()
-        if self._reports is not None:
-            self._reports.close()
         self.shards = Shards()
 
     def describe(self) -> dict[str, Any]:
@@ -359,9 +268,9 @@ class Ranks:
     def _are_all(self, what: str) -> bool:
         return self._store is not None and all(self._has(what, rank) for rank in range(self._size))
 
-    def _wait_for_all(self, what: str, seconds: float = _PATIENCE) -> bool:
+    def _wait_for_all(self, what: str) -> bool:
         """Wait until every rank has written this; ``False`` if one goes on unwatched, or takes too long."""
-        ends_at = time.monotonic() + seconds
+        ends_at = time.monotonic() + _PATIENCE
         while not self._are_all(what):
             if self._is_ending or not self._are_all("watches") or time.monotonic() > ends_at:
                 return self._are_all(what)

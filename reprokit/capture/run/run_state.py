@@ -22,15 +22,14 @@ from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
 from reprokit.capture.record.compact_steps import Freezer, PastStep
 from reprokit.capture.record.entry import Entry, reads_gradient
-from reprokit.capture.record.functional import NewParameter, Rounds
 from reprokit.capture.record.generators import GeneratorWatch
 from reprokit.capture.record.state import BufferCopies
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade
-from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Parted, Together
+from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Meeting, Parted
 from reprokit.capture.rewind.replicas import Replicas
-from reprokit.capture.rewind.updates import BadUpdate, Updates
+from reprokit.capture.rewind.updates import Updates
 from reprokit.capture.run.budget import Budget
 from reprokit.capture.run.counting import Iterations, ScalerWatch
 from reprokit.capture.run.norms import NormMeter
@@ -67,7 +66,7 @@ class RunState:
         self.scalers = ScalerWatch()
         self.replicas: Replicas | None = None  # where ranks are to be compared
         self.updates = Updates()
-        self.ranks = Ranks(self.updates.shards_before)
+        self.ranks = Ranks()
         self._keeps_updates = not history.is_off
         self.running.memory.on_first_write = history.add_written
         self.running.memory.on_conversion = self.convert
@@ -82,9 +81,6 @@ class RunState:
         self._may_wait = 1  # steps
         self._waiting_bytes = 0  # an estimate of what they hold
         self._num_states: dict[int, int] = {}  # parameters with a state that the loop may write, by optimizer
-        self.is_functional = True  # no step so far has written parameters
-        self.rounds = Rounds()
-        self.bad_derivative: Entry | None = None  # what has made bad parameters in a step that writes none
         self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
 
     def meet_compiled(self, call: Call | None) -> None:
@@ -122,7 +118,7 @@ class RunState:
 
     def _meet_ranks(self) -> None:
         self.ranks.meet(self.history.modules)
-        if self.ranks.is_sharded or self.ranks.stage is not None:
+        if self.ranks.is_sharded or self.ranks.is_apart:
             self.history.give_up()  # going back would need the parameters of the other processes
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -130,17 +126,8 @@ class RunState:
         if self.ranks.meeting is not None:
             return
         self.ranks.begin_update()
-        if (self.ranks.is_sharded or self.ranks.stage is not None) and self._keeps_updates:
-            self.updates.begin(optimizer, self.iterations.completed, self.running.entries, self.iterations.total)
-
-    def first_bad_update(self) -> BadUpdate | None:
-        """See `Updates.first_bad`."""
-        return self.updates.first_bad(self.iterations.completed, self.running.entries)
-
-    @property
-    def is_bad_elsewhere(self) -> bool:
-        """True if some process's loss was bad in the step that is running."""
-        return self.ranks.is_bad_elsewhere(self.iterations.completed)
+        if self.ranks.is_sharded and self._keeps_updates:
+            self.updates.begin(optimizer, self.iterations.completed, self.running.entries)
 
     def end_step(self, optimizer: torch.optim.Optimizer | None, ended: float, *, was_checked: bool = False) -> None:
         """The running step is over: keep it, or, when everything ``was_checked``, take a new copy of the state.
@@ -148,8 +135,6 @@ class RunState:
         No copy is taken after an alarm, which leads back to the old one. ``optimizer`` is ``None`` after an update made
         by hand; the step ``ended`` before the checks.
         """
-        if self.is_functional:
-            self.is_functional, self.iterations.completed = False, 0  # what was made of derivatives were inputs
         if self.history.num_optimizers > 1:
             if self.running.differentiations:
                 self._finished.clear()
@@ -177,32 +162,15 @@ class RunState:
         if self.iterations.total == SETTLED_AFTER:
             self.tape.roots.settle()
         if optimizer is not None:  # an update made by hand is seen only in a step that is noted
-            self.budget.end_step(ended, self.history.num_copies)
+            self.budget.end_step(ended, len(self.running.entries) + self.running.num_dropped)
         self.restart()
 
-    def end_functional_step(self, new: Sequence[NewParameter]) -> None:
+    def end_marked_step(self) -> None:
         """The loop has made new parameters, and the old ones are as they were: nothing has to be kept."""
         self._note_numbers(None, time.perf_counter())
-        for derivative in {id(item.derivative.entry): item.derivative for item in new}.values():
-            made = [item.tensor for item in new if item.derivative is derivative]
-            self.rounds.end(derivative, made)
         self.iterations.updated_by_hand()
-        self.iterations.completed = self.rounds.completed
         self.history.interrupt()
         self.restart()
-
-    def ends_with_bad_parameters(self) -> bool:
-        """True if the loop has made bad parameters of a bad derivative in its last step, which is running."""
-        bad = self.running.derivatives.bad_at_end(self.running.entries) if self.is_functional else None
-        self.bad_derivative = bad.entry if bad is not None else None
-        return bad is not None
-
-    def end_judged_step(self, optimizer: torch.optim.Optimizer, ended: float) -> None:
-        """A step of which only the loss was checked is over."""
-        self._note_numbers(optimizer, ended)
-        self.iterations.attempted(optimizer)
-        if self.running.entries:
-            self.running.restart()
 
     def _note_numbers(self, optimizer: torch.optim.Optimizer | None, ended: float) -> None:
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
@@ -215,7 +183,6 @@ class RunState:
             self.norms.end_step(completed, optimizer, self.timeline.last)
 
     def _keep_step(self) -> None:
-        """Let the step become the past."""
         history, running = self.history, self.running
         history.steps.append(self.step_of(running.entries, running.memory.saved))
         self._waiting_bytes += running.num_bytes
@@ -277,16 +244,6 @@ class RunState:
         """Note the functions of the running step, or not."""
         is_noted = self.running.is_noted = self.budget.notes(self.iterations.completed)
         self.tape.turn(is_on=is_noted)
-        self.tape.roots.is_noting = self.budget.every > 0
-        is_least = not (self.budget.every or self.scalers.is_used) and self.ranks.is_alone
-        if is_least and not self.tape.only_judges:
-            self.history.give_up()
-        self.tape.only_judges = is_least
-
-    @property
-    def is_before_first(self) -> bool:
-        """True if the running step is the last one before the step that the user wants to be the first to be noted."""
-        return self.budget.from_step == self.iterations.completed + 1
 
     def interrupt(self) -> None:
         """Something happened that is not on the tape; the step starts anew."""
@@ -328,7 +285,7 @@ class RunState:
 
     def is_due(self, now: float) -> bool:
         """True if the running step, which is over, is followed by a copy; all ranks copy after the same step."""
-        if self.is_before_first:
+        if self.budget.from_step == self.iterations.completed + 1:  # the last step that is not noted
             return True
         if self.ranks.meeting is not None:
             return self.iterations.total + 1 >= self.ranks.due_at
@@ -366,7 +323,7 @@ class RunState:
             self.history.give_up()
         return answers
 
-    def go_back_together(self, *, has_difference: bool = False) -> Together | None:
+    def go_back_together(self, *, has_difference: bool = False) -> Meeting | None:
         """For all ranks to play the steps since their copies; ``None`` if these differ, or no state was made bad where
         it ``has_difference`` neither."""
         meeting, history = self.ranks.meeting, self.history
@@ -378,20 +335,21 @@ class RunState:
         answers = [answer.split("/") for answer in meeting.exchange("back", f"{place}/{bad}")]
         is_same = history.is_complete and all(other == place for other, _ in answers)
         has_cause = has_difference or any(state != GOOD for _, state in answers)
-        return Together(meeting) if is_same and has_cause else None
+        return meeting if is_same and has_cause else None
 
     def part(self) -> None:
         """From here on this process is by itself: without the others it cannot go back."""
         self.ranks.part()
         self.history.give_up()
 
-    def report_bad(self, what: str = "loss", num_bad: int = 0) -> None:
-        """The loss, or a gradient, of this process is bad; others, if there are any, are to know."""
-        self.ranks.report_bad(self.iterations.completed, what, num_bad)
+    def report_bad(self, what: str = "loss") -> None:
+        """Tell the other processes that the loss, or a gradient, of this one is bad."""
+        self.ranks.report_bad(self.iterations.completed, what)
 
     def skip(self, seconds: float) -> None:
         """So much time has passed unwatched: it counts neither for the pace of copies nor as part of a step."""
         self.history.skip(seconds)
+        self.budget.interrupt()
         self.timeline.skip(seconds)
         if self.norms is not None:
             self.norms.skip(seconds)
@@ -447,7 +405,7 @@ class RunState:
         self._know_state()
         self.tape.roots.met.clear()
         owners: list[Owner] = [*self.history.modules, *self.history.optimizers]
-        self.tape.roots.attributes.begin_anew(owners, self.history.step_seconds)
+        self.tape.roots.attributes.begin_anew(owners)
         self.history.rest(started)
 
     def _keep_makers(self) -> bool:

@@ -1,9 +1,8 @@
-"""Parameters of which each process holds a part (DTensor), and how they are put together again in one of them."""
+"""Parameters of which each process holds a part (`fully_shard`), and how they are put together again in one of them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -19,7 +18,7 @@ _SMALL = 65_536  # elements that take a few microseconds to sum
 
 
 class Slot(NamedTuple):
-    """A place in a module where a parameter lies, as a rule one that is spread over processes."""
+    """A place in a module where a spread parameter lies."""
 
     part: torch.nn.Module
     name: str
@@ -64,9 +63,10 @@ class Shards:
     def _named(self) -> dict[str, Any]:
         return {name: parameter for known in self._parts.values() for _, name, parameter in known}
 
-    def local(self, before: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parts that this process holds; ``before`` has others for some parameters, by their ``id``."""
-        return {name: before.get(id(parameter), parameter._local_tensor) for name, parameter in self._named.items()}
+    def local(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """The parts of parameters that this process holds."""
+        named = self._named
+        return [named[name]._local_tensor.detach() for name in names]
 
     def early_parameter(self) -> torch.Tensor | None:
         """A small gathered parameter (`fully_shard`) of an early layer: its gradient is that of this process alone."""
@@ -76,55 +76,32 @@ class Shards:
             return None
         found = [gathered[id(slot.parameter)] for slot in self.slots if id(slot.parameter) in gathered]
         early = [unit._unsharded_param for unit in found if hasattr(unit, "_unsharded_param")][:_CANDIDATES]
-        return _small([parameter for parameter in early if parameter.requires_grad])
-
-    def early_gradient(self) -> torch.Tensor | None:
-        """A small gradient of an early layer, spread or not."""
-        parameters = (p for known in self._roots if (root := known()) is not None for p in root.parameters())
-        gradients = (grad for p in parameters if (grad := p.grad) is not None and grad.layout is torch.strided)
-        return _small(list(itertools.islice(gradients, _CANDIDATES)))
+        trained = [parameter for parameter in early if parameter.requires_grad]
+        small = (parameter for parameter in trained if parameter.numel() <= _SMALL)
+        return next(small, min(trained, key=torch.Tensor.numel, default=None))
 
     @property
     def num_bytes(self) -> int:
         """The size of the whole parameters in bytes."""
         return num_bytes({id(slot.parameter): slot.parameter for slot in self.slots}.values())
 
-    def gather(self, exchange: Exchange, wanted: Collection[Any] | None = None) -> dict[int, torch.Tensor]:
-        """The ``wanted`` or all whole parameters by the ``id`` of the spread ones, asked for batch by batch; raises
-        `Unanswered`."""
-        if not self.slots:
-            raise Unanswered("they are not spread by `fully_shard` or `parallelize_module`")
-        named, ids = self._named, None if wanted is None else set(map(id, wanted))
-        names = {id(p): name for name, p in named.items() if ids is None or id(p) in ids}  # of shared ones the last
+    def gather(self, exchange: Exchange) -> dict[int, torch.Tensor]:
+        """The whole parameters by the ``id`` of the spread ones, asked for batch by batch; raises `Unanswered`."""
+        named, own = self._named, torch.distributed.get_rank()
+        names = {id(p): name for name, p in named.items()}  # of shared ones the last
+        rows: dict[tuple[int, ...], list[Any]] = {}
+        for name in names.values():
+            rows.setdefault(_row_of(named[name]), []).append(named[name])
         whole: dict[int, torch.Tensor] = {}
-        for batch in _batches([named[name] for name in names.values()]):
-            wanted = {rank: [p for p in batch if rank in _ranks_of(p)] for p in batch for rank in _ranks_of(p)}
-            sent = {
-                rank: dict(zip(map(id, asked), self._sent(exchange, rank, [names[id(p)] for p in asked]), strict=True))
-                for rank, asked in wanted.items()
-            }
-            for parameter in batch:
-                parts = {rank: sent[rank][id(parameter)] for rank in _ranks_of(parameter)}
-                whole[id(parameter)] = _joined(parameter, parts)
+        for row, parameters in rows.items():
+            for batch in _batches(parameters):
+                asked = [names[id(parameter)] for parameter in batch]
+                sent = [self.local(asked) if rank == own else exchange.ask(rank, asked) for rank in row]
+                for parameter, *parts in zip(batch, *sent, strict=True):
+                    dimension = parameter.placements[-1].dim
+                    joined = torch.cat([part.to(parameter._local_tensor.device) for part in parts], dimension)
+                    whole[id(parameter)] = joined.reshape(parameter.shape)
         return whole
-
-    def _sent(self, exchange: Exchange, rank: int, names: list[str]) -> list[torch.Tensor]:
-        if rank == torch.distributed.get_rank():
-            shards = self.local({})
-            return [shards[name].detach() for name in names]
-        return exchange.ask(rank, names)
-
-
-def _small(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The first small one, or the smallest."""
-    small = (tensor for tensor in tensors if tensor.numel() <= _SMALL)
-    return next(small, min(tensors, key=torch.Tensor.numel, default=None))
-
-
-def slots_of(modules: Iterable[torch.nn.Module]) -> Iterator[Slot]:
-    """The places of all parameters of modules."""
-    for part in {id(part): part for root in modules for part in root.modules()}.values():
-        yield from (Slot(part, name, p) for name, p in part._parameters.items() if p is not None)
 
 
 def unit_parameters(unit: Any) -> Iterator[Any]:
@@ -151,44 +128,12 @@ def _batches(parameters: Sequence[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-def _needed(parameter: Any) -> torch.Tensor:
-    """The ranks of the mesh without those that hold copies: along a replicated dimension only this rank's row."""
-    ranks: torch.Tensor = parameter.device_mesh.mesh
-    here = parameter.device_mesh.get_coordinate()
-    for dimension, placement in enumerate(parameter.placements):
-        if placement.is_replicate():
-            ranks = ranks.narrow(dimension, here[dimension], 1)
-        elif not _is_sharded(placement):
-            raise ValueError(f"a parameter is placed as {placement}")
-    return ranks
-
-
-def _is_sharded(placement: Any) -> bool:
-    return hasattr(placement, "dim")
-
-
-def _ranks_of(parameter: Any) -> list[int]:
-    found: list[int] = _needed(parameter).flatten().tolist()
-    return found
-
-
-def _joined(parameter: Any, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The whole of a parameter from the ``parts`` of ranks.
-
-    A mesh is cut dimension by dimension, the last one last; a strided dimension was cut after all others.
-    """
-    ranks = _needed(parameter)
-    placements = list(enumerate(parameter.placements))
-    order = sorted(placements, key=lambda item: (hasattr(item[1], "split_factor"), item[0]))
-    grid: dict[tuple[int, ...], torch.Tensor] = {
-        tuple(place): parts[int(ranks[tuple(place)])] for place in torch.nonzero(torch.ones_like(ranks)).tolist()
-    }
-    for dimension, placement in reversed(order):
-        rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        for place in sorted(grid):
-            rows.setdefault((*place[:dimension], 0, *place[dimension + 1 :]), []).append(grid[place])
-        is_cut = _is_sharded(placement)
-        grid = {place: torch.cat(row, placement.dim) if is_cut else row[0] for place, row in rows.items()}
-    (whole,) = grid.values()
-    device = parameter._local_tensor.device
-    return whole.reshape(parameter.shape).clone().to(device)
+def _row_of(parameter: Any) -> tuple[int, ...]:
+    """The ranks that hold the parts of a parameter, in order: of a 2-D mesh (HSDP) the row of this rank."""
+    *outer, inner = parameter.placements
+    if not hasattr(inner, "dim") or not all(placement.is_replicate() for placement in outer):
+        raise Unanswered(f"a parameter is placed as {parameter.placements}")
+    ranks = parameter.device_mesh.mesh
+    for place in parameter.device_mesh.get_coordinate()[:-1]:
+        ranks = ranks[place]
+    return tuple(ranks.tolist())

@@ -101,7 +101,6 @@ class Timeline:
 
 
 def _turn(step: Numbers) -> Turn:
-    """A step in numbers."""
     loss, rate, norm, scale = map(number_of, (step.loss, step.rate, step.norm, step.scale))
     numbers = StepNumbers(step.step, loss, rate, norm, scale, round(step.seconds, 6), noted=step.noted or None)
     optimizer = step.optimizer() if step.optimizer is not None else None

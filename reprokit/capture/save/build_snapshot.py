@@ -9,7 +9,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from reprokit.arrivals import ignored_errors
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import attributes_kept, put_first_back
 from reprokit.capture.record.entry import Entry
@@ -27,13 +26,12 @@ from reprokit.capture.record.state import Copies, give_gradients, owned_by
 from reprokit.capture.record.structure import is_leaf
 from reprokit.capture.record.tensor_names import Names, names_of, root_names
 from reprokit.capture.rewind.replayer import Player, leaves_in
-from reprokit.capture.rewind.user_hooks import EVERY, FORWARD, UserHooks, guarded
+from reprokit.capture.rewind.user_hooks import quiet_hooks
 from reprokit.capture.run.timeline import Turn, with_optimizers
 from reprokit.capture.save.collect_state import collect_state
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.miscompiled import compiled_mismatch
-from reprokit.capture.save.record_program import ReplayedStep, needed_entries, replay
-from reprokit.capture.save.unit_by_unit import UnitByUnit
+from reprokit.capture.save.record_program import ReplayedStep, replay
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.compiled import Compiled
 from reprokit.locate.differences import Reference
@@ -51,12 +49,7 @@ from reprokit.snapshot.rng import Generators, get_rng_state
 from reprokit.snapshot.source import describe_source
 from reprokit.snapshot.training_state import StateBefore
 
-GRADIENTS_NOT_KEPT = (
-    "hooks that may change gradients were left out of the replay, and the gradients of that step were not kept"
-)
-HOOKS_LEFT_OUT = "hooks of modules were left out of the replay, and no finite loss shows whether they change values"
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
-PARTS_NOT_GATHERED = "the state of the model: its whole parameters do not fit in one process"
 OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
@@ -76,8 +69,8 @@ class FailedStep:
     script has used. ``gradients`` are those of training, if they are not the
     live ones and known all the same. ``put_back`` are the ids of the state that going back has put back.
     ``notes`` say what is known to differ from training. ``stand_ins`` are whole parameters in the place of those that
-    are spread over processes, by the ``id`` of these; ``units`` gathers these if they do not fit at once. ``explain``
-    finds the failure in the place of `locate`.
+    are spread over processes, by the ``id`` of these. ``explain`` finds the failure in the place of
+    `locate`.
     """
 
     observed_at: str
@@ -105,7 +98,6 @@ class FailedStep:
     put_back: Set[int] = frozenset()
     stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
     explain: Callable[[Program, Tensors], Failure | None] | None = None
-    units: UnitByUnit | None = None
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -132,9 +124,9 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
 
     Where something raised, a check of the user's may have seen a bad value: then that value is the failure.
     """
-    played = _replay(step, frame)
+    played = replay_step(step, frame)
     replayed, failure = played.replayed, played.failure
-    is_hook = step.raised is not None and step.raised.is_call and replayed.error is None and any(played.hooks.left_out)
+    is_hook = step.raised is not None and step.raised.is_call and replayed.error is None and bool(played.hooks)
     is_output = failure is None and step.observed_at in ("output", "parameter") and step.keep is not None
     if step.raised is not None or is_output:
         program, failure = _seen_by_check(replayed, failure, is_all=is_hook or is_output)
@@ -150,20 +142,15 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
         played.notes.clear()  # gradients are others than in training, as they have to be
     elif failure is None:
         failure = _unexplained(step)
-        if step.raised is None or (step.raised.is_call and replayed.error is None and not is_hook):
-            notes += _why_not_again(replayed)
-            replayed.is_close = False
-        else:
-            notes.append(NOT_OF_TORCH)
-            replayed.is_close = False
+        is_gone = step.raised is None or (step.raised.is_call and replayed.error is None and not is_hook)
+        notes += _why_not_again(replayed) if is_gone else [NOT_OF_TORCH]
+        replayed.is_close = False
     elif step.raised is not None and failure.exception is not None and not step.raised.is_same(*failure.exception):
         notes.append(f"training raised {step.raised.type}: {step.raised.message.partition(chr(10))[0]}")
         replayed.is_close = False
     elif _is_from_statistics(replayed.program, failure):
         notes.append(f"a normalisation writes `{failure.input_name}`, and its value from before the step was not kept")
         replayed.is_close = False
-    elif FORWARD in played.hooks.may_change and replayed.losses and not any(map(_has_finite, replayed.losses.values())):
-        notes.append(HOOKS_LEFT_OUT)
     notes += [*played.notes, *replayed.mismatches]
     replayed.is_close = replayed.is_close and not step.notes
     is_given = failure.call is None and failure.input_name is not None and failure.value is not None
@@ -172,55 +159,37 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
     return BuiltSnapshot(snapshot, culprit, replayed.losses, replayed.devices, reference)
 
 
-def replay_step(step: FailedStep, frame: FrameType | None) -> None:
-    """Replay a step for its ``explain``, which is given the program and the tensors it borrows."""
-    _replay(step, frame)
-
-
 @dataclass(frozen=True)
 class _Played:
-    """A replay, what `locate` finds in its program, the generators' states, and the user's hooks."""
+    """A replay, the failure in its program, the generators' states, and the hooks that raised or were left out."""
 
     replayed: ReplayedStep
     failure: Failure | None
     rng: Generators
-    hooks: UserHooks
-
+    hooks: list[Any]
     notes: list[str]
     before: StateBefore
 
 
-def _replay(step: FailedStep, frame: FrameType | None) -> _Played:
-    """Replay the step without the user's hooks; with those of forward if that is not what training did."""
-    played: _Played | None = None
-    with ignored_errors():  # of a model that relies on its hooks
-        played = _replay_without(EVERY, step, frame)
-    if played is not None:
-        is_other = step.raised is None and (played.failure is None or bool(played.replayed.mismatches))
-        if not (is_other and played.hooks.left_out[FORWARD]):
-            return played
-    again = _replay_without(EVERY - {FORWARD}, step, frame)
-    is_better = again.failure is not None and not again.replayed.mismatches
-    return again if played is None or is_better else played
-
-
-def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) -> _Played:
-    """Replay the step without the user's hooks of the kinds ``out``."""
+def replay_step(step: FailedStep, frame: FrameType | None) -> _Played:
+    """Run a step again and locate its failure; ``explain`` is called with the tensors that the program borrows."""
     raises = step.raised is not None and step.raised.is_call
     with contextlib.ExitStack() as stack:
         leaves = _leaves(step)
         seen = step.gradients
         if step.observed_at == "gradient" and step.buffers is not None:
             seen = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
-        hooks = stack.enter_context(_quietly(step, leaves, out))
+        stack.enter_context(_at_its_beginning(step))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        warnings.simplefilter("ignore")
+        hooks = stack.enter_context(quiet_hooks(step.modules, leaves, is_recorded=True))
         if raises:  # checks report what they see, a second time now
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         rng = get_rng_state()
         roots = root_names(step.modules, frame)
         optimizers = [] if step.stand_ins else step.optimizers  # whose state is spread as well
-        modules = step.modules if step.units is None else []  # of which most parameters are not here
-        before, copies = collect_state(modules, optimizers, roots | names_of(step.optimizers, frame))
-        before.left_out.extend([PARTS_NOT_GATHERED] if step.units is not None else [])
+        before, copies = collect_state(step.modules, optimizers, roots | names_of(step.optimizers, frame))
         before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(step.optimizers) else [])
         replayed = replay(
             step.all_entries,
@@ -228,15 +197,15 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
             _names(step, frame).describe,
             perform_last=step.pending is None,
             raises=raises,
-            state=_state_of(step),
+            state=step.put_back | {id(buffer) for module in step.modules for buffer in module.buffers()},
             root_names=roots,
             keep=step.keep,
             stand_ins=step.stand_ins,
-            units=step.units,
         )
         if step.observed_at == "output" and step.pending is not None:
-            replayed.program = _without_last(replayed.program)
-        notes = list(_other_gradients(step, seen, hooks))
+            *calls, last = replayed.program.calls  # the start of the backward call becomes the output
+            replayed.program = replace(replayed.program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
+        notes = list(_other_gradients(step, seen))
         failure = (step.explain or locate)(replayed.program, replayed.tensors)
         result = _bad_result(failure, replayed.program)
         if result is not None and step.compiled is not None:
@@ -248,34 +217,7 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
     return _Played(replayed, failure, rng, hooks, notes, before)
 
 
-def play_forward(step: FailedStep) -> None:
-    """Play the forward passes of a step, without recording them and without the user's hooks."""
-    entries = step.all_entries
-    is_needed = {id(entry) for entry in needed_entries(entries, step.keep)}
-    last = max((number for number, entry in enumerate(entries) if entry.kind is kinds.MODULE), default=-1)
-    with _quietly(step, _leaves(step), EVERY), Modes() as modes:
-        player = Player(step.saved, step.stand_ins, _state_of(step))
-        for entry in entries[: last + 1]:
-            if entry.kind in kinds.FORWARD and (step.raised is not None or id(entry) in is_needed):
-                modes.enter(entry.mode)
-                player.play(entry)
-
-
-def _state_of(step: FailedStep) -> Set[int]:
-    """The ids of the tensors that are put back before the step is played."""
-    return step.put_back | {id(buffer) for module in step.modules for buffer in module.buffers()}
-
-
-@contextlib.contextmanager
-def _quietly(step: FailedStep, leaves: Iterable[torch.Tensor], out: Set[str]) -> Iterator[UserHooks]:
-    """The state the step began with, without the user's hooks of the kinds ``out``, warnings and anomaly checks."""
-    with _at_its_beginning(step), warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False):
-        warnings.simplefilter("ignore")
-        with guarded(step.modules, leaves, out) as hooks:
-            yield hooks
-
-
-def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks) -> Iterator[str]:
+def _other_gradients(step: FailedStep, seen: Gradients | None) -> Iterator[str]:
     """A note if gradients that the loop cleared in this step are others in training than in the replay, or may be."""
     first = next((n for n, entry in enumerate(step.entries) if entry.kind is kinds.BACKWARD), 0)
     cleared = [entry.args[0] for entry in step.entries[:first] if entry.kind is kinds.ZERO_GRAD]
@@ -283,12 +225,9 @@ def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks)
     is_alone = not any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in step.modules)
     if step.observed_at not in ("gradient", "parameter") or not is_alone or step.stand_ins:
         return
-    if seen is not None:
-        pairs = [(old, leaf.grad) for leaf, old in seen if id(leaf) in fresh]
-        if not all(new is not None and same_bits(old, new) for old, new in pairs):
-            yield OTHER_GRADIENTS
-    elif hooks.may_change - {FORWARD}:
-        yield GRADIENTS_NOT_KEPT
+    pairs = [(old, leaf.grad) for leaf, old in seen or () if id(leaf) in fresh]
+    if not all(new is not None and same_bits(old, new) for old, new in pairs):
+        yield OTHER_GRADIENTS
 
 
 def _seen_by_check(replayed: ReplayedStep, failure: Failure | None, *, is_all: bool) -> tuple[Program, Failure | None]:
@@ -306,12 +245,6 @@ def _seen_by_check(replayed: ReplayedStep, failure: Failure | None, *, is_all: b
 _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
 
 
-def _without_last(program: Program) -> Program:
-    """The program with the start of its last backward call as output, in place of the backward call."""
-    *calls, last = program.calls
-    return replace(program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
-
-
 def _is_from_statistics(program: Program, failure: Failure) -> bool:
     """True for a bad input that a call of the step writes without telling its version, and that is no buffer.
 
@@ -323,12 +256,7 @@ def _is_from_statistics(program: Program, failure: Failure) -> bool:
     return failure.call is None and failure.input_name is not None and failure.value in values
 
 
-def _has_finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isfinite().any())
-
-
 def _bad_result(failure: Failure | None, program: Program) -> Ref | None:
-    """The input that is the failure, if it is no parameter and something computed it with gradients."""
     if failure is None or failure.call is not None:
         return None
     items = (item for item in program.inputs if item.value == failure.value)
@@ -354,13 +282,13 @@ def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapsh
 
 
 def _unexplained(step: FailedStep) -> Failure:
-    """A failure that the replay did not reproduce, from the values seen in training."""
     phase = _PHASES.get(step.observed_at, Phase.FORWARD)
     raised = step.raised
     if raised is not None:
         exception = (raised.type, raised.message)
         return Failure(raised.phase, EXCEPTION, module=raised.module, site=raised.site, exception=exception)
-    return Failure(phase, _observed_kind(step.pending))
+    ways = [way for tensor in step.pending.starts for way in ways_of(tensor)] if step.pending else []
+    return Failure(phase, kind_of(NAN if NAN in ways or not ways else ways[0]))
 
 
 _PHASES = {"gradient": Phase.BACKWARD, "parameter": Phase.OPTIMIZER}
@@ -390,6 +318,13 @@ def _assemble(
     frame: FrameType | None,
     before: StateBefore | None = None,
 ) -> Snapshot:
+    path = getattr(sys.modules.get("__main__"), "__file__", None)  # names were taken out of the command line
+    settings = replace(
+        step.capture,
+        num_threads=torch.get_num_threads(),
+        deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+        matmul_precision=matmul_precision(),
+    )
     return Snapshot(
         program=replayed.program,
         tensors=replayed.tensors,
@@ -400,8 +335,8 @@ def _assemble(
         fidelity="exact" if not notes else "close" if replayed.is_close else "unfaithful",
         fidelity_note="; ".join(dict.fromkeys(notes)) or None,
         environment=collect_environment(),
-        source=describe_source(_running_file(), step.command),
-        settings=_with_switches(step.capture),
+        source=describe_source(Path(path) if isinstance(path, str) else None, step.command),
+        settings=settings,
         rng=rng,
         timeline=with_optimizers(step.timeline, names_of(step.optimizers, frame)),
         command=step.command,
@@ -410,14 +345,7 @@ def _assemble(
     )
 
 
-def _running_file() -> Path | None:
-    """The file that runs as the program; the command line is of no use here, as names have been taken out of it."""
-    found = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(found) if isinstance(found, str) else None
-
-
 def _why_not_again(replayed: ReplayedStep) -> Iterator[str]:
-    """The note for a replay that is finite although the step was not."""
     yield "the failure did not occur again when the step was replayed"
     opaque = dict.fromkeys(call.kwargs["name"] for call in replayed.program.calls if call.target == OPAQUE)
     if opaque:
@@ -433,21 +361,6 @@ def _micro_step(step: FailedStep, replayed: ReplayedStep, failure: Failure) -> i
     later = sum(number > failure.call_index for number in backward)
     is_pending = step.pending is not None and step.pending.name in (BACKWARD, AUTOGRAD_BACKWARD)
     return max(0, made - max(0, later - is_pending))
-
-
-def _observed_kind(pending: Entry | None) -> str:
-    ways = [way for tensor in pending.starts for way in ways_of(tensor)] if pending else []
-    return kind_of(NAN if NAN in ways or not ways else ways[0])
-
-
-def _with_switches(capture: CaptureSettings) -> CaptureSettings:
-    """The settings with the switches of now, which a replay needs to give the same bits."""
-    return replace(
-        capture,
-        num_threads=torch.get_num_threads(),
-        deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
-        matmul_precision=matmul_precision(),
-    )
 
 
 @contextlib.contextmanager
@@ -468,7 +381,8 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
         if step.buffers is not None:
             stack.callback(step.buffers.put_back().give_back)
             _write_buffers(step)
-        stack.enter_context(_eagerly())
+        if "torch._dynamo" in sys.modules:  # compiled parts run as they are written
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
@@ -486,18 +400,7 @@ def _write_buffers(step: FailedStep) -> None:
 
 
 def _leaves(step: FailedStep) -> list[torch.Tensor]:
-    """Everything that could get a gradient."""
     owners: list[torch.nn.Module | torch.optim.Optimizer] = [*step.modules, *step.optimizers]
     leaves = {id(p): p for owner in owners for p in owned_by(owner)}
     leaves.update((id(leaf), leaf) for leaf in leaves_in([*step.lead, *step.entries]))
     return list(leaves.values())
-
-
-@contextlib.contextmanager
-def _eagerly() -> Iterator[None]:
-    """Compiled parts run as they are written; nothing when the compiler was never loaded."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

@@ -32,23 +32,14 @@ from reprokit.capture.record.tensor_names import root_names
 from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES
 from reprokit.capture.rewind.find_bad_step import Found, Rewind
 from reprokit.capture.rewind.measure_layers import LayerMeter, layers_of
-from reprokit.capture.rewind.meeting import FAILED, Parted, SavedElsewhere, Stopped, Together
+from reprokit.capture.rewind.meeting import FAILED, Meeting, Parted, SavedElsewhere, Stopped
 from reprokit.capture.rewind.updates import BadUpdate, give, on_plain, write_to
-from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, UserHooks, guarded
+from reprokit.capture.rewind.user_hooks import quiet_hooks
 from reprokit.capture.run.exchange import Unanswered
 from reprokit.capture.run.run_state import RunState
-from reprokit.capture.run.shards import slots_of
-from reprokit.capture.save.build_snapshot import (
-    BuiltSnapshot,
-    FailedStep,
-    make_snapshot,
-    play_forward,
-    snapshot_without_replay,
-)
+from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
-from reprokit.capture.save.stage import first_bad
-from reprokit.capture.save.unit_by_unit import UnitByUnit
 from reprokit.capture.save.unshard import unsharded
 from reprokit.locate.failure import RankDifference
 from reprokit.locate.quantity import number_of
@@ -63,9 +54,10 @@ NOT_KEPT = "the state from before the step was not kept, so there was no going b
 NOT_ALL = "gradients are averaged over processes, and not all of them went back together"
 BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the state, so there was no going back"
 NOT_REPLAYED = (
-    "the parameters are spread over several processes, and the step could not be replayed in one ({}); "
-    "the snapshot holds what the step was given"
+    "the model is spread over several processes, and the step could not be replayed in one ({}); "
+    "the snapshot holds what the modules of this rank were given"
 )
+APART = "of several processes only DDP, averaging by hand and `fully_shard` are followed"
 HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
@@ -120,7 +112,7 @@ class Noticed:
     step, if the loop has gone on since. ``takes_skipped``: a step that the loop skipped is a failure too.
     ``has_earlier``: an earlier step had a bad loss, of which no bad update was made. ``alarm``: no value is bad, but
     numbers of the run have left their course. ``together``: all ranks go back. ``difference``: no value is bad, but
-    this parameter differs between ranks.
+    this parameter differs between ranks. ``keep`` is a call that gave bad gradients.
     """
 
     observed_at: str
@@ -132,8 +124,9 @@ class Noticed:
     takes_skipped: bool = False
     has_earlier: bool = False
     alarm: Alarm | Finding | None = None
-    together: Together | None = None
+    together: Meeting | None = None
     difference: RankDifference | None = None
+    keep: Entry | None = None
 
 
 @dataclass(frozen=True)
@@ -208,25 +201,21 @@ class Describing:
         """The first bad step: in the past if the state is bad, else the one that is running."""
         run_state, noticed = self._run_state, self._noticed
         run_state.freeze_past()
-        entries = _until(_before(run_state.running.entries, noticed.pending), noticed.last)
+        entries = run_state.running.entries
+        entries = entries[: _position(entries, noticed.pending)]  # which may have been performed all the same
+        entries = entries[: _position(entries, noticed.last) + 1]
         culprit = None
         if not run_state.running.is_noted and noticed.observed_at == "loss":
-            culprit = next((entry for entry in entries if entry.kind is kinds.MODULE and _is_output_bad(entry)), None)
-        stage = run_state.ranks.stage
-        if stage is not None and noticed.raised is None:
-            bad = run_state.first_bad_update()
-            if bad is not None and bad.where == "parameter":
-                return self._of_update(run_state.step_of(entries, run_state.running.memory.saved), bad)
-        if stage is not None and noticed.observed_at == "gradient":
-            found = first_bad(entries, is_first=stage.is_first)
-            culprit = found[1] if found is not None and found[0] == "output" else None
+            modules = (entry for entry in entries if entry.kind is kinds.MODULE)
+            outputs = ((entry, filter(torch.is_floating_point, iter_tensors(entry.output))) for entry in modules)
+            culprit = next((entry for entry, found in outputs if bad_tensor(found) is not None), None)
         if culprit is not None:  # all that is known of how the loss was made
             noticed = self._noticed = replace(noticed, observed_at="output", pending=None, last=culprit)
-            entries = _until(entries, culprit)
+            entries = entries[: _position(entries, culprit) + 1]
         if noticed.raised is not None:
             entries = [entry for entry in entries if not entry.is_skipped or entry.writes_state]
         step = run_state.step_of(entries, run_state.running.memory.saved)
-        if run_state.ranks.is_sharded:
+        if run_state.ranks.is_sharded or run_state.ranks.is_apart:
             return self._with_whole_parameters(step, entries)
         notes = list(dict.fromkeys(run_state.unseen))
         if self._has_gap():
@@ -235,7 +224,7 @@ class Describing:
         if not run_state.running.is_noted:
             notes.append(run_state.budget.why_not(run_state.iterations.completed))
         lead, rest = split(entries)
-        is_past = noticed.is_late or noticed.has_earlier or any(_changes_state(entry, stage) for entry in rest)
+        is_past = noticed.is_late or noticed.has_earlier or any(entry.writes_state for entry in rest)
         is_past = is_past or (noticed.raised is None and run_state.history.newly_bad() is not None)
         if is_past:
             buffers = run_state.history.newly_bad_buffers() if noticed.observed_at == "output" else []
@@ -248,9 +237,7 @@ class Describing:
             entries = without_preparation(entries, saved)
         entries = [entry for entry in entries if not (entry.writes_state or entry.kind is kinds.OPTIMIZER)]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
-        failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead, keep=culprit)
-        if run_state.bad_derivative is not None:
-            failed = replace(failed, keep=run_state.bad_derivative)
+        failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead, keep=culprit or noticed.keep)
         made = make_snapshot(failed, noticed.frame)
         if made.snapshot.fidelity != "exact" and run_state.history.is_complete and not notes:
             light = run_state.freezer.lightened(step, noticed.pending)
@@ -274,11 +261,14 @@ class Describing:
         failed = replace(failed, raised=noticed.raised, lead=split(entries)[0], notes=list(run_state.unseen))
         ranks, history = run_state.ranks, run_state.history
         try:
-            bad = run_state.first_bad_update() if noticed.raised is None else None
-            if bad is not None and bad.where == "parameter":
-                return self._of_update(step, bad)
+            if ranks.is_apart:
+                raise Unanswered(APART)
+            if noticed.raised is None:
+                bad = run_state.updates.first_bad(step.completed, run_state.running.entries)
+                if bad is not None:
+                    return self._of_update(step, bad)
             if ranks.shards.num_bytes > DEFAULT_STATE_BYTES:
-                return self._from_a_unit_on(failed)
+                raise Unanswered(f"whole parameters take over {DEFAULT_STATE_BYTES // 2**30} GiB")
             whole = ranks.gather()
             with unsharded(history.modules, history.optimizers, ranks.shards.slots, whole) as stand_ins:
                 return make_snapshot(replace(failed, stand_ins=stand_ins), noticed.frame)
@@ -288,38 +278,11 @@ class Describing:
             failed = replace(failed, notes=[NOT_REPLAYED.format(f"{kind}{reason}".partition("\n")[0])])
             return BuiltSnapshot(snapshot_without_replay(failed, noticed.frame))
 
-    def _from_a_unit_on(self, failed: FailedStep) -> BuiltSnapshot:
-        """The running step from the first bad unit on, with the outputs of the units before it as inputs.
-
-        In a backward pass that is the last unit from which on a replay shows the failure.
-        """
-        ranks, history = self._run_state.ranks, self._run_state.history
-        units = UnitByUnit(history.modules, ranks, DEFAULT_STATE_BYTES)
-        shards = ranks.shards.slots
-        with (
-            unsharded(history.modules, history.optimizers, shards, units.placeholders()) as stand_ins,
-            units.gathering(stand_ins),
-        ):
-            failed = replace(failed, stand_ins=stand_ins, units=units)
-            is_backward = failed.observed_at == "gradient"
-            if is_backward:  # gradients before the first unit are not there to be clipped
-                failed = replace(failed, entries=failed.entries[: _end_of_backward(failed.entries)])
-            units.record(functools.partial(play_forward, failed), stops_at_bad=not is_backward)
-            while True:
-                capture = replace(failed.capture, **units.summary())
-                made = make_snapshot(replace(failed, capture=capture), self._noticed.frame)
-                raised = made.snapshot.failure.exception
-                if raised is not None and failed.raised is None:
-                    raise Unanswered(f"a part of the step raises {raised[0]}: {raised[1]}")
-                if not is_backward or units.first == 0 or _is_shown(made.snapshot):
-                    return made
-                units.first -= 1
-
     def _of_update(self, step: PastStep, bad: BadUpdate) -> BuiltSnapshot:
         """The update that made a shard of this rank nan or inf: one call, with the averaged gradients as inputs."""
         run_state, update = self._run_state, bad.update
         history = run_state.history
-        slots = run_state.ranks.shards.slots or list(slots_of(history.modules))
+        slots = run_state.ranks.shards.slots
         parameters = list(parameters_of(bad.optimizer))
         shards = {id(slot.parameter): local_part(slot.parameter.detach()) for slot in slots}
         shards.update(zip(map(id, parameters), bad.shards, strict=True))
@@ -346,37 +309,25 @@ class Describing:
     def layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
         """The numbers of every layer in the steps that are kept, up to the one saved, of an event in all; empty where
         that is not possible, or would take too long."""
-        with self._run_state.history.with_earlier():
-            return self._layers(snapshot)
-
-    def _layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
-        run_state = self._run_state
+        run_state, history = self._run_state, self._run_state.history
         seconds = [row.seconds for row in snapshot.timeline if row.seconds is not None]
-        can_play = self._noticed.raised is None and run_state.history.is_complete and run_state.ranks.is_alone
-        past = run_state.past() if can_play else []
-        if not past or not seconds or len(past) * sum(seconds) / len(seconds) > _STORY_SECONDS:
-            return []
-        running = run_state.step_of(run_state.running.entries, run_state.running.memory.saved)
-        steps = self._complete([*past, run_state.freezer.lightened(running)]) or []
-        has_stepped = any(entry.has_stepped for step in steps for entry in step.entries)
-        out = EVERY - {ACCUMULATED} if has_stepped else EVERY
-        last = snapshot.step if snapshot.failure.event is None else steps[-1].completed if steps else 0
-        return self._measured(steps, last, out)
-
-    def _measured(self, steps: list[PastStep], last: int, out: Set[str]) -> list[LayerNumbers]:
-        """The numbers of the layers, played without the user's hooks of the kinds ``out``.
-
-        Hooks are not called for a story; where they change what training computes, it ends.
-        """
-        history, rewind = self._run_state.history, Rewind(self._run_state.history, steps)
         names = root_names(history.modules, self._noticed.frame)
         layers = {
             in_root(path or f"<{type(root).__name__}>", names.get(id(root))) or "": layer
             for root in history.modules
             for path, layer in layers_of(root)
         }
-        with rewind.going_back(), guarded(history.modules, rewind.leaves(), out):
-            return rewind.measured(LayerMeter(layers), last)
+        with history.with_earlier():
+            can_play = self._noticed.raised is None and history.is_complete and run_state.ranks.is_alone
+            past = run_state.past() if can_play else []
+            if not past or not seconds or len(past) * sum(seconds) / len(seconds) > _STORY_SECONDS:
+                return []
+            running = run_state.step_of(run_state.running.entries, run_state.running.memory.saved)
+            steps = self._complete([*past, run_state.freezer.lightened(running)]) or []
+            last = snapshot.step if snapshot.failure.event is None else steps[-1].completed if steps else 0
+            rewind = Rewind(history, steps)
+            with rewind.going_back(), quiet_hooks(history.modules, rewind.leaves()):
+                return rewind.measured(LayerMeter(layers), last)
 
     def _has_gap(self) -> bool:
         """True if the loop has handled an exception in this step that may have interrupted a write."""
@@ -403,15 +354,12 @@ class Describing:
             return self._from_the_past_together(steps, self._noticed.together), []
         if steps is None:
             return None, [BEGUN_BEFORE]
-        has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
-        made, reasons, num_left_out = self._played(steps, ruined, EVERY - {ACCUMULATED} if has_stepped else EVERY)
-        if made is None and num_left_out:  # hooks may have changed what training computed
-            made, reasons, _ = self._played(steps, ruined, frozenset())
+        made, reasons = self._played(steps, ruined)
         if made is None or made.culprit is None or ruined or not run_state.history.has_worsened(made.culprit):
             return made, reasons
         return self._from_the_past(step, [made.culprit])[0] or made, []
 
-    def _from_the_past_together(self, steps: list[PastStep] | None, together: Together) -> BuiltSnapshot:
+    def _from_the_past_together(self, steps: list[PastStep] | None, together: Meeting) -> BuiltSnapshot:
         """The snapshot of the first bad step, if this rank made it. Raises `SavedElsewhere` if another one did,
         `NothingFound` if going back shows no such step.
 
@@ -420,7 +368,9 @@ class Describing:
         made = others = None
         ruined: list[torch.Tensor] = []
         for is_again in (False, True):
-            again, reasons = self._played_together(steps, ruined, together)
+            again, reasons = self._played(steps, ruined) if steps is not None else (None, [BEGUN_BEFORE])
+            if steps is None:  # the others are not to wait for this rank
+                together.stop(FAILED)
             made, others = (again, reasons) if again is not None or not is_again else (made, others)
             culprit = made.culprit if made is not None else None
             is_ruined = culprit is not None and self._run_state.history.has_worsened(culprit)
@@ -435,57 +385,39 @@ class Describing:
             raise SavedElsewhere(rank, "a value")
         return made
 
-    def _played_together(
-        self, steps: list[PastStep] | None, ruined: Sequence[torch.Tensor], together: Together
-    ) -> tuple[BuiltSnapshot | None, list[str]]:
-        """The snapshot of what this rank finds, or why there is none; the others are never left waiting."""
-        if steps is None:
-            together.stop(FAILED)
-            return None, [BEGUN_BEFORE]
-        has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
-        made, reasons, _ = self._played(steps, ruined, EVERY - {ACCUMULATED} if has_stepped else EVERY)
-        return made, reasons
-
-    def _played(
-        self, steps: list[PastStep], ruined: Sequence[torch.Tensor], out: Set[str]
-    ) -> tuple[BuiltSnapshot | None, list[str], int]:
-        """The snapshot or why there is none, played without the user's hooks of the kinds ``out``, and their number."""
+    def _played(self, steps: list[PastStep], ruined: Sequence[torch.Tensor]) -> tuple[BuiltSnapshot | None, list[str]]:
         history = self._run_state.history
         together = self._noticed.together
         rewind = Rewind(history, steps, ruined, takes_skipped=self._noticed.takes_skipped, together=together)
-        hooks = UserHooks()
         try:
             with rewind.going_back():
-                with guarded(history.modules, rewind.leaves(), out) as hooks:
-                    found = rewind.find(hooks)
+                with quiet_hooks(history.modules, rewind.leaves()):
+                    found = rewind.find()
                 if found is None:
                     is_loss = self._noticed.observed_at == "loss" and self._noticed.is_late
                     if is_loss and rewind.skipped and not rewind.notes:
                         raise SkippedLoss(rewind.skipped[0])
-                    first = rewind.first_bad_loss()
-                    seen = [f"training saw the first bad loss in step {first}"] if first is not None else []
-                    return None, [*rewind.notes, *seen, NOT_SHOWN], hooks.left_out.total()
+                    return None, [*rewind.notes, NOT_SHOWN]
                 failed = self._failed_before(found, steps)
                 made = make_snapshot(failed, self._noticed.frame)
                 if made.culprit is None and not _is_shown(made.snapshot):
                     made = replace(made, culprit=history.newly_bad())
         except CannotGoBack as reason:
-            return None, [str(reason)], 0
+            return None, [str(reason)]
         except Stopped as stopped:
-            return None, [f"another process has stopped going back ({stopped})"], 0
+            return None, [f"another process has stopped going back ({stopped})"]
         except (SkippedLoss, Parted):
             raise
         except Exception as error:  # of the user's code, which the state of then may not suit
-            if rewind.is_together and together is not None:
-                together.stop(FAILED)
+            if rewind.together is not None:
+                rewind.together.stop(FAILED)
             pass_on(error)
-            reasons = [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
-            return None, reasons, hooks.left_out.total()
+            return None, [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
         if made.culprit is None and made.snapshot.fidelity != "exact":
             written = [entry for entry in split(found.step.entries)[0] if entry.writes_state]
             last = replace(found.step, entries=[*([] if found.keep is not None else written), *found.entries])
             made = self._joined(made, failed, [*steps[: steps.index(found.step)], last])
-        return made, [], 0
+        return made, []
 
     def _joined(self, made: BuiltSnapshot, failed: FailedStep, steps: list[PastStep]) -> BuiltSnapshot:
         """``made``, or the last of ``steps`` together with those whose graphs or gradients it goes on with.
@@ -541,11 +473,6 @@ class Describing:
         earlier = [*self._run_state.makers(), *(step.entries for step in steps[: steps.index(found.step)])]
         entries = self._run_state.freezer.with_makers(found.entries, earlier) or found.entries
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
-        likewise = (
-            [*steps[-2].entries, *self._run_state.running.entries]
-            if len(steps) > 1
-            else self._run_state.running.entries
-        )
         micro_step = found.step.micro_step
         if found.observed_at in ("loss", "output"):  # the step went on from there
             micro_step -= num_backward(found.step.entries) - num_backward(found.entries)
@@ -556,13 +483,12 @@ class Describing:
             put_back=self._state(),
             notes=found.notes,
             gradients=found.gradients,
-            likewise=likewise,
+            likewise=[*(steps[-2].entries if len(steps) > 1 else []), *self._run_state.running.entries],
             keep=found.keep,
             micro_step=micro_step,
         )
 
     def _state(self) -> Set[int]:
-        """The ids of the state that going back puts back."""
         return {id(tensor) for tensor in self._run_state.history.changing()}
 
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
@@ -620,17 +546,6 @@ class Describing:
         )
 
 
-def _changes_state(entry: Entry, stage: Any) -> bool:
-    """True if an entry writes state; a ``stage`` of a pipeline prepares the memory that it receives in."""
-    is_preparing = stage is not None and entry.name == "torch.Tensor.requires_grad_"
-    return entry.writes_state and not is_preparing
-
-
-def _is_output_bad(entry: Entry) -> bool:
-    """True if a call returned a tensor that is nan or inf."""
-    return bad_tensor(tensor for tensor in iter_tensors(entry.output) if tensor.is_floating_point()) is not None
-
-
 def _is_shown(snapshot: Snapshot) -> bool:
     """True if the replay of a step has shown where its failure comes from."""
     return snapshot.failure.call_index is not None or snapshot.failure.input_name is not None
@@ -645,27 +560,14 @@ def _one_after_another(steps: Sequence[PastStep]) -> list[Entry]:
     return [entry for step in steps for entry in step.entries]
 
 
-def _end_of_backward(entries: Sequence[Entry]) -> int:
-    """The position behind the last backward call."""
-    return max((number + 1 for number, entry in enumerate(entries) if entry.kind is kinds.BACKWARD), default=0)
-
-
 def num_backward(entries: Sequence[Entry | None]) -> int:
     """Backward calls among entries."""
     found = (entry for entry in entries if entry is not None and entry.kind is kinds.BACKWARD)
     return sum(entry.name != AUTOGRAD_GRAD for entry in found)
 
 
-def _before(entries: list[Entry], pending: Entry | None) -> list[Entry]:
-    """The entries up to a pending one, which may have been performed all the same."""
-    numbers = (number for number, entry in enumerate(entries) if entry is pending)
-    return entries[: next(numbers, len(entries))]
-
-
-def _until(entries: list[Entry], last: Entry | None) -> list[Entry]:
-    """The entries up to the ``last`` one; all of them if it is not among them."""
-    numbers = (number for number, entry in enumerate(entries) if entry is last)
-    return entries[: next(numbers, len(entries)) + 1]
+def _position(entries: list[Entry], wanted: Entry | None) -> int:
+    return next((number for number, entry in enumerate(entries) if entry is wanted), len(entries))
 
 
 def free_path(directory: Path, stem: str) -> Path:

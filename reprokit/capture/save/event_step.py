@@ -24,8 +24,8 @@ from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.state import CannotGoBack
 from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.find_bad_step import Rewind
-from reprokit.capture.rewind.measure_steps import BadGradient, MeasuredStep, OutOfTime, StepMeter
-from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, FORWARD, guarded
+from reprokit.capture.rewind.measure_steps import MeasuredStep, OutOfTime, StepMeter
+from reprokit.capture.rewind.user_hooks import quiet_hooks
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, replay_step
 from reprokit.capture.save.choose_step import BEGUN_BEFORE, NOT_KEPT, Describing
 from reprokit.locate.failure import Failure, Predicate
@@ -36,7 +36,6 @@ from reprokit.program.ir import Phase, Program
 _PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
 _PLAYED_SECONDS = 1.0  # of CPU time for them; twice `LEAST_SILENT` steps are played however long they take
 LEAST_SILENT = 20  # steps with a gradient of zeros
-_LEAST_NEVER = 2 * LEAST_SILENT  # steps without any gradient from the start
 _MOSTLY = 0.5  # of the elements of a gradient
 _SUDDEN = 8  # steps in which a layer dies that does not fade out by design
 _ABOUT = 0.75  # of the usual share of a gradient that is not zero
@@ -52,15 +51,6 @@ class NotKept(Exception):
     """The step where an event began cannot be played any more; the message says why."""
 
 
-@dataclass(frozen=True)
-class _Beginning:
-    """The step in which an event begins: its position among the kept steps, that of a healthy one, the predicate."""
-
-    number: int
-    healthy: int
-    predicate: Predicate
-
-
 class EventStep(Describing):
     """Describes the step where an alarm began. Raises `NotKept`."""
 
@@ -72,14 +62,11 @@ class EventStep(Describing):
             number = _position(steps, alarm.place)
             if number is None:
                 raise NotKept(f"step {alarm.step} is no longer kept")
-            if isinstance(alarm, Finding) and alarm.way != "nan":
+            if isinstance(alarm, Finding):
                 made = self._without_gradient(steps, number, alarm)
-            elif alarm.kind == "scale" or isinstance(alarm, Finding):
-                with self._begun(steps, number, "gradient norm", EVERY) as failed:
+            elif alarm.kind == "scale":
+                with self._begun(steps, number, "gradient norm") as failed:
                     made = make_snapshot(failed, self._noticed.frame)
-                if isinstance(alarm, Finding) and (known := made.snapshot.fidelity_note):
-                    note = f"a hook makes the nan gradient of `{alarm.name}` finite in training; {known}"
-                    made = replace(made, snapshot=replace(made.snapshot, fidelity_note=note))
             else:
                 made = self._made(steps, alarm, number)
             with ignored_errors():  # the step is worth a file without the numbers of its layers
@@ -87,26 +74,19 @@ class EventStep(Describing):
             return made
 
     def find_silent(self, always: Set[int] = frozenset()) -> Finding | None:
-        """A parameter that learns nothing: it gets no gradient from a step on, or a hook repairs it.
+        """A parameter that learns nothing: it gets no gradient from a step on.
 
         The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked.
         """
         history = self._run_state.history
         with self._kept() as steps:
             played = steps[:_PLAYED]
-            stops = not self._run_state.scalers.is_used
-            meter = StepMeter(stops=stops, seconds=_PLAYED_SECONDS, least=2 * LEAST_SILENT)
-            rewind, ends = Rewind(history, played), suppress(BadGradient, OutOfTime)
-            with rewind.going_back(), guarded(history.modules, rewind.leaves(), EVERY) as hooks, ends:
+            meter, rewind = StepMeter(seconds=_PLAYED_SECONDS, least=2 * LEAST_SILENT), Rewind(history, played)
+            with rewind.going_back(), quiet_hooks(history.modules, rewind.leaves()), suppress(OutOfTime):
                 rewind.play_until(len(played), meter)
             if rewind.notes:
-                return None  # hooks do more than that
+                return None  # other losses than those of training
             named = parameter_names(history.modules, self._noticed.frame)
-            last = meter.steps[-1] if meter.steps else None
-            if last is not None and last.bad and hooks.may_change - {FORWARD}:
-                key = id(last.bad[0])
-                name = named.get(key, "a parameter")
-                return Finding("dead", name, "nan", len(meter.steps), last.step.place, last.step.completed, key)
             return _silent(meter.steps, named, always)
 
     @contextmanager
@@ -138,7 +118,7 @@ class EventStep(Describing):
             failure = Failure(Phase.BACKWARD, "dead", value=value, event=event)
             return blocked(Step(program, tensors), failure)
 
-        with self._begun(steps, number, "gradient norm", EVERY) as failed:
+        with self._begun(steps, number, "gradient norm") as failed:
             made = make_snapshot(replace(failed, explain=explain), self._noticed.frame)
         if made.snapshot.failure.call is None:
             raise NotKept(f"no call behind `{finding.name}` keeps its gradient back")
@@ -147,45 +127,32 @@ class EventStep(Describing):
     def _made(self, steps: list[PastStep], alarm: Alarm, number: int) -> BuiltSnapshot:
         """The snapshot of the step in which a number has left its course, at ``number`` or before."""
         last = _position(steps, alarm.departure.values[-1].place)
-        out, measured = self._numbers(steps, number if last is None else max(number, last))
-        beginning = _beginning(steps, measured, alarm, number)
-        quantity = beginning.predicate.quantity
+        rewind, meter = Rewind(self._run_state.history, steps), StepMeter()
+        with rewind.going_back(), quiet_hooks(self._run_state.history.modules, rewind.leaves()):
+            rewind.play_until((number if last is None else max(number, last)) + 1, meter)
+        measured = [] if rewind.notes else meter.steps  # a played loss that is not that of training dates nothing
+        begun, healthy, predicate = _beginning(steps, measured, alarm, number)
+        quantity = predicate.quantity
         recorded: list[Step] = []
 
         def keep(program: Program, tensors: Tensors) -> None:
             recorded.append(Step(program, {value: tensor.detach().clone() for value, tensor in tensors.items()}))
 
         def explain(program: Program, tensors: Tensors) -> Failure:
-            failure = Failure(_PHASES[quantity], alarm.kind, event=beginning.predicate)
+            failure = Failure(_PHASES[quantity], alarm.kind, event=predicate)
             return explained(Step(program, tensors), recorded[0], failure)
 
-        with self._begun(steps, beginning.healthy, quantity, out) as failed:
+        with self._begun(steps, healthy, quantity) as failed:
             replay_step(replace(failed, explain=keep), self._noticed.frame)
-        with self._begun(steps, beginning.number, quantity, out) as failed:
+        with self._begun(steps, begun, quantity) as failed:
             return make_snapshot(replace(failed, explain=explain), self._noticed.frame)
 
-    def _numbers(self, steps: list[PastStep], number: int) -> tuple[Set[str], list[MeasuredStep]]:
-        """The steps up to a position in numbers, and the kinds of the user's hooks to play without.
-
-        Where hooks change what training computed, the steps are played with them. No numbers if a played loss is still
-        not that of training: then only what was seen live dates an event.
-        """
-        has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
-        out: Set[str] = EVERY - {ACCUMULATED} if has_stepped else EVERY
-        while True:
-            rewind, meter = Rewind(self._run_state.history, steps), StepMeter()
-            with rewind.going_back(), guarded(self._run_state.history.modules, rewind.leaves(), out) as hooks:
-                rewind.play_until(number + 1, meter)
-            if not (rewind.notes and hooks.left_out.total()):
-                return out, [] if rewind.notes else meter.steps
-            out = frozenset()
-
     @contextmanager
-    def _begun(self, steps: list[PastStep], number: int, quantity: str, out: Set[str]) -> Iterator[FailedStep]:
+    def _begun(self, steps: list[PastStep], number: int, quantity: str) -> Iterator[FailedStep]:
         """A step of the past; the live state is where it began."""
         rewind, history = Rewind(self._run_state.history, steps), self._run_state.history
         with rewind.going_back():
-            with guarded(history.modules, rewind.leaves(), out):
+            with quiet_hooks(history.modules, rewind.leaves()):
                 entries, saved = rewind.begin(number)
             step = steps[number]
             failed = self._failed(step, _OBSERVED[quantity], _until_seen(entries, quantity), saved, None)
@@ -205,7 +172,7 @@ def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: 
     In the step before less than half of it was zero, and of those that end with it: a layer may fade out by design,
     unit by unit, as under a decay. Without a step before it has to have been so ``always``. One that has a gradient in
     some steps and none in others may rest by design, as the head of a task does, so a gradient that is missing has to
-    have been there in every step before. Where none rests, those that have never had a gradient are found too.
+    have been there in every step before.
     """
     series = {key: _Shares.of(measured, key) for key in named}
     faded = {one.since[-1].place for one in series.values() if one.since and one.before and one.is_fading}
@@ -213,14 +180,11 @@ def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: 
         one = series[key]
         if len(one.since) < LEAST_SILENT or one.since[-1].place in faded or not (one.before or key in always):
             continue
-        if not one.is_missing or one.has_learned:
+        has_learned = len(one.before) >= _LEAST and all(share not in (None, 1.0) for share in one.before)
+        if not one.is_missing or has_learned:
             way = "none" if one.is_missing else "zeros"
             return Finding("dead", name, way, len(one.since), one.since[-1].place, one.since[-1].completed, key)
-    never = [key for key in named if key in always and series[key].is_never and len(series[key].since) >= _LEAST_NEVER]
-    if not never or any(one.is_resting for one in series.values()):
-        return None
-    since, others = series[never[0]].since, tuple(named[key] for key in never[1:])
-    return Finding("dead", named[never[0]], "never", len(since), since[-1].place, since[-1].completed, never[0], others)
+    return None
 
 
 @dataclass(frozen=True)
@@ -235,8 +199,7 @@ class _Shares:
     @classmethod
     def of(cls, measured: Sequence[MeasuredStep], key: int) -> _Shares:
         """Those in the steps that gave any parameter a gradient."""
-        given = (one for one in measured if one.norm and (key in one.zeros or key in one.missing))
-        shares = [(one.step, one.zeros.get(key)) for one in given]
+        shares = [(one.step, one.zeros[key]) for one in measured if one.norm and key in one.zeros]
         since = [step for step, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
         before = [share for _, share in shares[: len(shares) - len(since)]]
         return cls(before, since, bool(shares) and shares[-1][1] is None)
@@ -253,21 +216,6 @@ class _Shares:
         then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
         return then >= _MOSTLY and 1.0 - then < _ABOUT * (1.0 - usual)
 
-    @property
-    def is_never(self) -> bool:
-        """True if there was no gradient in any step."""
-        return self.is_missing and not self.before
-
-    @property
-    def is_resting(self) -> bool:
-        """True if there was a gradient in some steps and none in others."""
-        return bool(self.before) and (self.is_missing or None in self.before)
-
-    @property
-    def has_learned(self) -> bool:
-        """True if there were gradients in all steps before, and enough of them."""
-        return len(self.before) >= _LEAST and all(share not in (None, 1.0) for share in self.before)
-
 
 def _position(steps: Sequence[PastStep], place: int) -> int | None:
     return next((number for number, step in enumerate(steps) if step.place == place), None)
@@ -275,15 +223,18 @@ def _position(steps: Sequence[PastStep], place: int) -> int | None:
 
 def _until_seen(entries: list[Entry], quantity: str) -> list[Entry]:
     """The entries of a step up to where a quantity shows; gradients as they are before they are clipped."""
-    if quantity == "update":
-        last = max((n for n, entry in enumerate(entries) if entry.kind is kinds.OPTIMIZER), default=len(entries))
-        return entries[: last + 1]
-    last = max((n for n, entry in enumerate(entries) if entry.kind is kinds.BACKWARD), default=len(entries))
-    return entries[: last + 1] + [entry for entry in entries[last + 1 :] if entry.kind is kinds.UNSCALE]
+    kind = kinds.OPTIMIZER if quantity == "update" else kinds.BACKWARD
+    last = max((n for n, entry in enumerate(entries) if entry.kind is kind), default=len(entries))
+    later = entries[last + 1 :] if quantity != "update" else []
+    return entries[: last + 1] + [entry for entry in later if entry.kind is kinds.UNSCALE]
 
 
-def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm, number: int) -> _Beginning:
-    """Where an alarm begins: its own first step, or an earlier one that is off in a number that was not followed live.
+def _beginning(
+    steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm, number: int
+) -> tuple[int, int, Predicate]:
+    """Where an alarm begins: the positions of that step and of a healthy one among the kept ones, and the predicate.
+
+    It is the alarm's own first step, or an earlier one that is off in a number that was not followed live.
 
     That number has to be off in every step from there up to the alarm's last. In the step right before the alarm it
     may be off alone, if the update is: a learning rate may be wrong once.
@@ -298,7 +249,7 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
         departure.began.step,
         departure.usual,
     )
-    found = _Beginning(number, healthy if healthy is not None else max(number - 1, 0), own)
+    found = number, healthy if healthy is not None else max(number - 1, 0), own
     own_turn = [n for n, one in enumerate(measured) if one.optimizer == measured[number].optimizer]
     series = {name: [getattr(measured[n], name) for n in own_turn] for name in ("norm", "update")}
     last = own_turn.index(number) - 1 if measured else -1  # before the alarm
@@ -307,7 +258,7 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
         turn = _first_off(numbers)
         if is_by_update and _is_off(numbers, last):
             turn = last if turn is None else min(turn, last)
-        if turn is not None and own_turn[turn] < found.number:
+        if turn is not None and own_turn[turn] < found[0]:
             band = _band(numbers, turn)
             usual = (n for n in range(turn - 1, -1, -1) if (value := numbers[n]) and band.spreads(value) <= USUAL)
             first, before = own_turn[turn], own_turn[next(usual, turn - 1)]
@@ -319,12 +270,11 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
                 steps[first].completed,
                 band.number(0.0),
             )
-            found = _Beginning(first, before, predicate)
+            found = first, before, predicate
     return found
 
 
 def _is_off(numbers: Sequence[float | None], position: int, limit: float = SPREADS) -> bool:
-    """True if a number is off the course of enough numbers before it."""
     if position < _LEAST or len(_known(numbers[:position])) < _LEAST:
         return False
     value = numbers[position]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dis
-import linecache
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeGuard
 
 import torch
 
+from reprokit import torch_private
 from reprokit.arrivals import chain
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
@@ -110,32 +108,6 @@ def backward_from(loss: torch.Tensor, maker: Entry) -> Entry:
     return Entry(kinds.BACKWARD, torch.Tensor.backward, (loss,), {}, current_mode(), **where)  # type: ignore[arg-type]
 
 
-def is_loss(differentiation: Entry, error: BaseException) -> bool:
-    """True if the loop would have come to this backward pass, had it not given up over the bad value.
-
-    That needs a call of a `backward` with a variable that holds the value, in a function that the exception went
-    through.
-    """
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    variables = (value for frame in frames for value in _differentiated_variables(frame))
-    return any(value is start for value in variables for start in differentiation.starts)
-
-
-def _differentiated_variables(frame: FrameType) -> Iterator[Any]:
-    """The values of variables in calls of `backward` in the code of a frame."""
-    code = frame.f_code
-    if kind_of_file(code.co_filename) != "user" or not any(name.endswith("backward") for name in code.co_names):
-        return
-    lines = {line for _, _, line in code.co_lines() if line is not None}
-    with contextlib.suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse("".join(linecache.getlines(code.co_filename)))):
-            if not isinstance(node, ast.Call) or node.lineno not in lines:
-                continue
-            if getattr(node.func, "attr", "").endswith("backward"):
-                names = (name.id for name in ast.walk(node) if isinstance(name, ast.Name))
-                yield from (frame.f_locals.get(name, frame.f_globals.get(name)) for name in names)
-
-
 def innermost_user_place(error: BaseException) -> TracebackType | None:
     """The innermost entry of a traceback whose frame is the user's; the frame's variables name tensors."""
     place, entry = None, error.__traceback__
@@ -152,7 +124,6 @@ def is_mistake(error: BaseException | None) -> bool:
 
 
 def _is_raised_by_user(error: BaseException) -> bool:
-    """True if the innermost frame is the user's and stands at a ``raise`` of its own, not at a call that raised."""
     entry = _innermost(error)
     return _is_at_raise(entry) and kind_of_file(entry.tb_frame.f_code.co_filename) == "user"
 
@@ -172,10 +143,9 @@ _MISTAKES = (NameError, AttributeError, ImportError, LookupError, TypeError)
 
 
 def _module(error: BaseException, roots: Iterable[torch.nn.Module]) -> str | None:
-    """The innermost module whose forward an exception passed through."""
     inside: Any = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is torch.nn.Module._call_impl.__code__:
+        if frame.f_code is torch_private.call_impl_code:
             inside = frame.f_locals.get("self")
     if inside is None:
         return None

@@ -22,7 +22,6 @@ from reprokit.capture.record.state import owned_by
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tensor_names import is_unfollowed
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_close, is_same, step_without_hooks
-from reprokit.capture.save.unit_by_unit import UnitByUnit
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
@@ -84,7 +83,6 @@ def replay(
     root_names: Mapping[int, str] | None = None,
     keep: Entry | None = None,
     stand_ins: Mapping[int, torch.Tensor] | None = None,
-    units: UnitByUnit | None = None,
 ) -> ReplayedStep:
     """Run ``entries`` again and record them.
 
@@ -92,14 +90,11 @@ def replay(
     last entry is a backward call that the loop did not come to, because its start was already bad; ``raises`` is true
     when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
     ``root_names`` are those of the tracer. ``keep`` is an entry to run in any case.
-    ``stand_ins`` are used in the place of other tensors, by the ``id`` of these. ``units`` are those of a model that
-    is replayed in part.
+    ``stand_ins`` are used in the place of other tensors, by the ``id`` of these.
     """
-    recorder = _Recorder(saved, units.naming(describe) if units is not None else describe, state, root_names, stand_ins)
+    recorder = _Recorder(saved, describe, state, root_names, stand_ins)
     needed = entries if raises else needed_entries(entries, keep)
     error = None
-    if units is not None:
-        units.begin(recorder.tracer)
     with recording(recorder.tracer), Modes() as modes:
         updating = _start_of_hand_update(needed)
         for position, entry in enumerate(needed):
@@ -190,11 +185,7 @@ class _Recorder(Player):
             self._check_versions(entry)
             args, kwargs = self.given(entry)
         self._play(entry, args, kwargs)
-        if entry.kind is kinds.FUNCTION:
-            self._name_results(entry)
-
-    def _name_results(self, entry: Entry) -> None:
-        for old in iter_tensors(entry.output):
+        for old in iter_tensors(entry.output) if entry.kind is kinds.FUNCTION else ():
             value = self.tracer.value_of(self._new[id(old)]) if id(old) in self._new else None
             if value is not None:
                 origin = self._describe_old(old)
@@ -223,16 +214,12 @@ class _Recorder(Player):
             phase = Phase.BACKWARD if call.is_differentiation else Phase.OPTIMIZER if is_update else call.phase
             tracer.calls[first + number] = replace(call, phase=phase)
         self._differentiated = True
+        results = list(iter_tensors(result))
         with torch._C.DisableTorchFunction():
-            self._compare_results(entry, list(iter_tensors(result)))
+            for place, old in entry.settings.seen.items():
+                if place < len(results):
+                    self._compare_loss(old, results[place])
         return result
-
-    def _compare_results(self, entry: Entry, results: list[torch.Tensor]) -> None:
-        """Are the losses that a compiled function returned the same as in the loop?"""
-        for place, old in entry.settings.seen.items():
-            new = results[place] if place < len(results) else None
-            if new is not None:
-                self._compare_loss(old, new)
 
     @contextlib.contextmanager
     def _watching_updates(self, entry: Entry) -> Iterator[None]:
@@ -312,7 +299,6 @@ class _Recorder(Player):
         return self._differentiated and not is_left
 
     def _plain_items(self, items: Mapping[str, Any], without: str = "", role: str = "") -> dict[str, Any]:
-        """The entries of a state or option dict that a program can hold."""
         plain = {}
         for name, value in items.items():
             if name == without:
@@ -329,9 +315,12 @@ class _Recorder(Player):
     def _play_backward(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         self.tracer.phase = Phase.BACKWARD
         self._differentiated = True
+        name, settings = entry.name, entry.settings
         with torch._C.DisableTorchFunction():
-            self._compare_starts(entry, args, kwargs)
-        name = entry.name
+            olds = settings if settings is not None else entry.starts
+            for old, new in zip(olds, starts_of(args, kwargs), strict=False):
+                if settings is not None or old.numel():
+                    self._compare_loss(old, new)
         try:
             if not self._perform:
                 self.tracer.record(self.tracer.make_call(name, args, kwargs))
@@ -343,13 +332,6 @@ class _Recorder(Player):
             return result
         finally:
             self.tracer.phase = Phase.FORWARD
-
-    def _compare_starts(self, entry: Entry, args: Any, kwargs: Any) -> None:
-        """Is what the backward call starts from the same as in the loop?"""
-        olds = entry.settings if entry.settings is not None else entry.starts
-        for old, new in zip(olds, starts_of(args, kwargs), strict=False):
-            if entry.settings is not None or old.numel():
-                self._compare_loss(old, new)
 
     def _compare_loss(self, old: torch.Tensor | float, new: torch.Tensor) -> None:
         if not is_same(old, new):

@@ -1,6 +1,6 @@
 """Modules as they were before their parameters were spread over processes, for a replay in one of them.
 
-For `fully_shard` and `parallelize_module`: whole parameters take the places of the spread ones, hooks that would talk
+For `fully_shard`: whole parameters take the places of the spread ones, hooks that would talk
 to other processes are taken out, and the casts of a mixed-precision policy become plain calls of the step.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,11 @@ def unsharded(
     spread = {id(slot.parameter): slot.parameter for slot in slots}
     plain = {key: torch.nn.Parameter(whole[key], requires_grad=p.requires_grad) for key, p in spread.items()}
     places = {(id(slot.part), slot.name): plain[id(slot.parameter)] for slot in slots}
-    stand_ins: dict[int, torch.Tensor] = {**plain, **dict(_gathered(units, places))}
+    gathered = [known for unit in units for known in unit_parameters(unit) if hasattr(known, "_unsharded_param")]
+    stand_ins: dict[int, torch.Tensor] = {
+        **plain,  # and those that the loop sees between forward and backward
+        **{id(k._unsharded_param): places[id(k._module_info.module), k._module_info.param_name] for k in gathered},
+    }
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -50,9 +54,12 @@ def unsharded(
         for slot in slots:
             stack.callback(_put, slot.part, slot.name, slot.part._parameters[slot.name])
             _put(slot.part, slot.name, plain[id(slot.parameter)])
-        for part in parts:
-            stack.callback(_fill, [(table, dict(table)) for table in _tables(part)])
-            _take_out(part)
+        for table in [getattr(part, name) for part in parts for name in _TABLES]:
+            stack.callback(table.update, dict(table))
+            stack.callback(table.clear)
+            for key, hook in list(table.items()):
+                if _DISTRIBUTED in getattr(code_of(hook), "co_filename", ""):
+                    del table[key]
         for unit in units:
             _add_casts(unit, places)
             stack.callback(setattr, unit, "__class__", type(unit))
@@ -68,33 +75,6 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in _COLLECTIVE:
             raise Unanswered(f"it calls `{func.__name__}`, for which all processes are needed")
         return func(*args, **(kwargs or {}))
-
-
-def _gathered(units: list[Any], places: Mapping[tuple[int, str], torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """What stands for the gathered parameters that the loop sees between forward and backward."""
-    for unit in units:
-        for spread in unit_parameters(unit):
-            if hasattr(spread, "_unsharded_param"):
-                info = spread._module_info
-                yield id(spread._unsharded_param), places[id(info.module), info.param_name]
-
-
-def _tables(part: torch.nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
-    yield from (getattr(part, name) for name in _TABLES)
-
-
-def _fill(tables: list[tuple[dict[int, Any], dict[int, Any]]]) -> None:
-    for table, content in tables:
-        table.clear()
-        table.update(content)
-
-
-def _take_out(part: torch.nn.Module) -> None:
-    """Take out the hooks of `torch.distributed`."""
-    for table in _tables(part):
-        for key, hook in list(table.items()):
-            if _DISTRIBUTED in getattr(code_of(hook), "co_filename", ""):
-                del table[key]
 
 
 def _add_casts(unit: Any, places: Mapping[tuple[int, str], torch.Tensor]) -> None:

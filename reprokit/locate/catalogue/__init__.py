@@ -17,7 +17,6 @@ from typing import Any
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.scene import Scene
-from reprokit.program.statement import parsed
 
 CONFIDENCES = ("certain", "likely", "possible")
 TIERS = ("origin", "context", "general")
@@ -36,8 +35,8 @@ class Remedy:
     """A rewrite to try, its parameters, and a sentence about it.
 
     ``code`` says it in Python where no line of the user's does, as with the options of an optimizer. ``{call}`` is the
-    origin, ``{optimizer}`` its class where it is an optimizer's step, ``{line}`` the user's line that it comes from,
-    ``{input}`` the variable of an input that was bad already, ``x`` if its name is no identifier.
+    origin, ``{optimizer}`` its class where it is an optimizer's step, ``{input}`` the variable of an input that was bad
+    already, ``x`` if its name is no identifier.
     """
 
     rewrite: str
@@ -49,12 +48,9 @@ class Remedy:
         """The sentence and the code, with the origin's name in them."""
         name = short_name(scene.call) if scene.call is not None else "the input"
         optimizer = scene.call.target.split(".")[-2] if scene.call is not None else ""
-        statement = parsed(scene.call.site.text) if scene.call is not None and scene.call.site is not None else None
-        line = statement.body.replace("\n", "\n    ") if statement is not None and not statement.after else ""
-        code = self.code if line or "{line}" not in self.code else ""
         given = scene.failure.input_name or ""
         variable = given if given.isidentifier() and not keyword.iskeyword(given) else "x"
-        return self.text.format(call=name), code.format(call=name, optimizer=optimizer, line=line, input=variable)
+        return self.text.format(call=name), self.code.format(call=name, optimizer=optimizer, input=variable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,8 @@ class CatalogueEntry:
 
     ``tier``: ``origin`` explains what the origin did, ``context`` the story before it (growth over many steps), and
     ``general`` fits so much that it is the last resort. ``mechanism`` and ``evidence`` are templates over the numbers
-    that the signs saw.
+    that the signs saw. ``needs``: what the function takes for a finite result, where it is defined to return the nan or
+    inf. ``is_of_torch``: an issue for PyTorch.
     """
 
     id: str
@@ -80,6 +77,8 @@ class CatalogueEntry:
     links: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     tier: str = "origin"
+    needs: str = ""
+    is_of_torch: bool = False
 
 
 FILES = (

@@ -7,9 +7,8 @@ from typing import Any
 
 from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
 from reprokit.locate.domains import DOMAINS
-from reprokit.locate.edits import Edited, Editor, everywhere, guard, guarded, number_for, rewrite, with_argument
+from reprokit.locate.edits import Edited, Editor, everywhere, guard, number_for, rewrite, with_argument
 from reprokit.locate.scene import Scene
-from reprokit.locate.signs.training import negative_squares
 from reprokit.program.ir import Call, Device, Ref, Symbol
 
 _TESTS_FOR_NAN = ("isnan", "isfinite", "eq", "ne", "gt", "ge", "lt", "le")
@@ -27,22 +26,6 @@ def clamp(
     bounds = {name: value for name, value in (("min", min), ("max", max)) if value is not None}
     numbers = {name: number_for(scene, operand, value) for name, value in bounds.items()}
     return guard(scene, operand, "torch.Tensor.clamp", named=numbers)
-
-
-@rewrite
-def finite_arguments(scene: Scene) -> Edited | None:
-    """Clamp both arguments, so that infinities in them become large numbers."""
-
-    def change(editor: Editor, call: Call) -> None:
-        changed = None
-        for role in ("x", "y"):
-            with contextlib.suppress(KeyError):
-                slot = slot_of(call, role)
-                changed = guarded(editor, changed or call, slot, "torch.Tensor.clamp", min=-1e4, max=1e4) or changed
-        if changed is not None:
-            editor.add(changed)
-
-    return everywhere(scene, change)
 
 
 @rewrite
@@ -162,10 +145,3 @@ def zeros_for_bad_input(scene: Scene) -> Edited | None:
     value = failure.value
     changed = scene.tensors[value].detach().nan_to_num(0.0, 0.0, 0.0)
     return Edited(scene.program, {**scene.tensors, value: changed}, is_local=False)
-
-
-@rewrite
-def squares_from_zero(scene: Scene) -> Edited | None:
-    """Zeros in place of negative averages of squares in the state of the optimizer."""
-    changed = {state: scene.tensors[state].detach().clamp(min=0.0) for _, state in negative_squares(scene)}
-    return Edited(scene.program, {**scene.tensors, **changed}, is_local=False) if changed else None

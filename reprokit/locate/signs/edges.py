@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
-from reprokit.locate.calls import Slot, short_name
-from reprokit.locate.domains import DOMAINS
+from reprokit.locate.calls import short_name
+from reprokit.locate.domains import DOMAINS, SPECTRA, spectrum_of
 from reprokit.locate.scene import Branch, Scene
 from reprokit.locate.signs import Numbers, places, sign
-from reprokit.program.ir import Ref
 
 
 def danger(scene: Scene) -> torch.Tensor:
@@ -44,13 +40,6 @@ def dropped_later(scene: Scene) -> Numbers | None:
         if kept is not None and not bool((kept & mask).any()):
             return places(mask, dropper=short_name(branch.call))
     return None
-
-
-@sign
-def is_gradient_of(scene: Scene, operand: Slot) -> Numbers | None:
-    """True if the bad gradient is that of this argument."""
-    value = scene.failure.value
-    return {} if value is not None and scene.recorded(operand) == Ref(value) else None
 
 
 @sign
@@ -101,52 +90,24 @@ def is_normalised_later(scene: Scene) -> Numbers | None:
 
 
 @sign
-def equal_values(scene: Scene, within: float = 1e-6) -> Numbers | None:
+def equal_values(scene: Scene) -> Numbers | None:
     """True if a decomposition has eigenvalues or singular values that are equal, or zero, up to rounding."""
-    seen = scene.origin
-    for values in seen.results.values():
-        if values.is_complex() or values.dim() == 0 or values.shape[-1] < 2 or _is_matrix_of(values, seen.args):
-            continue
-        ordered = values.double().sort(dim=-1).values
-        gaps = (ordered[..., 1:] - ordered[..., :-1]).abs() / ordered.abs().amax().clamp(min=1e-30)
-        if bool((gaps <= within).any()):
-            words = "singular values" if short_name(seen.call) == "svd" else "eigenvalues"
-            return {"count": int((gaps <= within).sum()), "gap": float(gaps.min()), "values": words}
-    return None
-
-
-def _is_matrix_of(values: torch.Tensor, args: Sequence[Any]) -> bool:
-    """True if a result of a decomposition is made of vectors: it has as many dimensions as what was decomposed."""
-    return bool(args) and isinstance(args[0], torch.Tensor) and values.dim() >= args[0].dim()
-
-
-@sign
-def is_singular(scene: Scene) -> Numbers | None:
-    """True if a matrix has no inverse, up to rounding, with its rank and condition number."""
-    x = _decomposed(scene)
-    values = torch.linalg.svdvals(x.detach().double()).reshape(-1, x.shape[-1])
-    ratios = values[:, -1] / values[:, 0].clamp(min=1e-300)
-    worst = int(ratios.argmin())
-    eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 1e-7
-    if float(ratios[worst]) > eps * x.shape[-1]:
+    name = short_name(scene.origin.call)
+    found = spectrum_of(name, scene.tensor("x"))
+    if not found:
         return None
-    rank = int((values[worst] > values[worst, 0] * eps * x.shape[-1]).sum()) if float(values[worst, 0]) else 0
-    return {"rank": rank, "size": x.shape[-1]}
+    values = SPECTRA[name][0]
+    words = f"one of the {values} is zero" if found == "zero" else f"some {values} are equal up to rounding"
+    return {"values": values, "spectrum": words}
 
 
 @sign
 def is_not_positive(scene: Scene) -> Numbers | None:
     """True if a symmetric matrix has an eigenvalue that is not above zero."""
-    x = _decomposed(scene)
-    lowest = float(torch.linalg.eigvalsh(x.detach().double()).min())
-    eps = torch.finfo(x.dtype).eps * float(x.abs().max()) * x.shape[-1]
-    return {"lowest": lowest, "size": x.shape[-1]} if lowest <= eps else None
-
-
-def _decomposed(scene: Scene) -> torch.Tensor:
-    """The square finite matrices of the origin; raises `KeyError` if it raises over something else, such as shapes."""
     x, exception = scene.tensor("x"), scene.failure.exception
     is_about_shape = exception is not None and "LinAlgError" not in exception[0]
     if is_about_shape or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not bool(x.isfinite().all()):
-        raise KeyError("x")
-    return x
+        return None
+    lowest = float(torch.linalg.eigvalsh(x.detach().double()).min())
+    eps = torch.finfo(x.dtype).eps * float(x.abs().max()) * x.shape[-1]
+    return {"lowest": lowest, "size": x.shape[-1]} if lowest <= eps else None

@@ -133,13 +133,6 @@ def reduces_one(scene: Scene) -> Numbers | None:
 
 
 @sign
-def holds_bad_values(scene: Scene) -> Numbers | None:
-    """True if an argument is not finite already."""
-    x = scene.tensor("x")
-    return places(~x.isfinite(), operand=scene.name("x"))
-
-
-@sign
 def weight_row_is_zero(scene: Scene) -> Numbers | None:
     """True if a whole row of a weight-normalised weight is zero; with a ``dim`` of -1 the whole is one row."""
     weight, call = scene.tensor("x"), scene.origin.call
@@ -203,10 +196,10 @@ def underflowed(scene: Scene, operand: Slot = "x", makers: Sequence[str] | None 
     values, found = scene.tensor(operand), find_underflow(scene, operand)
     if found is None:
         return None
-    maker = short_name(scene.program.calls[found.loss.maker])
+    maker = short_name(scene.program.calls[found.maker])
     if makers is not None and maker not in makers:
         return None
-    return places(found.lost, maker=maker, zeros=found.loss.num_zeros, dtype=dtype_name(values))
+    return places(found.lost, maker=maker, zeros=found.num_zeros, dtype=dtype_name(values))
 
 
 @sign

@@ -13,8 +13,8 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks import spec as specs
 from reprokit.shrink.checks.function import FunctionCheck
 from reprokit.shrink.checks.mismatch import MismatchCheck
-from reprokit.shrink.checks.predicate import PredicateCheck
-from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, OutOfMemoryCheck, requested_bytes
+from reprokit.shrink.checks.predicate import PredicateCheck, jumped_rate, odd_rows
+from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
 from reprokit.shrink.checks.references import Double, OtherDevice
 from reprokit.shrink.signature import SignatureCheck
 from reprokit.snapshot.format import Snapshot
@@ -30,13 +30,12 @@ def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
         require_reproducible(snapshot)
     is_exception = snapshot.failure.kind == RAISED
     if snapshot.failure.event is not None and text in (None, *EVENTS):
-        return PredicateCheck(event=snapshot.failure)
+        return PredicateCheck(event=snapshot.failure, rows=odd_rows(snapshot), rate=jumped_rate(snapshot))
     if text is None and snapshot.failure.kind == MISMATCH:
         return _as_recorded(_mismatch(_recorded(*snapshot.failure.reference)), snapshot.failure)
     if text is None:
         text = specs.EXCEPTION if is_exception else specs.NONFINITE
-    is_refused = is_exception and requested_bytes(snapshot.failure) is not None
-    check = OutOfMemoryCheck() if is_refused and text == specs.EXCEPTION else _made(specs.parse(text))
+    check = _made(specs.parse(text))
     if isinstance(check, MismatchCheck):
         return _as_recorded(check, snapshot.failure)
     if isinstance(check, ExceptionCheck if is_exception else NonfiniteCheck):
@@ -49,7 +48,7 @@ def require_reproducible(snapshot: Snapshot) -> None:
     if snapshot.failure.difference is not None:
         raise NotReproduced(
             "the parameters of the ranks differ, and one process cannot show that",
-            hint="`reprokit show` has the step, the parameter and the ranks; `reprokit export --before` its state",
+            hint="`reprokit show` has the step, the parameter and the ranks",
         )
 
 

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase, Ref, Scope, iter_refs
-from reprokit.program.statement import called_name, parts
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.step import StepGraph, written
-from reprokit.shrink.dimensions import Class, Constant, InputAxis
-from reprokit.shrink.leaves import leaves, parameters_of, with_leaf
-from reprokit.shrink.probe import Shapes
+from reprokit.shrink.dimensions import Class
+from reprokit.shrink.leaves import parameters_of, with_leaf
 from reprokit.shrink.recording import record
+from reprokit.shrink.risks import RECURRENT
 
 _MAX_ENDS = 4
-_KERNELS = ("conv", "pool", "fold")
 _FIRST_OF_KERNEL = 2  # of a weight's dimensions, behind those of channels
 _PROBABILITIES = frozenset({"p", "dropout", "dropout_p"})
 
 
-def with_free_size(call: Call, sizes: set[int]) -> Call | None:
-    """A reshaping with its largest size as -1, if that is a product rather than a size of an input."""
-    places = [(path, leaf) for path, leaf in leaves(call) if isinstance(leaf, int) and not isinstance(leaf, bool)]
-    if call.name not in ("view", "reshape") or len(places) < 2 or any(size <= 0 for _, size in places):
-        return None
-    path, largest = max(places, key=lambda place: place[1])
-    return with_leaf(call, path, -1) if largest not in sizes else None
-
-
 def is_written(candidate: Candidate, group: Class) -> bool:
-    """True if a class of sizes holds a kernel: a size that the user wrote, which no batch and no width follows."""
+    """True if a class of sizes holds a kernel, a size that the user wrote, or what a recurrent layer is made of, whose
+    gates and layers are multiples."""
     calls = candidate.program.calls
+    layers = {value for call in calls if call.target in RECURRENT for value in call.input_refs()[1:]}
     kernels = {ref.value for call in calls if "conv" in call.name for ref in iter_refs(call.args[1:2])}
     return any(
-        member.value in kernels and member.axis >= _FIRST_OF_KERNEL
-        if isinstance(member, InputAxis)
-        else isinstance(member, Constant) and any(word in calls[member.call].name for word in _KERNELS)
-        for member in group.members
+        member.value in layers or (member.value in kernels and member.axis >= _FIRST_OF_KERNEL) for member in group.axes
     )
 
 
@@ -53,53 +41,6 @@ def with_certainty(candidate: Candidate, index: int) -> Candidate | None:
     if place < len(call.args):
         return candidate.with_call(index, replace(with_leaf(call, (0, place), 0.0), mode=mode))
     return candidate.with_call(index, replace(call, kwargs={**call.kwargs, name: 0.0}, mode=mode))
-
-
-def with_result_given(candidate: Candidate, origin: int | None) -> Candidate | None:
-    """With the result of the first call that only prepares data in place of the call; ``None`` if there is none.
-
-    Such a call reads inputs without gradients alone, runs in no module, and is not written on the user's line: a batch
-    is stacked where the line has ``for x, y in loader``.
-    """
-    program = candidate.program
-    if origin is None:
-        return None
-    data = {item.value for item in program.inputs if not item.requires_grad and item.role == "batch"}
-    for index, call in enumerate(program.calls[:origin]):
-        is_data = set(call.input_refs()) <= data and isinstance(call.outputs, Ref)
-        if is_data and _prepares_data(call, program.calls[origin]):
-            (value,) = call.output_refs()
-            before = candidate.with_calls(program.calls[: index + 1], outputs=())
-            made = record(before, frozenset((index,))).outputs[value]
-            inputs = program.inputs if value in data else (*program.inputs, Input(value, f"x{value}", "batch"))
-            calls = (*program.calls[:index], *program.calls[index + 1 :])
-            given = candidate.with_calls(calls, inputs=inputs)
-            return given.with_tensors({value: made}).pruned()
-    return None
-
-
-def _prepares_data(call: Call, origin: Call) -> bool:
-    """True for a call of a loader or a library outside of modules and of the origin's function."""
-    site, place = call.site, origin.site
-    if call.scope or site is None or place is None or call.mode.rng is not None or is_in_place(call.target):
-        return False
-    if site.library is not None:
-        return (site.file, site.function) != (place.file, place.function)
-    is_method = call.target.startswith("torch.Tensor.")  # which may be written as an operator
-    return not is_method and site.span is not None and all(called_name(part) != call.name for part in parts(site))
-
-
-def without_dead_writes(candidate: Candidate) -> Iterator[Candidate]:
-    """Without one write in place whose result nothing reads afterwards, the last one first.
-
-    The value may be a view of another one that is read: only a run tells.
-    """
-    program = candidate.program
-    ends = {ref.value for ref in program.outputs}
-    for index, call in reversed(list(enumerate(program.calls))):
-        read = {value for later in program.calls[index + 1 :] for value in later.input_refs()} | ends
-        if is_in_place(call.target) and call.args and not read & written(call):
-            yield candidate.with_call(index).pruned()
 
 
 def without_unused(candidate: Candidate) -> Candidate:
@@ -174,7 +115,9 @@ def module_runs(candidate: Candidate) -> list[tuple[tuple[Scope, ...], frozenset
     return sorted(found, key=lambda run: (-len(run[1]), min(run[1])))
 
 
-def without_module(candidate: Candidate, run: frozenset[int], shapes: Shapes) -> Iterator[Candidate]:
+def without_module(
+    candidate: Candidate, run: frozenset[int], shapes: Mapping[int, tuple[int, ...]]
+) -> Iterator[Candidate]:
     """The candidate without a run of a module, with something it was given in place of the one thing it returned."""
     program = candidate.program
     made = {value for index in run for value in program.calls[index].output_refs()}

@@ -7,7 +7,6 @@ of the module where the failure was born, never takes an input that is not ordin
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,27 +21,22 @@ from reprokit.shrink.context.changes import (
     is_written,
     module_runs,
     with_certainty,
-    with_free_size,
-    with_result_given,
     with_sum,
     without_call,
-    without_dead_writes,
     without_module,
     without_unused,
 )
-from reprokit.shrink.context.growth import Choice, extraordinary, keeps_masks, uniform_rows
-from reprokit.shrink.context.layers import is_layer
+from reprokit.shrink.context.growth import Choice, extraordinary, keeps_biases, keeps_masks, uniform_rows
 from reprokit.shrink.context.piece import Context, initial
 from reprokit.shrink.context.step import StepGraph
 from reprokit.shrink.context.tree import tree_of
-from reprokit.shrink.oracle import Oracle, OutOfBudget, PartBudget, PartIsOver
-from reprokit.shrink.passes.recurrent import simplify_recurrent
+from reprokit.shrink.oracle import Oracle, OutOfBudget
 from reprokit.shrink.passes.setting import simplify_precision
-from reprokit.shrink.passes.sizes import shorten_parts, shrink_dimensions
+from reprokit.shrink.passes.sizes import shrink_sizes
 from reprokit.shrink.passes.values import plainer_contents
 from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, filled, is_number, plainness, seed_of, state_of_seed
-from reprokit.shrink.probe import Shapes, forms_of
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.recording import shapes_of
 from reprokit.shrink.signature import Verdict
 
 _SIZE_CHECKS = (
@@ -67,10 +61,10 @@ def find_context(
         return None
     limit, rows = len(extraordinary(start)), uniform_rows(start)
     problem = Problem(start, oracle, max_stretches=_STRETCHES)
-    problem.accepts = lambda piece: len(extraordinary(piece)) <= limit and keeps_masks(piece, rows)
+    problem.accepts = lambda piece: (
+        len(extraordinary(piece)) <= limit and keeps_masks(piece, rows) and keeps_biases(piece)
+    )
     problem.keeps = is_written
-    modules = start.program.modules
-    problem.renumbers = lambda call: not any(is_layer(scope, modules) for scope in call.scope)
     search = _Search(problem)
     with contextlib.suppress(OutOfBudget):
         search.run()
@@ -84,7 +78,7 @@ def find_context(
 def _chosen(step: StepGraph, failure: Failure, oracle: Oracle) -> Candidate | None:
     """The slice to start from, found in half of the time; what was recorded of the step is let go."""
     choice = Choice(step, failure, oracle)
-    with contextlib.suppress(OutOfBudget), oracle.within(PartBudget(oracle.seconds_left / 2)):
+    with contextlib.suppress(OutOfBudget), oracle.at_most(0.5):
         choice.run()
     return choice.best
 
@@ -99,15 +93,11 @@ class _Search:
     def run(self) -> None:
         """Everything in turn."""
         self._end_earlier(in_sum=True)
-        self._fold_data()
-        self._drop_sums_of_nothing()
         self._drop_randomness()
         self._drop_autocast()
         self._drop_layers()
-        self._free_shapes()
         self._plain_together()
         self._shrink_sizes()
-        self._rescale_attention()
         self._make_contiguous()
         simplify_precision(self.problem)
         self._sum_outputs()
@@ -117,7 +107,6 @@ class _Search:
                 self._seed(item.value)
         self._end_earlier(in_sum=False)
         self._try(without_unused(self._best), "without unused calls")
-        self._drop_dead_writes()
 
     @property
     def _best(self) -> Candidate:
@@ -144,25 +133,6 @@ class _Search:
             shorter = ending_earlier(self._best, origin, in_sum=in_sum)
             any(self._try(candidate, "a gradient of less") for candidate in shorter)
 
-    def _fold_data(self) -> None:
-        """Take as inputs what loaders and libraries made of the data, such as a batch stacked of its samples."""
-        while (folded := with_result_given(self._best, self.problem.failure.call_index)) is not None:
-            if not self._try(folded, "a result as an input"):
-                return
-
-    def _drop_dead_writes(self) -> None:
-        """Drop writes in place that nothing reads."""
-        while any(self._try(shorter, "without a write") for shorter in without_dead_writes(self._best)):
-            pass
-
-    def _drop_sums_of_nothing(self) -> None:
-        """Pass values by ``x + 0``, which Python's ``sum`` begins with."""
-        for call in self._best.program.calls:
-            if call.name in ("add", "__radd__") and call.args[1:] == (0,) and call in self._best.program.calls:
-                shorter = without_call(self._best, self._best.program.calls.index(call))
-                if shorter is not None:
-                    self._try(shorter, "without + 0")
-
     def _drop_randomness(self) -> None:
         """Let values pass random calls unchanged, as with a dropout of 0."""
         for call in self._best.program.calls:
@@ -182,27 +152,22 @@ class _Search:
 
     def _shrink_sizes(self) -> None:
         """Sizes as small as half of the time and a fixed number of checks allow; what is left is for the rest."""
-        with (
-            contextlib.suppress(PartIsOver),
-            self._oracle.within(PartBudget(self._oracle.seconds_left / 2, _SIZE_CHECKS)),
-        ):
-            simplify_recurrent(self.problem)
+        with contextlib.suppress(OutOfBudget), self._oracle.at_most(0.5, _SIZE_CHECKS):
             before = None
             while before is not self._best:  # an index of `gather` shrinks before what it looks up can
                 before = self._best
-                shrink_dimensions(self.problem)
-            shorten_parts(self.problem)
+                shrink_sizes(self.problem)
 
     def _drop_layers(self) -> None:
         """Modules by identity, largest first; never the one of the origin and its own layers."""
         tried: set[tuple[Scope, ...]] = set()
         while True:
             scope, run = next((found for found in self._droppable() if found[0] not in tried), ((), frozenset()))
-            shapes = self._shapes() if run else None
-            if shapes is None:
+            if not run:
                 return
             tried.add(scope)
-            any(self._try(shorter, "a module by identity") for shorter in without_module(self._best, run, shapes))
+            shorter = without_module(self._best, run, shapes_of(self._best))
+            any(self._try(candidate, "a module by identity") for candidate in shorter)
 
     def _droppable(self) -> Iterator[tuple[tuple[Scope, ...], frozenset[int]]]:
         """The runs of modules that the origin is not in, nor next to, with their scopes."""
@@ -211,28 +176,6 @@ class _Search:
         for scope, run in module_runs(self._best):
             if origin is None or (origin not in run and not step.is_own_layer(scope, origin)):
                 yield scope, run
-
-    def _shapes(self) -> Shapes | None:
-        """The shapes of all values of the best candidate, if a probe can tell."""
-        ground = self.problem.prober.ground(self._best)
-        forms = forms_of(self._best)
-        return self.problem.prober.shapes(self._best.program, forms, ground) if ground is not None else None
-
-    def _free_shapes(self) -> None:
-        """One size of every reshaping is left to torch, so that the sizes it is a product of can shrink apart."""
-        prober, best = self.problem.prober, self._best
-        ground, shapes = prober.ground(best), self._shapes()
-        if ground is None:
-            return
-        forms = forms_of(best)
-        given = {size for form in forms.values() for size in form.shape}
-        for index, call in enumerate(best.program.calls):
-            freed = with_free_size(call, given)
-            if freed is not None:
-                changed = best.with_call(index, freed)
-                if prober.shapes(changed.program, forms, ground) == shapes:
-                    best = changed
-        self._try(best, "free sizes in shapes")
 
     def _plain_together(self) -> None:
         """One number everywhere, where that fails as well: then sizes shrink without regard to what is where."""
@@ -245,18 +188,6 @@ class _Search:
     def _drop_autocast(self) -> None:
         if any(call.mode.autocast for call in self._best.program.calls):
             self._try(self._best.with_modes(lambda mode: replace(mode, autocast=())), "no autocast")
-
-    def _rescale_attention(self) -> None:
-        """In torch's attention the factor that belongs to the width each head has now."""
-        shapes = self._shapes()
-        calls = list(self._best.program.calls)
-        for index, call in enumerate(calls):
-            is_inside = any(scope.cls == "MultiheadAttention" for scope in call.scope)
-            if shapes is not None and is_inside and call.name == "mul" and isinstance(call.args[-1], float):
-                width = shapes[call.output_refs()[0]][-1]
-                calls[index] = replace(call, args=(*call.args[:-1], math.sqrt(1.0 / width)))
-        if calls != list(self._best.program.calls):
-            self._try(self._best.with_calls(calls), "attention scaled anew")
 
     def _make_contiguous(self) -> None:
         tensors = {

@@ -74,6 +74,13 @@ def keeps_masks(candidate: Candidate, known: Mapping[int, frozenset[float]]) -> 
     )
 
 
+def keeps_biases(candidate: Candidate) -> bool:
+    """True if every bias is as long as a dimension of the weight beside it: one that is broadcast is no layer's."""
+    shapes = {item.name: candidate.tensors[item.value].shape for item in candidate.program.inputs}
+    weights = ((name.removesuffix("bias") + "weight", shape) for name, shape in shapes.items() if name.endswith("bias"))
+    return all(weight not in shapes or shape.numel() in shapes[weight] for weight, shape in weights)
+
+
 @dataclass
 class Choice:
     """The search for a slice; ``best`` is what it has come to, also when the budget ends early."""

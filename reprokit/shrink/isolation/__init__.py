@@ -1,10 +1,8 @@
-"""Where candidates run, from cheap to certain:
+"""Where candidates run:
 
 * in this process: a candidate that cannot crash it, a millisecond each;
-* a forked child per candidate (`processes`): crashes, hangs and floods of memory end with the child;
-* a spawned worker (`worker`): the same where nothing can fork, as with CUDA; started again after a crash;
-* any executor (`runner`): the same on the other side of it;
-* a fresh interpreter for the last word: a worker that runs one candidate and ends.
+* in a child (`apart`): forked for each candidate, or spawned where nothing can fork, as with CUDA;
+* through an executor (`runner`): in a child on the other side of it.
 
 `runner` decides which, and yields observations in the order of the candidates, however many run at once.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
@@ -26,7 +26,6 @@ from reprokit.snapshot.format import storable
 
 Observation: TypeAlias = Failure | None
 Observe: TypeAlias = Callable[[Candidate], Observation]
-Tensors = dict[int, torch.Tensor]
 
 
 class NotObserved(ReprokitError):
@@ -61,7 +60,7 @@ class Task:
     """How candidates are observed: the same settings and the same state of the generator in every process.
 
     ``observe`` has to be importable by name (a function of a module or an object that pickles) where candidates run in
-    workers or through an executor.
+    spawned children or through an executor.
     """
 
     observe: Observe
@@ -93,34 +92,24 @@ class Task:
             return Report(error=error)
 
 
-def pack(candidate: Candidate, held: Mapping[int, torch.Tensor] | None = None) -> bytes:
-    """A candidate as bytes, less the tensors that the other side holds; these are known by ``id``."""
-    held = held or {}
-    used = used_tensors(candidate)
+def pack(candidate: Candidate) -> bytes:
+    """A candidate as bytes. A tensor that is several inputs stays one."""
+    tensors = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs}
+    sent = {id(tensor): _sendable(tensor) for tensor in tensors.values()}
     content = {
         "program": plain.to_plain(candidate.program),
         "variant": candidate.variant,
-        "places": {item.value: id(candidate.tensors[item.value]) for item in candidate.program.inputs},
-        "tensors": {key: _sendable(tensor) for key, tensor in used.items() if key not in held},
+        "tensors": {value: sent[id(tensor)] for value, tensor in tensors.items()},
     }
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
 
 
-def unpack(packed: bytes, held: Mapping[int, torch.Tensor] | None = None) -> tuple[Candidate, Tensors]:
-    """The candidate, and its tensors by the numbers that the sender knows them by."""
+def unpack(packed: bytes) -> Candidate:
+    """The inverse of `pack`; raises whatever damaged data raises."""
     content = torch.load(io.BytesIO(packed), weights_only=True)
-    known = {**(held or {}), **content["tensors"]}
-    used = {key: known[key] for key in content["places"].values()}
-    tensors = {value: used[key] for value, key in content["places"].items()}
-    return Candidate(plain.from_plain(content["program"]), tensors, str(content["variant"])), used
-
-
-def used_tensors(candidate: Candidate) -> Tensors:
-    """The tensors of the inputs by ``id``, which stays theirs as long as somebody holds them."""
-    tensors = [candidate.tensors[item.value] for item in candidate.program.inputs]
-    return {id(tensor): tensor for tensor in tensors}
+    return Candidate(plain.from_plain(content["program"]), content["tensors"], str(content["variant"]))
 
 
 def pack_report(report: Report) -> bytes:

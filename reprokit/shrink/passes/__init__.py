@@ -5,5 +5,5 @@
 * it never makes the candidate larger by `Candidate.is_smaller_than`; ``consider`` sees to that;
 * after a success it goes on from where it is, and never starts itself over (the schedule repeats passes);
 * it proposes the extreme first, then less; runs are searched with adaptive steps (`search`), not one by one;
-* it proposes valid programs only; what a probe of the shapes refuses is not worth a check.
+* whether a program is valid is found by running it: an invalid one is a check like any other.
 """

@@ -71,21 +71,19 @@ def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
     recording = record(problem.best, chosen)
     failure = problem.failure
     may_bypass = len(chosen) == 1 or failure.is_of_whole_step
-    may_bypass = may_bypass and problem.oracle.predicate.may_bypass
-    layer = failure.value if failure.event is not None else None  # reads this parameter, and stays
-    proposals = _without(problem.best, chosen, recording, may_bypass, layer)
+    proposals = _without(problem.best, chosen, recording, may_bypass)
     return problem.first((change, candidate) for candidate in proposals)
 
 
 def _without(
-    candidate: Candidate, chosen: frozenset[int], recording: Recording, may_bypass: bool, layer: int | None
+    candidate: Candidate, chosen: frozenset[int], recording: Recording, may_bypass: bool
 ) -> Iterator[Candidate]:
     yield _dropped(candidate, chosen)
     yield _by_value(candidate, chosen, recording)
     if len(chosen) == 1:
         yield from _as_leaf(candidate, next(iter(chosen)))
     if may_bypass:
-        yield from _bypassed(candidate, chosen, recording, layer)
+        yield from _bypassed(candidate, chosen, recording)
 
 
 def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
@@ -130,11 +128,9 @@ def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording
     return Candidate(replace(program, calls=calls, inputs=(*program.inputs, *inputs)), tensors).pruned()
 
 
-def _bypassed(
-    candidate: Candidate, chosen: frozenset[int], recording: Recording, layer: int | None
-) -> Iterator[Candidate]:
-    """With something that the calls read, but the parameter of a ``layer``, in place of the one thing that is needed of
-    what they made: what has the same shape first; for a single call also what has another one, which a probe can judge.
+def _bypassed(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Iterator[Candidate]:
+    """With something that the calls read in place of the one thing that is needed of what they made: what has the same
+    shape first; for a single call also what has another one.
     """
     calls = candidate.program.calls
     inside = {value for index in chosen for value in calls[index].output_refs()}
@@ -146,7 +142,7 @@ def _bypassed(
         return
     output = recording.outputs[leaving[0]]
     read = {value: recording.inputs[i, value] for i in sorted(chosen) for value in calls[i].input_refs()}
-    alike = [value for value, tensor in read.items() if value not in inside | {layer} and tensor.dtype == output.dtype]
+    alike = [value for value, tensor in read.items() if value not in inside and tensor.dtype == output.dtype]
     for value in sorted(alike, key=lambda value: read[value].shape != output.shape):
         if len(chosen) == 1 or read[value].shape == output.shape:
             yield candidate.without_calls(chosen, {leaving[0]: Ref(value)})

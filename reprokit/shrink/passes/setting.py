@@ -1,7 +1,7 @@
 """Setting: drop what a repro would have to say besides calls and values, whenever it still fails without.
 
 Autocast, optional arguments, flags, lists of layers, half precision, optimizer options and state, several outputs of a
-backward pass. All arguments at once first, then one at a time.
+backward pass; one argument at a time.
 """
 
 from __future__ import annotations
@@ -93,28 +93,13 @@ def _simplify_randomness(problem: Problem) -> None:
 
 
 def _simplify_call(problem: Problem, index: int) -> None:
-    """Drop all arguments that may go, then one at a time."""
-    bare = _barest(problem, index)
-    if bare is not None:
-        problem.consider(problem.best.with_call(index, bare), "no optional arguments")
+    """Drop what may go, one argument at a time."""
     tried: list[Call] = []
     while problem.best.program.calls[index] not in tried:
         tried.append(problem.best.program.calls[index])
         best = problem.best
         fewer = fewer_arguments(best.program.calls[index])
         problem.first((change, best.with_call(index, call)) for change, call in fewer)
-
-
-def _barest(problem: Problem, index: int) -> Call | None:
-    """The call with the fewest arguments that is well-formed, its first operand included."""
-    call = problem.best.program.calls[index]
-    for kwargs in ({}, dict(call.kwargs)):
-        for count in range(1, len(call.args) + 1):
-            bare = replace(call, args=call.args[:count], kwargs=kwargs)
-            candidate = problem.best.with_call(index, bare).pruned()
-            if bare.input_refs()[:1] == call.input_refs()[:1] and not problem.prober.refuses(candidate, problem.best):
-                return bare if bare != call else None
-    return None
 
 
 def fewer_arguments(call: Call) -> Iterator[tuple[str, Call]]:
@@ -129,28 +114,15 @@ def fewer_arguments(call: Call) -> Iterator[tuple[str, Call]]:
             yield "no optional tensor", with_leaf(call, path, None)
         elif leaf is True:
             yield "a flag off", with_leaf(call, path, False)
+        elif isinstance(leaf, int) and leaf >= 2:
+            yield "a smaller number", with_leaf(call, path, 1)
         elif isinstance(leaf, float) and leaf and is_random(call.target):
             yield "nothing random", with_leaf(call, path, 0.0)
         elif isinstance(leaf, float) and round_number(leaf) != leaf:
             yield "a rounder argument", with_leaf(call, path, round_number(leaf))
-    yield from _shorter_lists(call)
-
-
-def _shorter_lists(call: Call) -> Iterator[tuple[str, Call]]:
-    """Shorter lists of tensors, alone or together with the flag or count that belongs to them, as in `torch.lstm`."""
     for place, refs in lists_of_tensors(call):
         for length in range(1, len(refs)):
-            shorter = with_leaf(call, place, refs[:length])
-            yield "a shorter list", shorter
-            for path, leaf in leaves(call):
-                for value in _lower(leaf):
-                    yield "a shorter list", with_leaf(shorter, path, value)
-
-
-def _lower(leaf: Any) -> list[Any]:
-    if leaf is True:
-        return [False]
-    return list(range(1, leaf)) if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf <= 64 else []
+            yield "a shorter list", with_leaf(call, place, refs[:length])
 
 
 def _drop_leaves(problem: Problem) -> None:

@@ -1,82 +1,59 @@
 """Sizes: shrink dimensions that must agree together, keeping the place where the bad value sits.
 
-All to 1 at once first, on recorded numbers and then on plain ones; then each class of sizes for itself: to 1, to 2, and
-then by bisection. Last, dimensions of size 1 go altogether.
+All to 1 at once first, on recorded numbers and then on plain ones, then all but one; then each class of sizes for
+itself: to 1, to 2, and then by bisection. Last, dimensions of size 1 go altogether.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.dimensions import Class, InputAxis, shorten_part, shrink_to
-from reprokit.shrink.indexes import FlatParts, parts_of
-from reprokit.shrink.leaves import Path, leaves, with_leaf
-from reprokit.shrink.passes.integers import lower_integers
-from reprokit.shrink.passes.recurrent import simplify_recurrent
+from reprokit.shrink.dimensions import Class, InputAxis, shrink_to
+from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.passes.setting import with_seeds
 from reprokit.shrink.plainness import filled, ladder, largest_of, sign_of
-from reprokit.shrink.probe import forms_of
 from reprokit.shrink.problem import Problem, bad_index, focus
-from reprokit.shrink.search import delete_adaptively
+from reprokit.shrink.signature import Verdict
 
 _NUM_SEEDS = 4  # each costs a check
-_ARITHMETIC = frozenset(["add", "sub", "mul", "div", "__rsub__", "__rtruediv__", "eq", "ne", "lt", "le", "gt", "ge"])
 _LARGE = {torch.float16: 10.0}  # in other formats 1e3
 _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
 
 def shrink_sizes(problem: Problem) -> None:
-    """Make every dimension as small as the failure allows, and integers in arguments with them."""
-    simplify_recurrent(problem)
-    shrink_dimensions(problem)
-    shorten_parts(problem)
-    if problem.failure.event is None:  # an exponent of 1 in the place of 2 would still be above a threshold
-        lower_integers(problem)
-
-
-def shrink_dimensions(problem: Problem) -> None:
-    """Make every dimension as small as the failure allows, and what goes with it; other integers stay."""
+    """Make every dimension as small as the failure allows."""
     classes = problem.classes()
     if not classes:
         return
-    if problem.is_about_sizes:
-        _shrink_by_size_alone(problem, classes)
-        return
     if any(_try_slice(problem, kept, "all sizes 1") for kept in _single_indexes(problem, classes)):
         return
-    if _try_seeds(problem, classes):
+    single = {group: focus(problem, group)[:1] for group in classes}
+    seeded = with_seeds(_slices(problem, single)[-1], range(_NUM_SEEDS))
+    if any(problem.consider(candidate, f"all sizes 1, {seed}") for seed, candidate in seeded):
         return
-    if _try_kept(problem, {group: focus(problem, group)[:1] for group in classes}, "all sizes 1"):
+    if _try_kept(problem, single, "all sizes 1"):
         return
+    for group in classes:  # one that has to be larger, among sizes that are products of each other
+        others = {other: indexes for other, indexes in single.items() if other is not group}
+        if others and _try_slice(problem, others, f"all sizes 1 but {group.size}"):
+            break
     for size in dict.fromkeys(group.size for group in classes):
-        _shrink_classes_of(problem, size)
-
-
-def shorten_parts(problem: Problem) -> None:
-    """Make the parts of flat tensors short, such as the labels of each sample in one row."""
-    for parts in [found for call in problem.best.program.calls for found in parts_of(call, problem.best.tensors)]:
-        for place, length in enumerate(parts.lengths(problem.best.tensors) or ()):
-            delete_adaptively(range(length), partial(_try_part, problem, problem.best, parts, place))
-
-
-def _try_part(problem: Problem, start: Candidate, parts: FlatParts, place: int, positions: list[int]) -> bool:
-    return problem.consider(shorten_part(start, parts, place, positions), f"a part of {len(positions)}")
+        _shrink_size(problem, size)
 
 
 def _single_indexes(problem: Problem, classes: Sequence[Class]) -> Iterator[dict[Class, Sequence[int]]]:
-    """One index for each class. When nothing tells where the bad value sits, as in a sum over everything, the places of
-    the largest, the greatest and the least number are all worth a look."""
+    """One index for each class, then for each axis. When nothing tells where the bad value sits, as in a sum over
+    everything, the places of the largest, the greatest and the least number are all worth a look."""
     yield {group: focus(problem, group)[:1] for group in classes}
     if all(bad_index(problem, group) is None for group in classes):
         for sign in (1.0, -1.0):
             yield {group: focus(problem, group, sign)[:1] for group in classes}
+    axes = [Class(group.size, (axis,)) for group in classes for axis in group.axes]
+    yield {group: focus(problem, group)[:1] for group in axes}
 
 
 def drop_dimensions(problem: Problem) -> None:
@@ -86,37 +63,13 @@ def drop_dimensions(problem: Problem) -> None:
             return
 
 
-def _shrink_by_size_alone(problem: Problem, classes: Sequence[Class]) -> None:
-    """Shrink dimensions of one size together, small ones first, then each class; no index is better than another."""
-    for size in sorted({group.size for group in classes}):
-        groups = [group for group in problem.classes() if group.size == size]
-        _shrink_to_fewest(problem, Class(size, tuple(member for group in groups for member in group.members)))
-    for group in problem.classes():
-        _shrink_to_fewest(problem, group)
-
-
-def _shrink_to_fewest(problem: Problem, group: Class) -> None:
-    order, best = range(group.size), problem.best
-    for size in (1, group.size - 1):  # what cannot be one less cannot be less
-        if problem.consider(shrink_to(best, {group: order[:size]}), f"size {group.size} to {size}"):
-            break
-    else:
-        return
-    if size > 1:
-        _bisect(problem, group, order)
-
-
-def _shrink_classes_of(problem: Problem, size: int) -> None:
-    """Shrink each class that has this size; classes are found again after every success, since sizes went."""
-    tried: set[tuple[object, ...]] = set()
-    while True:
-        groups = problem.classes()
-        group = next((g for g in groups if g.size == size and g.members not in tried), None)
-        if group is None:
-            return
-        tried.add(group.members)
+def _shrink_size(problem: Problem, size: int) -> None:
+    """Shrink what has this size: all of it together, else in parts, as long as anything gets smaller."""
+    before = None
+    while before is not problem.best:
         before = problem.best
-        for one in (group, *group.parts):
+        group = next((group for group in problem.classes() if group.size == size), None)
+        for one in (group, *group.parts) if group is not None else ():
             if problem.best is before:
                 _shrink_class(problem, one)
 
@@ -143,8 +96,7 @@ def _bisect(problem: Problem, group: Class, order: Sequence[int]) -> None:
             high = middle
         else:
             low = middle
-    if not problem.is_about_sizes:
-        _drop_indexes(problem, start, group, order[:high])
+    _drop_indexes(problem, start, group, order[:high])
 
 
 def _drop_indexes(problem: Problem, start: Candidate, group: Class, order: Sequence[int]) -> None:
@@ -166,62 +118,30 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
     """Keep these indexes; with recorded numbers, then with plain ones, which are tried once for the same shapes."""
     if _try_slice(problem, kept, change):
         return True
-    smaller = _slices(problem, kept)[-1]
-    outline = _outline(smaller)
-    if outline in problem.tried_extremes:
-        return False
-    problem.tried_extremes.add(outline)
     kind = problem.failure.kind
-    plain = _extremes(smaller, kind, kind == "inf" or _holds_large(problem.best))
-    return problem.first((f"{change}, {name}", candidate) for name, candidate in plain)
+    may_be_large = kind == "inf" or _holds_large(problem.best)
+    for smaller in (candidate.pruned() for candidate in _slices(problem, kept)):
+        outline = _outline(smaller)
+        fits = problem.oracle.verdict_without_a_run(smaller) is not Verdict.INVALID
+        if fits and outline not in problem.tried_extremes:
+            problem.tried_extremes.add(outline)
+            plain = _extremes(smaller, kind, may_be_large)
+            if problem.first((f"{change}, {name}", candidate) for name, candidate in plain):
+                return True
+    return False
 
 
 def _try_slice(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
     return problem.first((change, smaller) for smaller in _slices(problem, kept))
 
 
-def _try_seeds(problem: Problem, classes: Sequence[Class]) -> bool:
-    """All sizes 1, where a random outcome that is needed may take another seed."""
-    for kept in itertools.islice(_single_indexes(problem, classes), 1):
-        seeded = with_seeds(_slices(problem, kept)[-1], range(_NUM_SEEDS))
-        if any(problem.consider(candidate, f"all sizes 1, {seed}") for seed, candidate in seeded):
-            return True
-    return False
-
-
 def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candidate]:
-    """The best candidate with only the kept indexes; if need be with integers in the arguments renumbered."""
+    """The best candidate with only the kept indexes, if need be with integers in the arguments renumbered; then without
+    a change of the integers that equal a size."""
     ordered = {group: _in_order(indexes) for group, indexes in kept.items()}
-    plain = shrink_to(problem.best, ordered)
-    if not problem.prober.refuses(plain, problem.best):
-        return [_with_counts(problem, plain), plain] if _counts(problem.best) else [plain]
-    return [plain, shrink_to(problem.best, ordered, renumber=problem.renumbers)]
-
-
-def _counts(candidate: Candidate) -> list[tuple[int, Path, int]]:
-    """Integers above 1 that arithmetic works with, which may be a number of elements: ``60 - mask.sum()``."""
-    return [
-        (index, path, leaf)
-        for index, call in enumerate(candidate.program.calls)
-        if call.name in _ARITHMETIC
-        for path, leaf in leaves(call)
-        if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf > 1
-    ]
-
-
-def _with_counts(problem: Problem, smaller: Candidate) -> Candidate:
-    """With integers that were the number of elements of a value of two dimensions or more set to that of now."""
-    ground, calls = problem.prober.ground(problem.best), list(smaller.program.calls)
-    if ground is None:
-        return smaller
-    candidates = (problem.best, smaller)
-    before, after = (problem.prober.shapes(c.program, forms_of(c), ground) or {} for c in candidates)
-    for index, path, count in _counts(problem.best):
-        values = [v for v, shape in before.items() if len(shape) > 1 and math.prod(shape) == count]
-        numbers = {math.prod(after[value]) for value in values if value in after}
-        if len(numbers) == 1 and 0 not in numbers:
-            calls[index] = with_leaf(calls[index], path, numbers.pop())
-    return smaller.with_calls(calls)
+    axes = {replace(group, constants=()): indexes for group, indexes in ordered.items()}
+    pairs = ((chosen, renumber) for chosen in (ordered, axes) for renumber in (False, True))
+    return [shrink_to(problem.best, chosen, renumber=renumber) for chosen, renumber in pairs]
 
 
 def _in_order(indexes: Sequence[int]) -> Sequence[int]:

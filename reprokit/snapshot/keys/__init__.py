@@ -1,7 +1,8 @@
 """Keys that their own shape gives away.
 
-``shapes.toml`` has the formats of services, taken from a maintained set of rules (`generate` writes it). A key of any
-other service is a long run in which small letters, capitals and digits take turns as in no word or identifier.
+``shapes.toml`` has the formats of services, taken from a maintained set of rules (`tests/snapshot/key_shapes.py` writes
+it). A key of any other service is a long run in which small letters, capitals and digits take turns as in no word or
+identifier.
 """
 
 from __future__ import annotations

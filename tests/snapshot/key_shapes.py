@@ -1,7 +1,7 @@
 """Generate ``shapes.toml`` from the rules of CredSweeper (MIT licence), a maintained scanner for credentials.
 
     pip download --no-deps credsweeper
-    python -m reprokit.snapshot.keys.generate credsweeper-*.whl
+    python -m tests.snapshot.key_shapes credsweeper-*.whl
 
 The file keeps the rules that recognise a key by its own shape. Left out are rules that need the name before a value
 (`reprokit.snapshot.redact` has its own), a language model or a decoder, and shapes that ordinary words have.
@@ -15,6 +15,8 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+
+import reprokit
 
 TOO_GENERAL = frozenset(
     (
@@ -77,12 +79,13 @@ def main(wheel: Path) -> None:
         rules = yaml.safe_load(archive.read("credsweeper/rules/config.yaml"))
         licence = next(name for name in archive.namelist() if name.endswith("/LICENSE"))
         notice = archive.read(licence).decode()
-    head = [f"Shapes of keys, from {wheel.name}; `python -m reprokit.snapshot.keys.generate` writes this file.", ""]
+    head = [f"Shapes of keys, from {wheel.name}; `python -m tests.snapshot.key_shapes` writes this file.", ""]
     lines = [f"# {line}".rstrip() for line in (*head, *notice.splitlines())]
     for name, contains, pattern in shapes_of(rules):
         quoted = ", ".join(f"'{text}'" for text in contains)
         lines += ["", "[[shape]]", f"name = '{name}'", f"contains = [{quoted}]", f"pattern = '''{pattern}'''"]
-    Path(__file__).with_name("shapes.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file = Path(reprokit.__file__).parent / "snapshot" / "keys" / "shapes.toml"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,116 @@
+"""The private names of torch that reprokit needs, looked up in one place.
+
+A torch without one of them loses what hangs on it: the name gets a stand-in, and `lacking` says in one line what is
+lost. Only the names in `require` are needed for any watching.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pkgutil
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+
+NAMES: list[str] = []
+LOST: dict[str, str] = {}  # what is lost, for every name that this torch lacks
+
+
+def _look_up(name: str, lost: str, stand_in: Any) -> Any:
+    NAMES.append(name)
+    try:
+        return pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        LOST[name] = lost
+        return stand_in
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _is_autocast_enabled() -> bool:
+    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+
+
+# The stack of torch-function modes.
+_STACK = "torch._C._{}torch_function_stack"
+push_mode = _look_up(_STACK.format("push_on_"), "", _nothing)
+pop_mode = _look_up(_STACK.format("pop_"), "", _nothing)
+num_modes = _look_up(_STACK.format("len_"), "", lambda: 0)
+mode_at = _look_up("torch._C._get_function_stack_at", "", _nothing)
+REQUIRED = (_STACK.format("push_on_"), _STACK.format("pop_"), _STACK.format("len_"), "torch._C._get_function_stack_at")
+_LOST_MODES = "custom functions that call torch functions under other modes are recorded incompletely"
+current_modes = _look_up("torch.overrides._get_current_function_mode_stack", _LOST_MODES, list)
+
+# Whether torch itself is at work: transforms, the tracer of torch.jit, a recomputation in the backward pass.
+_TRANSFORMED = "calls inside of `torch.func` transforms are recorded as those of the loop"
+peek_transforms = _look_up("torch._C._functorch.peek_interpreter_stack", _TRANSFORMED, _nothing)
+is_wrapped = _look_up("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMED, lambda tensor: False)
+tracing_state = _look_up(
+    "torch._C._get_tracing_state", "a trace of `torch.jit` records the calls of reprokit", _nothing
+)
+_RECOMPUTED = "forward passes that a checkpoint repeats are recorded as those of the loop"
+graph_task_id = _look_up("torch._C._current_graph_task_id", _RECOMPUTED, lambda: -1)
+
+# Modes. The public functions of the same meaning go through torch-function modes, or ask for each device.
+is_any_autocast_enabled = _look_up("torch._C._is_any_autocast_enabled", "", _is_autocast_enabled)
+set_grad_enabled = _look_up("torch._C._set_grad_enabled", "", torch.set_grad_enabled)
+_VERSIONS = "a replay changes the version counters of parameters"
+_preserve_version = _look_up(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter", _VERSIONS, lambda tensor: contextlib.nullcontext()
+)
+
+
+@contextlib.contextmanager
+def preserve_versions(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Leave version counters as they are, whatever is written meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for tensor in tensors:  # torch 2.6 takes one tensor only
+            stack.enter_context(_preserve_version(tensor))
+        yield
+
+
+# Code of torch that is looked for in the stack.
+_MODULES = "modules that a library calls are recorded as calls of the loop"
+call_impl_code = _look_up("torch.nn.Module._call_impl.__code__", _MODULES, None)
+functional_call_code = _look_up("torch.nn.utils.stateless._functional_call.__code__", _MODULES, None)
+_HOOKED = "modules with full backward hooks are recorded with an identity function around them"
+BackwardHookFunction = _look_up("torch.nn.modules._functions.BackwardHookFunction", _HOOKED, None)
+
+# The parts of `torch.func`. Without one of them transforms are neither noted nor written out.
+_FUNCTORCH = {
+    "apis": ("vmap_impl",),
+    "eager_transforms": (
+        *("grad_impl", "grad_and_value_impl", "_jvp_with_argnums", "_vjp_with_argnums", "_slice_argnums"),
+        *("jacrev", "jacfwd"),
+    ),
+    "vmap": ("_process_batched_inputs",),
+}
+_LOST_TRANSFORMS = "calls of `torch.func` transforms are not recorded"
+apis = _look_up("torch._functorch.apis", _LOST_TRANSFORMS, None)
+eager_transforms = _look_up("torch._functorch.eager_transforms", _LOST_TRANSFORMS, None)
+batching = _look_up("torch._functorch.vmap", _LOST_TRANSFORMS, None)
+broadcast_to_and_flatten = _look_up("torch.utils._pytree._broadcast_to_and_flatten", _LOST_TRANSFORMS, None)
+for _module, _names in _FUNCTORCH.items():
+    for _name in _names:
+        _look_up(f"torch._functorch.{_module}.{_name}", _LOST_TRANSFORMS, None)
+HAS_TRANSFORMS = _LOST_TRANSFORMS not in LOST.values()
+
+
+def require() -> None:
+    """Raises `RuntimeError` if this torch lacks a name without which nothing can be watched."""
+    missing = [name for name in REQUIRED if name in LOST]
+    if missing:
+        raise RuntimeError(f"torch {torch.__version__} lacks {', '.join(missing)}")
+
+
+def lacking(functions: Collection[str]) -> str | None:
+    """What is lost in a capture, in one line; ``None`` if nothing is. ``functions`` are those that have no hook."""
+    lost = {name: text for name, text in LOST.items() if text}
+    lost |= {name: f"calls of `{name}` are not seen" for name in functions}
+    if not lost:
+        return None
+    names = ", ".join(f"`{name}`" for name in lost)
+    return f"torch {torch.__version__} lacks {names}: {'; '.join(dict.fromkeys(lost.values()))}"

@@ -1,0 +1,114 @@
+"""From a snapshot to a reduction with all that is found out about it: piece of the model, diagnosis, table of variants.
+
+``reprokit shrink`` and `reprokit.shrink` both call `shrink`, and `reprokit.render.texts.render_all` writes the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import replace
+from pathlib import Path
+
+from reprokit.errors import ReprokitError
+from reprokit.locate.diagnose import diagnose
+from reprokit.locate.diagnosis import Diagnosis, resting_on_replay
+from reprokit.program.ir import Program
+from reprokit.render.fix_code import fix_code
+from reprokit.render.spelling import in_users_words
+from reprokit.shrink import reducer
+from reprokit.shrink.reducer import MAX_TIME, SearchStopped
+from reprokit.shrink.reduction import Reduction, WhatIfResult
+from reprokit.shrink.view import View
+from reprokit.snapshot.format import Snapshot
+from reprokit.whatif.table import making_of_reduction
+
+WHATIF_SECONDS = 5.0
+MISMATCH_SECONDS = 30.0  # where every row compiles the program
+
+
+def shrink(
+    snapshot: Snapshot,
+    *,
+    earlier: Reduction | None = None,
+    out_dir: Path | None = None,
+    check: str | None = None,
+    max_time: float = MAX_TIME,
+    max_checks: int | None = None,
+    jobs: int = 1,
+    executor: Executor | None = None,
+    whatif: bool = True,
+    view: View | None = None,
+    on_replayed: Callable[[], None] | None = None,
+    on_minimum: Callable[[Reduction], None] | None = None,
+) -> Reduction:
+    """`reducer.shrink` with diagnosis and table. An error in one of these is shown, and the rest of the result stays.
+
+    Ctrl-C raises `SearchStopped` with the best so far, or `KeyboardInterrupt` before there is one.
+    """
+    view = view or View()
+    if check is None and snapshot.failure.is_given:  # the reducer would say so without the names in the user's code
+        snapshot = in_users_words(snapshot)
+    reduction = reducer.shrink(
+        snapshot,
+        earlier=earlier,
+        out_dir=out_dir,
+        check=check,
+        max_time=max_time,
+        max_checks=max_checks,
+        jobs=jobs,
+        executor=executor,
+        view=view,
+        on_replayed=on_replayed,
+        on_minimum=on_minimum,
+    )
+    is_compared = whatif and reduction.failure.event is None
+    try:
+        with (
+            _comparing(reduction, snapshot, check, view)
+            if is_compared
+            else contextlib.nullcontext(WhatIfResult) as table
+        ):
+            reduction = replace(reduction, diagnosis=_diagnosed(snapshot, view))
+            try:
+                return replace(reduction, whatif=table())
+            except ReprokitError as error:
+                view.say(f"there is no what-if table: {error.message}")
+    except KeyboardInterrupt as interrupt:
+        raise SearchStopped(reduction) from interrupt
+    return reduction
+
+
+@contextlib.contextmanager
+def _comparing(
+    reduction: Reduction, snapshot: Snapshot, check: str | None, view: View
+) -> Iterator[Callable[[], WhatIfResult]]:
+    """The table in the making; the yielded function waits for it."""
+    seconds = MISMATCH_SECONDS if reduction.failure.kind == "mismatch" else WHATIF_SECONDS
+    view.say(f"running the result in other ways, for {seconds:g} s at most (--no-whatif leaves this out)")
+    with contextlib.ExitStack() as stack:
+        try:
+            making = making_of_reduction(reduction, snapshot.settings, seconds=seconds, check=check)
+            table = stack.enter_context(making)
+        except ReprokitError as error:
+            view.say(f"there is no what-if table: {error.message}")
+            table = WhatIfResult
+        yield table
+
+
+def _diagnosed(snapshot: Snapshot, view: View) -> Diagnosis | None:
+    def write(before: Program, after: Program) -> str:
+        try:
+            return fix_code(before, after)
+        except Exception as error:
+            view.say(f"could not render the fix as code: {type(error).__name__}: {error}")
+            return ""
+
+    try:
+        found = diagnose(in_users_words(snapshot), write=write)
+        is_doubtful = snapshot.fidelity == "unfaithful"
+        return resting_on_replay(found, snapshot.fidelity_note) if is_doubtful else found
+    except Exception as error:
+        view.say(f"no diagnosis: {type(error).__name__}: {error}")
+        return None
