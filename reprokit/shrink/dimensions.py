@@ -60,6 +60,9 @@ def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renu
     """
     tensors = dict(candidate.tensors)
     calls = list(candidate.program.calls)
+    for group, indexes in kept.items():  # before anything is sliced, or what is left looks like other indexes
+        numbers = _new_numbers(group.size, indexes)
+        tensors = {value: _followed(tensor, group.size, numbers, len(indexes)) for value, tensor in tensors.items()}
     for group, indexes in kept.items():
         chosen = torch.tensor(list(indexes))
         for member in group.axes:
@@ -69,7 +72,6 @@ def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renu
         for number in group.constants:
             calls[number.call] = with_leaf(calls[number.call], number.path, len(indexes))
         numbers = _new_numbers(group.size, indexes)
-        tensors = {value: _followed(tensor, group.size, numbers, len(indexes)) for value, tensor in tensors.items()}
         gone = range(len(indexes), group.size)
         calls = [with_changed_indexes(call, gone, numbers) if renumber else call for call in calls]
     return Candidate(replace(candidate.program, calls=tuple(calls)), tensors)

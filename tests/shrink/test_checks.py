@@ -155,7 +155,7 @@ EXCEPTIONS: list[tuple[Callable[..., Any], dict[str, torch.Tensor], int, str, tu
         "Trying to backward through the graph a second time",
         ("loss.backward()\nloss", "loss.backward(retain_graph=True)\nloss"),
     ),
-    (out_of_range, {"x": seeded(10, 3), "i": torch.arange(9)}, 1, "index out of range in self", ("[17]", "[0]")),
+    (out_of_range, {"x": seeded(10, 3), "i": torch.arange(9)}, 1, "index out of range in self", ("[1]", "[0]")),
     (two_dtypes, {"x": seeded(4, 3), "w": seeded(5, 3)}, 1, "same dtype", (", dtype=torch.float16", "")),
     (
         after_a_nan,
@@ -363,7 +363,7 @@ def test_without_a_gpu_there_is_nothing_to_compare_with(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(failing.zero_by_zero(), "x.pt")
-    assert main(["shrink", "--check", "mismatch:cpu-cuda", "x.pt", "--progress", "none"]) == 2
+    assert main(["shrink", "--check", "mismatch:cpu-cuda", "x.pt"]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert errors == ["reprokit: error: `mismatch:cpu-cuda` needs CUDA, and this torch sees none"]
 
@@ -394,7 +394,7 @@ def test_growth_that_no_single_call_shows(exploded: Reduction, beside: Path) -> 
     assert exploded.summary()["max_abs_input"] <= largest
     script = reduction_script(exploded)
     assert script.files == ["repro.py", "my_check.py"]
-    assert_shows_the_bug(script, beside, "exploded(outcome) is true", ("torch.ones(", "torch.zeros("))
+    assert_shows_the_bug(script, beside, "exploded(outcome) is true", ("-2.7", "0.0"))
 
 
 def test_gradients_by_name(file: Path, beside: Path) -> None:
@@ -627,8 +627,6 @@ def test_the_same_input_gives_the_same_bytes(file: Path, tmp_path: Path) -> None
 
 def bytes_without_times(path: Path) -> bytes:
     reduction: Reduction = replace(load(path), seconds=0.0)
-    for row in reduction.passes:
-        row.seconds = 0.0
     if reduction.context is not None:
         reduction = replace(reduction, context=replace(reduction.context, seconds=0.0))
     reduction.save(path)
