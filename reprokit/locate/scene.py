@@ -18,7 +18,7 @@ from reprokit.arrivals import pass_on
 from reprokit.locate.calls import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import ways_of
-from reprokit.program.dataflow import written_in_place
+from reprokit.program.dataflow import calls_after, needed_calls, written_in_place
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs, map_leaves
@@ -274,12 +274,24 @@ def recompute(seen: ObservedCall) -> torch.Tensor | None:
 
 
 def observe(step: CapturedStep) -> Scene:
-    """The scene of a step's failure, from one run."""
+    """The scene of a step's failure, from one run of the calls that lead to it and go on from it."""
     scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
-    outcome = run(step.program, step.tensors, observer=_Watch(scene), keep=frozenset())
+    outcome = run(step.program, step.tensors, observer=_Watch(scene), keep=frozenset(), only=_shown(scene))
     scene.has_failed = scene.has_failed or outcome.error is not None
     scene.branches = [branch for branch in scene.branches if scene.leads_to_loss(branch.call)]
     return scene
+
+
+def _shown(scene: Scene) -> list[int] | None:
+    """The origin and what its results get to, in a forward failure up to the backward pass, and what these depend on;
+    ``None`` for all calls."""
+    failure, calls = scene.failure, scene.program.calls
+    if failure.call_index is None:
+        return None
+    after = calls_after(calls, failure.call_index)
+    if failure.phase == Phase.FORWARD and not failure.is_derivative:
+        after = [index for index in after if calls[index].phase == Phase.FORWARD]
+    return needed_calls(calls, {failure.call_index, *after})
 
 
 class _Watch:

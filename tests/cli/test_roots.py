@@ -86,7 +86,7 @@ def test_every_text_names_the_model(told: Told) -> None:
     assert any(line.startswith("reprokit:   in D.2, train.py:7: return x.log()") for line in told.capture)
     assert any("in module `D.2`" in line for line in told.show)
     assert "in module `D.2`" in told.issue
-    assert " in D.2 (" in told.issue.splitlines()[0]
+    assert " in D.2: " in told.issue.splitlines()[0]
 
 
 def test_the_fields_of_the_contract_stay(told: Told) -> None:

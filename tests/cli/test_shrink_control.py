@@ -433,7 +433,7 @@ def test_a_second_interrupt_ends_it(moment: str, times: int, snapshot: Path) -> 
     assert done.returncode == 130
     assert done.stderr.startswith("reprokit: error: interrupted") and "Traceback" not in done.stderr
     names = {path.name for path in Path("snap").iterdir()}
-    assert_whole(Path("snap"), names & {"reduction.pt", "repro.py"})
+    assert_whole(Path("snap"), names & RESULTS)
 
 
 LOAD = """

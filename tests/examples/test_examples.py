@@ -19,7 +19,6 @@ GALLERY = EXAMPLES / "gallery"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((EXAMPLES / "expected.json").read_text())
 MAKER = runpy.run_path(str(GALLERY / "make.py"))
 SHOWN = {script: GALLERY / name for name, script in MAKER["SCRIPTS"].items()}
-WITHOUT_CONTEXT = {"half_precision_t5.py"}
 _VARIES = re.compile(
     r"\d+\.\d+\.\d+[\w.+]*"  # versions
     r"|\d+(?:\.\d+)? ?(?:ms|s|min|µs|us)\b"  # durations
@@ -80,8 +79,7 @@ def test_an_example_from_script_to_repro(script: str, tmp_path: Path) -> None:
     assert summary["calls"] == 1 and summary["elements"] <= 4
     assert summary["repro"]["verified"] == "20/20"
     assert summary["repro"]["files"] == ["repro.py"]
-    assert (summary["context"] is None) is (script in WITHOUT_CONTEXT)
-    assert script in WITHOUT_CONTEXT or summary["context"]["verified"] == "20/20"
+    assert summary["context"]["verified"] == "20/20"
     assert (tmp_path / "out" / "reduction.pt").is_file()
     if script in SHOWN:
         assert_shown(tmp_path / "out", SHOWN[script])

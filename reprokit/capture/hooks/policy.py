@@ -43,9 +43,9 @@ class Policy:
     def start(self, entry: Entry) -> Literal["now", "before"] | None:
         """``now`` if what a backward call starts from is bad, ``before`` if something was bad some steps ago."""
         run_state, starts = self._run_state, entry.starts
-        first = starts[0]
+        first, waits = starts[0], self._waits_for(starts)
         is_plain = len(starts) == 1 and first.numel() == 1 and not run_state.scalers.is_used and len(entry.args) == 1
-        if is_plain and not first.is_cuda and not first.is_complex():
+        if is_plain and not waits and not first.is_cuda and not first.is_complex():
             seen = first.item()
             entry.settings = [seen]
             self._note_loss(entry, seen)
@@ -62,7 +62,7 @@ class Policy:
             self._note_loss(entry, loss.item() if is_near else loss)  # the loop may write into it for its log
         if not self.matter:
             return None
-        if self._waits_for(starts):
+        if waits:
             return self._look_later(() if entry.gives_gradients else tensors)
         return "now" if is_bad_start(entry, tensors) else None
 

@@ -20,7 +20,7 @@ import torch
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import bad_tensor
-from reprokit.capture.record.state import CannotGoBack, Copies, num_bytes, options_of, parameters_of, set_options
+from reprokit.capture.record.state import CannotGoBack, Copies, num_bytes, options_of, set_options
 from reprokit.capture.record.structure import iter_tensors, map_tensors
 from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES, DEFAULT_STEP_BYTES, SHARE
 from reprokit.capture.rewind.replayer import step_without_hooks
@@ -71,7 +71,9 @@ class _Past:
 
     def parameters(self) -> list[torch.Tensor]:
         optimizer = self.reference()
-        return list(parameters_of(optimizer)) if optimizer is not None else []
+        if optimizer is None:
+            return []
+        return [p for group in optimizer.param_groups for p in group["params"]]  # a generator is entered for each one
 
     def size_of(self, gradients: Sequence[torch.Tensor]) -> int:
         """The memory of a step's gradients, in bytes; counted again when there are more or fewer of them."""
