@@ -185,7 +185,10 @@ class WrittenMemory:
         return False
 
     def before_move(self, target: torch.Tensor) -> None:
-        """State is about to get other memory."""
+        """State is about to get other memory; what it had may come back as that of a batch."""
+        pointer = address_of(target)
+        if pointer in self._state and self._state[pointer]() is target:
+            del self._state[pointer]
         self._format = (target.dtype, target.shape, target.device)
 
     def moved(self, target: torch.Tensor) -> None:
