@@ -69,7 +69,7 @@ GUARDS = {
     "State.give_back",
     "_set",
 }
-_WITHOUT_FAULTS = {"session", "torch_hooks", "stack", "composite_calls", "options", "launch", "block", "rank_name"}
+_WITHOUT_FAULTS = {"session", "torch_hooks", "stack", "composite_calls", "options", "launch", "block"}
 _KINDS: tuple[type[BaseException], ...] = (RuntimeError, MemoryError, KeyboardInterrupt)
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _STOPPED = 10  # exit code of a child that was interrupted and holds what it should

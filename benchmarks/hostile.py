@@ -52,7 +52,7 @@ from reprokit.render.verify import CleanProcesses, CleanRun
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load
-from reprokit.visible import visible
+from reprokit.words import visible
 
 MEMORY = 8 * 2**30
 SECONDS = 60.0  # for all commands of one crafted file, or for one other file; six times that with real processes

@@ -15,7 +15,7 @@ from functools import cache, partial, singledispatch
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from reprokit.visible import visible, visible_line, visible_name
+from reprokit.words import visible, visible_line, visible_name
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)

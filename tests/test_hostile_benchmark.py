@@ -23,7 +23,7 @@ from reprokit.render.script import write_script
 from reprokit.render.templates import jinja_environment
 from reprokit.render.wording import prose
 from reprokit.shrink.reduction import Answered, WhatIfResult
-from reprokit.visible import visible, visible_line, visible_name
+from reprokit.words import visible, visible_line, visible_name
 from tests.conftest import import_benchmark
 from tests.render.programs import masked_softmax, snapshot_of
 

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reprokit.capture.early.alarm import TrainingEvent
 from reprokit.capture.failure_text import cause_line, growth, place_line, what
-from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch
-from reprokit.capture.rank_name import check_name, current_folder
+from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_name, current_folder
 from reprokit.errors import UsageError
-from reprokit.series import StepNumbers
-from reprokit.visible import print_line
-from reprokit.words import replay_words
+from reprokit.story import StepNumbers
+from reprokit.words import print_line, replay_words
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session

@@ -28,8 +28,17 @@ from reprokit.capture.hooks.on_failure import Failures
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.hooks.stepping import Stepping
 from reprokit.capture.hooks.torch_hooks import Hooks
-from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_options, events_in
-from reprokit.capture.rank_name import check_name, current_folder
+from reprokit.capture.options import (
+    DEFAULT_ON,
+    DEFAULT_PERCENT,
+    After,
+    Source,
+    Watch,
+    check_name,
+    check_options,
+    current_folder,
+    events_in,
+)
 from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.tensor_names import parameter_names
@@ -42,8 +51,8 @@ from reprokit.capture.save.choose_step import Place, SkippedLoss
 from reprokit.capture.save.exceptions import ends_training
 from reprokit.errors import UsageError
 from reprokit.locate.quantity import number_of
-from reprokit.series import RecordedStep, StepNumbers, flat
-from reprokit.visible import print_line, visible_line
+from reprokit.story import RecordedStep, StepNumbers, flat
+from reprokit.words import print_line, visible_line
 
 
 class Session:

@@ -18,10 +18,9 @@ from typing import Any, Protocol
 import click
 
 import reprokit
-from reprokit.capture.rank_name import current_folder
+from reprokit.capture.options import current_folder
 from reprokit.cli import capture, demo, export, render, show, shrink, timeline, trace, verify, whatif
-from reprokit.cli.console import say, say_error
-from reprokit.cli.interrupts import GRACE, PATIENCE, end_now, stuck
+from reprokit.cli.console import GRACE, PATIENCE, end_now, say, say_error, stuck
 from reprokit.errors import Interrupted, ReprokitError, UsageError
 
 _REFUSALS = frozenset((errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EPERM, errno.EROFS))

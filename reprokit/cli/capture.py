@@ -28,10 +28,18 @@ from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
 from reprokit.capture.early.alarm import LineLog, older
 from reprokit.capture.failure_text import Seen, closing_line
-from reprokit.capture.rank_name import check_name, rank_suffix, with_part
+from reprokit.capture.options import check_name, rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children
-from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
-from reprokit.cli.outputs import check_file, check_folder, remove_file
+from reprokit.cli.console import (
+    FilePath,
+    Verbosity,
+    check_file,
+    check_folder,
+    common_options,
+    print_json,
+    remove_file,
+    say,
+)
 from reprokit.errors import UsageError
 from reprokit.words import json_line
 

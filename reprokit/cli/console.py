@@ -1,15 +1,22 @@
-"""What the commands say: lines on stderr that begin with the tool's name, and JSON on stdout."""
+"""What all commands share: options, lines on stderr, JSON on stdout, checks of where results go, Ctrl-C and deadlines.
+
+While a kernel of torch runs, Python calls no handler of signals; a thread then ends the process.
+"""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import json
 import math
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +24,8 @@ from typing import Any, TypeVar
 import click
 
 from reprokit.errors import OutputError, ReprokitError, UsageError
-from reprokit.visible import print_line, visible
+from reprokit.snapshot.files import REDUCTION_FILE, RESULTS, unfinished
+from reprokit.words import print_line, visible
 
 Plan = TypeVar("Plan")
 
@@ -124,3 +132,147 @@ def _encoding() -> str:
 def shown_command(*words: str) -> str:
     """A command line that can be pasted into a shell."""
     return shlex.join(words)
+
+
+def check_file(path: Path, *, overwrite: bool, option: str = "-o") -> None:
+    """Raise `UsageError` unless a file can be written at ``path``, which the command calls ``option``."""
+    _require_name(path, option)
+    if path.is_dir():
+        raise UsageError(f"`{path}` is a folder", hint="name the file to write in it")
+    if path.exists() and not overwrite:
+        raise UsageError(f"`{path}` exists already", hint="choose another name, or overwrite it with -f")
+    check_folder(path.parent, option)
+
+
+def check_folder(folder: Path, option: str = "-o") -> None:
+    """Raise `UsageError` unless a file can be made in ``folder``; tries it, as permissions do not tell all."""
+    another = f"choose another place with {option}"
+    if not folder.exists():
+        raise UsageError(f"the folder `{folder}` does not exist", hint="create it first")
+    if not folder.is_dir():
+        raise UsageError(f"`{folder}` is not a folder", hint=another)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot write into `{folder}`: {reason}", hint=another) from None
+
+
+def remove_file(path: Path, option: str) -> None:
+    """Take an older file away that is to begin anew; raises `UsageError` for a pipe or a device."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"`{path}` is not a file", hint=f"choose another name with {option}")
+    path.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path, *, overwrite: bool = False, option: str = "-o", force: str = "-f") -> None:
+    """Make a folder for results; raises `UsageError` when it holds something already, unless ``overwrite``.
+
+    ``option`` is what the command calls the folder, ``force`` what lets it be written into, empty if nothing does.
+    """
+    another = f"choose another one with {option}"
+    _require_name(folder, option)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"`{folder}` is not a folder", hint=another)
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        hint = f"{another}, or write into it with {force}" if force else another
+        raise UsageError(f"the folder `{folder}` is not empty", hint=hint)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    check_folder(existing, option)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _require_name(path: Path, option: str = "-o") -> None:
+    """Raise `UsageError` for what no file can be called, or where it cannot even be asked for."""
+    try:
+        path.exists()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot write `{path}`: {reason}", hint=f"choose another name with {option}") from None
+
+
+EXIT_CODE = 130
+PATIENCE = 0.3  # seconds for the main thread to answer
+_LINE = b"reprokit: error: interrupted\n"
+_SHOW_CURSOR = b"\x1b[?25h"
+SECONDS = 900.0  # for a step to be run before anything comes of it
+GRACE = 2.0  # seconds for Python's own code to end
+
+
+@contextlib.contextmanager
+def stuck(end: Callable[[int], None]) -> Iterator[None]:
+    """Call ``end`` in a thread after every Ctrl-C, with their number: the main thread may be inside a kernel."""
+    try:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    except (OSError, ValueError):  # not the main thread
+        yield
+        return
+
+    def watch() -> None:
+        count = 0
+        with contextlib.suppress(OSError):
+            while number := os.read(reader, 1):
+                if number[0] == signal.SIGINT:
+                    count += 1
+                    end(count)
+        os.close(reader)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def end_now() -> None:
+    """End the process with the line of an interrupt."""
+    with contextlib.suppress(OSError):
+        os.write(2, _SHOW_CURSOR + _LINE if os.isatty(2) else _LINE)
+    os._exit(EXIT_CODE)
+
+
+def remove_unfinished(target: Path) -> None:
+    """Remove temporary files of ``target``, or of results in it, unless another running process writes them."""
+    with contextlib.suppress(OSError):
+        names = (REDUCTION_FILE, *RESULTS) if target.is_dir() else ()
+        for file in [target / name for name in names] or [target]:
+            for path in unfinished(file):
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, error: ReprokitError) -> Iterator[Callable[[], None]]:
+    """Raise ``error``, or end the process with it, unless the block is over in time or calls what it is given."""
+    over, is_late = threading.Event(), threading.Event()
+    is_main = threading.current_thread() is threading.main_thread()
+
+    def watch() -> None:
+        if over.wait(min(seconds, threading.TIMEOUT_MAX)):
+            return
+        is_late.set()
+        if is_main:
+            _thread.interrupt_main()
+        if not over.wait(GRACE):
+            say_error(error)
+            os._exit(error.exit_code)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield over.set
+    except KeyboardInterrupt:
+        if is_late.is_set():
+            raise error from None
+        raise
+    finally:
+        over.set()
+
+
+def too_long(seconds: float, hint: str | None = None) -> ReprokitError:
+    """The error for a step that does not end."""
+    hint = hint or f"--max-time {2 * seconds:g} waits longer"
+    return ReprokitError(f"the step takes over {seconds:g} s to run", hint=hint)

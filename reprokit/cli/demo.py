@@ -15,8 +15,7 @@ import click
 
 from reprokit.capture.block import shown_path
 from reprokit.cli.capture import EXIT_CAPTURED
-from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say, shown_command
-from reprokit.cli.outputs import make_folder
+from reprokit.cli.console import FilePath, Verbosity, common_options, make_folder, print_json, say, shown_command
 from reprokit.errors import ReprokitError
 
 EXAMPLE = "masked_attention.py"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
-from reprokit.cli.outputs import make_folder
+from reprokit.cli.console import FilePath, Verbosity, common_options, make_folder, print_json, say
 from reprokit.errors import SnapshotError, UsageError
 
 

@@ -15,17 +15,20 @@ import click
 
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import (
+    SECONDS,
     FilePath,
     Seconds,
     Verbosity,
+    check_file,
     common_options,
+    deadline,
     print_json,
     print_text,
+    remove_unfinished,
     say,
     shown_command,
+    too_long,
 )
-from reprokit.cli.interrupts import SECONDS, deadline, remove_unfinished, too_long
-from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
 from reprokit.render import KINDS
 from reprokit.snapshot.files import REPRO_FILE, write_text
@@ -104,8 +107,7 @@ class RenderIssue(Render):
         if output is not None:
             check_file(output, overwrite=self.force)
             remove_unfinished(output)
-        from reprokit.render.sharing import ISSUE_FILE, create_command, write_zip
-        from reprokit.render.texts import prepare_issue
+        from reprokit.render.texts import ISSUE_FILE, create_command, prepare_issue, write_zip
 
         with deadline(self.max_time, too_long(self.max_time)):
             prepared = prepare_issue(
@@ -129,7 +131,7 @@ class RenderIssue(Render):
 
     def _body(self, issue: Issue, output: Path | None) -> Path | None:
         """The file that holds the text: what was written, or the same text beside the reduction."""
-        from reprokit.render.sharing import ISSUE_FILE
+        from reprokit.render.texts import ISSUE_FILE
 
         if output is not None and not self.as_zip:
             return output

@@ -11,8 +11,17 @@ import click
 
 from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.failure_text import growth, what
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say, shown_command
-from reprokit.cli.interrupts import deadline, too_long
+from reprokit.cli.console import (
+    FilePath,
+    Seconds,
+    Verbosity,
+    common_options,
+    deadline,
+    print_json,
+    say,
+    shown_command,
+    too_long,
+)
 from reprokit.words import counted
 
 if TYPE_CHECKING:

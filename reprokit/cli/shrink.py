@@ -12,9 +12,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from reprokit.capture.block import shown_path
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, gone, print_json, say
-from reprokit.cli.interrupts import deadline, remove_unfinished, too_long
-from reprokit.cli.outputs import make_folder
+from reprokit.cli.console import (
+    FilePath,
+    Seconds,
+    Verbosity,
+    common_options,
+    deadline,
+    gone,
+    make_folder,
+    print_json,
+    remove_unfinished,
+    say,
+    too_long,
+)
 from reprokit.cli.views import open_view, print_result
 from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from reprokit import grammar
-from reprokit.cli.console import FilePath, Verbosity, common_options, print_text, say
-from reprokit.cli.outputs import check_file, make_folder
+from reprokit.cli.console import FilePath, Verbosity, check_file, common_options, make_folder, print_text, say
 from reprokit.errors import NotASnapshot, UsageError
 from reprokit.words import counted, json_line
 
 if TYPE_CHECKING:
-    from reprokit.series import RecordedStep
     from reprokit.snapshot.format import Snapshot
+    from reprokit.story import RecordedStep
 
 Format = Literal["table", "jsonl", "csv", "tensorboard"]
 FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "tensorboard")
@@ -82,7 +81,7 @@ class ShowTimeline:
 def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
     """The steps as flat rows without what is unknown; those that were recorded before the timeline begins come
     first."""
-    from reprokit.series import StepNumbers, flat
+    from reprokit.story import StepNumbers, flat
 
     recorded = {row.step: row for row in snapshot.recorded or ()}
     first = snapshot.timeline[0].step if snapshot.timeline else snapshot.step + 1
@@ -138,7 +137,7 @@ _NO_JSON = grammar.one_of("nan", "inf", "-inf")
 
 
 def _recorded_in(rows: Sequence[Numbers]) -> Iterator[RecordedStep]:
-    from reprokit.series import RecordedStep
+    from reprokit.story import RecordedStep
 
     for row in rows:
         weights, gradients, zeros = (

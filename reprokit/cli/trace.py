@@ -17,10 +17,8 @@ from typing import IO, TYPE_CHECKING, Literal
 import click
 
 from reprokit.capture import launch
-from reprokit.capture.rank_name import rank_suffix, with_part
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, say
-from reprokit.cli.interrupts import deadline, too_long
-from reprokit.cli.outputs import check_file
+from reprokit.capture.options import rank_suffix, with_part
+from reprokit.cli.console import FilePath, Seconds, Verbosity, check_file, common_options, deadline, say, too_long
 from reprokit.errors import UsageError
 from reprokit.words import counted
 

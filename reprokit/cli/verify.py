@@ -8,8 +8,17 @@ from typing import Any
 
 import click
 
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
-from reprokit.cli.interrupts import SECONDS, deadline, too_long
+from reprokit.cli.console import (
+    SECONDS,
+    FilePath,
+    Seconds,
+    Verbosity,
+    common_options,
+    deadline,
+    print_json,
+    say,
+    too_long,
+)
 
 
 @dataclass(frozen=True, slots=True)

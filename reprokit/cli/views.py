@@ -11,8 +11,7 @@ from reprokit.cli.console import Verbosity, say, shown_command
 from reprokit.render.wording import listed, nearest_words
 from reprokit.shrink.view import View
 from reprokit.snapshot.redact import redact_text
-from reprokit.visible import visible_line
-from reprokit.words import counted, replay_words, verdict_words
+from reprokit.words import counted, replay_words, verdict_words, visible_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, gone, print_json, say
-from reprokit.cli.interrupts import deadline, too_long
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, deadline, gone, print_json, say, too_long
 from reprokit.cli.views import open_view
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of

@@ -25,7 +25,7 @@ from reprokit.locate.scene import Scene, observe
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome
 from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program, Ref, iter_refs
-from reprokit.series import StepNumbers
+from reprokit.story import StepNumbers
 
 _MODULES_OF_REWRITES = (arguments, replacements)  # each registers its own
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure

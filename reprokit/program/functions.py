@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from reprokit.visible import visible_name
+from reprokit.words import visible_name
 
 _FACTORIES = frozenset(
     [

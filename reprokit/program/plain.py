@@ -33,7 +33,7 @@ from reprokit.program.ir import (
     Slice,
     Symbol,
 )
-from reprokit.visible import visible
+from reprokit.words import visible
 
 _SPECIAL = frozenset({BACKWARD, AUTOGRAD_BACKWARD, ZERO_GRAD, OPAQUE})
 _SCALARS = (bool, int, float, str, type(None))

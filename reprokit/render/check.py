@@ -6,24 +6,26 @@ user's own check is run from its file beside the repro, on an object with the at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from reprokit.errors import NotReproduced
+from reprokit.locate import quantity
 from reprokit.locate.differences import halves_in, tolerances
 from reprokit.locate.failure import Failure
+from reprokit.locate.quantity import observed
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.functions import is_in_place
 from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
 from reprokit.render.code import Code, write_program
-from reprokit.render.expression import quoted
-from reprokit.render.layout import fold
+from reprokit.render.expression import fold, quoted
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.function import loss_of, outcome_of
 from reprokit.shrink.checks.references import in_dtype, on_device
+from reprokit.words import number_words
 
 _MAX_MESSAGE = 70
 _WORDS = {"nan": "nan", "+inf": "inf", "-inf": "-inf"}
@@ -288,3 +290,49 @@ def _with_imports(imports: Sequence[str], needed: Sequence[str]) -> list[str]:
     theirs = [line for line in imports if "torch" in line]
     ours = dict.fromkeys((*needed, *(line for line in imports if line and line not in theirs)))
     return [*ours, "", *theirs]
+
+
+_VARIABLES = {"gradient norm": "norm", "update": "update"}
+
+
+def event_parts(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int] = ()) -> ScriptParts:
+    """The program, the quantity and the assertion; raises `NotReproduced` where it is below the threshold."""
+    found, outcome = observed(program, tensors, failure)
+    if found is None or found.event is None:
+        raise NotReproduced("the event is not there when the program is run again")
+    event, loss = found.event, quantity.loss_of(program)
+    if event.quantity == "update":
+        steps = [call.kwargs["params"] for call in program.calls if call.is_optimizer_step]
+        values = [ref.value for ref in iter_refs(steps)]
+    else:
+        values = [loss] if event.quantity == "loss" and loss is not None else list(outcome.gradients)
+    name = _VARIABLES.get(event.quantity, "")
+    reserved = (name, "before", "change", "size") if name else ()
+    code = write_program(program, tensors, keep=values, reserved=reserved, aside=aside)
+    names = [code.names[value] for value in values]
+    name = name or names[0]
+    short = float(f"{event.threshold:.4g}")
+    threshold = repr(event.threshold if event.value < short else short)  # rounding may take it above the value
+    usual = f", and its median in training was {number_words(event.usual)}" if event.usual is not None else ""
+    said = quoted(f"the {event.quantity} is not below {threshold}{usual}")
+    first, measuring = _measuring(event.quantity, names)
+    lines = [*measuring, f'print("{name} =", {name})', f"assert {name} < {threshold}, {said}"]
+    return ScriptParts(code, [*first, *code.body], [part for line in lines for part in fold(line)])
+
+
+def _measuring(quantity: str, names: list[str]) -> tuple[list[str], list[str]]:
+    """The lines before the program and after it that compute the quantity; a loss is there already."""
+    if quantity == "gradient norm":
+        return [], [f"norm = {_norm([f'{name}.grad' for name in names])}"]
+    if quantity != "update":
+        return [], []
+    copies = [f"before[{number}]" for number in range(len(names))]
+    changes = [f"({name} - {copy})" for name, copy in zip(names, copies, strict=True)]
+    before = fold(f"before = [{', '.join(f'{name}.detach().clone()' for name in names)}]")
+    return before, [f"change = {_norm(changes)}", f"size = {_norm(copies)}", "update = change / size"]
+
+
+def _norm(tensors: list[str]) -> str:
+    if len(tensors) == 1:
+        return f"{tensors[0]}.norm()"
+    return f"torch.stack([{', '.join(f'{tensor}.norm()' for tensor in tensors)}]).norm()"

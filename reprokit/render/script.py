@@ -16,17 +16,15 @@ from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
-from reprokit.render.check import ScriptParts, find_subject, function_parts, mismatch_parts, write_check
+from reprokit.render.check import ScriptParts, event_parts, find_subject, function_parts, mismatch_parts, write_check
 from reprokit.render.code import SIDE_FILE, write_program
-from reprokit.render.event_check import event_parts
 from reprokit.render.gate import require_closed
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.checks.function import FUNCTION
 from reprokit.snapshot.files import REPRO_FILE, replaced, write_text
 from reprokit.snapshot.redact import redact_text
-from reprokit.visible import visible_line
-from reprokit.words import counted
+from reprokit.words import counted, visible_line
 
 NOT_VERIFIED = "Verification has not run yet."
 

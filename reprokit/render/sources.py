@@ -5,19 +5,22 @@ A folder that `shrink` wrote stands for the reduction in it. Opening either kind
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
-from reprokit.program.ir import Ref, map_leaves
+from reprokit.program.interpreter import Tensors
+from reprokit.program.ir import Program, Ref, map_leaves
 from reprokit.program.memory import contents
-from reprokit.render.literals import is_same
+from reprokit.render.code import needed_mode
+from reprokit.render.literals import MAX_LITERALS, is_same, literal
 from reprokit.render.module import ModuleScript, write_module_script
-from reprokit.render.recorded_numbers import beyond_limit, without_data
 from reprokit.render.script import Script, require_repro, write_script
-from reprokit.render.statements import needed_mode
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import require_reproducible
@@ -25,12 +28,69 @@ from reprokit.shrink.checks.predicate import missing_cause
 from reprokit.shrink.context.piece import initial
 from reprokit.shrink.context.tree import Block
 from reprokit.shrink.given import given_input
-from reprokit.shrink.plainness import constant_of
+from reprokit.shrink.plainness import constant_of, ladder, num_digits
 from reprokit.shrink.reduction import Reduction, fingerprint
 from reprokit.snapshot import format as snapshots
 from reprokit.snapshot.files import REDUCTION_FILE, hint_for_folder
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.source import Source, private
+
+
+def without_data(reduction: Reduction) -> Reduction:
+    """The reduction without a piece of the model that holds recorded numbers; `UsageError` if the minimum does."""
+    recorded = set(recorded_inputs(reduction.program, reduction.tensors))
+    if recorded:
+        names = ", ".join(f"`{item.name}`" for item in reduction.program.inputs if item.value in recorded)
+        raise UsageError(
+            f"the repro needs recorded numbers ({names}), and --no-data writes none",
+            hint="look at them without --no-data, and share them only if they may be seen",
+        )
+    context = reduction.context
+    if context is not None and set(recorded_inputs(context.program, context.tensors)) - set(context.drawn):
+        return replace(reduction, context=None)
+    return reduction
+
+
+def recorded_inputs(program: Program, tensors: Tensors) -> list[int]:
+    """The inputs whose contents tell something that was recorded, generator states aside."""
+    return [item.value for item in program.inputs if item.role != "rng" and not is_plain(tensors[item.value])]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True if the contents tell nothing: a power of ten, zero, infinity, a number the reducer chose."""
+    if tensor.numel() == 0:
+        return True
+    constant = constant_of(tensor)
+    if constant is not None:
+        return _is_round(constant, tensor.dtype)
+    found = literal(tensor, max_literals=0)
+    return found is not None and found.function in ("arange", "eye")
+
+
+def _is_round(number: float | complex | int | bool, dtype: torch.dtype) -> bool:
+    if isinstance(number, bool):
+        return True
+    if isinstance(number, complex):
+        return number in (0, 1)
+    if number == 0 or not math.isfinite(number):
+        return True
+    if dtype.is_floating_point and abs(number) in ladder(dtype):
+        return True
+    return num_digits(number, dtype) == 1 and f"{abs(number):.0e}".startswith("1")
+
+
+def beyond_limit(program: Program, tensors: Tensors) -> tuple[int, ...]:
+    """The inputs that go to a side file so that a script spells out at most `MAX_LITERALS` recorded numbers."""
+    kept = 0
+    beyond = []
+    for value in sorted(recorded_inputs(program, tensors), key=lambda value: tensors[value].numel()):
+        found = literal(tensors[value])
+        if found is not None and found.function == "tensor":
+            kept += tensors[value].numel()
+            if kept > MAX_LITERALS:
+                beyond.append(value)
+    return tuple(beyond)
+
 
 MAX_LOOKED_AT = 20
 

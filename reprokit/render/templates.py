@@ -19,7 +19,7 @@ import jinja2.sandbox
 from reprokit.errors import UsageError
 from reprokit.render import wording
 from reprokit.snapshot.redact import redact_text
-from reprokit.visible import visible_line
+from reprokit.words import visible_line
 
 
 @functools.cache

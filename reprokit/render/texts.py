@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import shutil
+import tempfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +20,8 @@ from reprokit.errors import ReprokitError, UsageError
 from reprokit.render import KINDS
 from reprokit.render.gate import require_test
 from reprokit.render.issue import Issue, make_issue
-from reprokit.render.module import MAX_LINES, ModuleScript
-from reprokit.render.recorded_numbers import without_data
+from reprokit.render.literals import MAX_LITERALS
+from reprokit.render.module import MAX_LINES, MODULE_FILE, ModuleScript
 from reprokit.render.report import write_report
 from reprokit.render.script import Script, require_repro, require_whole, unverified
 from reprokit.render.sources import (
@@ -28,16 +31,55 @@ from reprokit.render.sources import (
     open_source,
     reduction_script,
     snapshot_script,
+    without_data,
     without_source,
 )
 from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
 from reprokit.render.wording import headline
 from reprokit.shrink.reduction import Reduction
-from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, write_text
+from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, replaced, write_text
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.source import Source, private
-from reprokit.visible import visible_line
+from reprokit.words import visible_line
+
+ISSUE_FILE = "issue.md"
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can name
+
+
+def write_zip(path: Path, script: Script, issue: Issue, *, context: str = "", with_data: bool = False) -> Path:
+    """Write the zip, with the text of the context beside the repro where there is one.
+
+    Raises `UsageError` when the side file would hand out many recorded numbers unasked.
+    """
+    count = sum(tensor.numel() for tensor in script.side.values())
+    if count > MAX_LITERALS and not with_data:
+        raise UsageError(
+            f"the repro needs {count:,} recorded numbers, which may be training data",
+            hint="attach them with --with-data",
+        )
+    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
+        if not script.reason:
+            script.write(Path(folder))
+        if context:
+            Path(folder, MODULE_FILE).write_text(context, encoding="utf-8")
+        Path(folder, ISSUE_FILE).write_text(issue.text, encoding="utf-8")
+        names = sorted(item.name for item in Path(folder).iterdir())
+        with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            for name in names:
+                entry = zipfile.ZipInfo(name, _EPOCH)
+                entry.create_system = 3
+                entry.external_attr = 0o100644 << 16
+                archive.writestr(entry, Path(folder, name).read_bytes())
+    return path
+
+
+def create_command(issue: Issue, file: Path | str, repository: str | None = None) -> str:
+    """The command of GitHub's own tool that creates the issue, quoted for a shell."""
+    target = repository or issue.repository
+    where = ["--repo", target] if target is not None else []
+    return shlex.join(["gh", "issue", "create", *where, "--title", issue.title, "--body-file", str(file)])
+
 
 TIMES = 20
 REPORT_FILE = "report.html"

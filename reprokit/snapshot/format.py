@@ -23,15 +23,14 @@ from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program, Site
-from reprokit.series import RecordedStep, StepNumbers
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.files import replaced, require_file
 from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.rng import Generators, PlainTensor
 from reprokit.snapshot.source import SourceState
 from reprokit.snapshot.training_state import StateBefore
-from reprokit.story import Chapter, LayerNumbers, chapters
-from reprokit.visible import visible_name
+from reprokit.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
+from reprokit.words import visible_name
 
 FORMAT = "reprokit"
 VERSION = 1

@@ -65,14 +65,14 @@ GUARDS = import_benchmark("faults").GUARDS | {
 }
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {
-    *("session", "launch", "block", "options", "rank_name"),
+    *("session", "launch", "block", "options"),
     *("hooks.torch_hooks", "hooks.composite_calls", "record.kinds", "record.stack", "record.structure"),
 }
 NOT_IN_THESE_RUNS = {
-    *("rewind.meeting", "rewind.replicas", "rewind.compare_ranks", "save.different_ranks"),  # `test_faults_of_ranks.py`
-    *("hooks.compiled_calls", "save.miscompiled"),  # `test_a_fault_where_compiled_code_fails`
+    *("rewind.meeting", "rewind.replicas", "save.different_ranks"),  # `test_faults_of_ranks.py`
+    "hooks.compiled_calls",  # `test_a_fault_where_compiled_code_fails`
     *("failure_text", "save.exceptions"),
-    *("run.exchange", "run.shards", "save.unshard"),  # several processes
+    *("run.shards", "save.unshard"),  # several processes
     "run.reports",
 }
 HOME = "reprokit.capture."
@@ -319,7 +319,7 @@ def test_a_fault_in_any_function(part: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at `grad` of tensors that are no leaves
-@pytest.mark.parametrize("part", ["hooks.compiled_calls", "save.miscompiled"])
+@pytest.mark.parametrize("part", ["hooks.compiled_calls", "save.fidelity"])
 def test_a_fault_where_compiled_code_fails(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first call of each function raises."""
     assert check_faults(part, lambda code: (1, miscompiled_and_failing), tmp_path, capsys)

@@ -92,7 +92,7 @@ if rank == 0:
     Ranks.meet_all = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 """  # before the other rank has begun to replay its step
 LATE = """
-from reprokit.capture.hooks.own_gradient import OwnGradient
+from reprokit.capture.hooks.suspects import OwnGradient
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.record.screens import LaterFlags
 

@@ -14,8 +14,8 @@ import reprokit
 from reprokit.capture.run import norms
 from reprokit.errors import UsageError
 from reprokit.locate.gradient_patterns import LEAST_HISTORY, gradient_patterns
-from reprokit.series import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.format import load
+from reprokit.story import RecordedStep, StepNumbers, flat
 from tests.capture.traps_checks import update
 from tests.conftest import Run
 

@@ -124,7 +124,7 @@ UNSAVED = (
     MODEL
     + """
 import reprokit
-from reprokit.capture.run import exchange
+from reprokit.capture.run import shards
 from reprokit.capture.save import choose_step
 
 def fail(name):
@@ -137,8 +137,8 @@ choose_step.DEFAULT_STATE_BYTES = whole
 talks = True
 fail("talks")
 talks = False
-exchange._TO_ANSWER = 0.5
-exchange.Exchange._answer = lambda *args, **kwargs: None
+shards._TO_ANSWER = 0.5
+shards.Exchange._answer = lambda *args, **kwargs: None
 fail("silent")
 dist.destroy_process_group()
 """
@@ -152,7 +152,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-from reprokit.capture.run.exchange import Unanswered
+from reprokit.capture.run.shards import Unanswered
 from reprokit.capture.run.shards import Shards, unit_parameters
 from reprokit.capture.save.unshard import unsharded
 

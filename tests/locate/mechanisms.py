@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.quantity import measured
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.series import StepNumbers
 from reprokit.snapshot.format import Snapshot
+from reprokit.story import StepNumbers
 from tests.shrink.failing import INF, record, seeded, snapshot_of, traced
 
 NAN = float("nan")

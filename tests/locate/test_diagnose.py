@@ -27,7 +27,7 @@ from reprokit.render.diagnosis_text import markdown, one_line, page
 from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
-from reprokit.series import StepNumbers
+from reprokit.story import StepNumbers
 from tests.locate.mechanisms import (
     CASES,
     MISSES,

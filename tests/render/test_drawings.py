@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from reprokit.render.drawings import heat_map, plot
+from reprokit.render.report import heat_map, plot
 from reprokit.story import LayerSeries
 
 

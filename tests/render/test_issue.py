@@ -25,9 +25,9 @@ from reprokit.render.expectation import expect
 from reprokit.render.facts import where
 from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, title_of
 from reprokit.render.script import Script
-from reprokit.render.sharing import create_command, write_zip
 from reprokit.render.sources import snapshot_script
 from reprokit.render.templates import find_template, template_names, tidied
+from reprokit.render.texts import create_command, write_zip
 from reprokit.shrink.explain import VariedPart
 from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIfResult
 from reprokit.shrink.signature import Signed

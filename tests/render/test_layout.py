@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reprokit.render.layout import WIDTH, fold
+from reprokit.render.expression import WIDTH, fold
 
 WORDS = ["x", "weight", "hidden_state", "attention_mask", "0.5", "-1", "None", "True", '"a, (b"']
 CALLEES = ["f", "torch.tensor", "F.softmax", "x[0].backward"]

@@ -24,7 +24,7 @@ from reprokit.capture.failure_text import event_words
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.event_step import LEAST_SILENT
 from reprokit.locate.quantity import norms_of
-from reprokit.visible import visible_line
+from reprokit.words import visible_line
 
 if TYPE_CHECKING:
     from reprokit.capture.hooks.on_failure import Failures, Owner

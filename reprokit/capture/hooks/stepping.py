@@ -22,8 +22,8 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 from reprokit import torch_private
 from reprokit.capture.hooks.early_warning import EarlyWarning
 from reprokit.capture.hooks.on_failure import Failures
-from reprokit.capture.hooks.own_gradient import OwnGradient
 from reprokit.capture.hooks.policy import Policy
+from reprokit.capture.hooks.suspects import OwnGradient
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Noted, is_of_torch
 from reprokit.capture.record.entry import Entry, versions_of

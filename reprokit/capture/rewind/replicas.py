@@ -2,7 +2,8 @@
 
 Averaged gradients give every rank the same bits, so hashes of equal parameters are equal. One hash of all travels with
 the answer that ranks exchange before each copy of their state. Only when these differ the ranks exchange one hash for
-each parameter, and the values of the first one that differs. No collective is called.
+each parameter, and the values of the first one that differs. No collective is called. `RankMeter` finds the first step
+after which they differ: every rank plays its own steps, and hashes are exchanged after each.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ import torch
 from torch import distributed
 from torch.nn.parameter import is_lazy
 
+from reprokit.capture.record import kinds
+from reprokit.capture.record.compact_steps import PastStep
+from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.tensor_names import parameter_names
+from reprokit.capture.rewind.meeting import Meeting
 from reprokit.locate.failure import RankDifference
+from reprokit.program.ir import Site
+from reprokit.program.sites import make_site
 
 _PIECE = 2**18  # elements that one number stands for; as text their values take up to 5.4 MiB, a store refuses 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # two for each of eight bytes
@@ -178,3 +185,60 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 def _hash(numbers: Iterable[object]) -> str:
     return hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).hexdigest()
+
+
+class RankMeter:
+    """Is shown every entry that a rewind plays (see `Watcher`), and compares the ranks when a step is over.
+
+    ``difference`` is the first one, ``number`` the position of its step, ``-1`` if the ranks differ before they have
+    played any. ``is_by_update``: an optimizer has made it. ``site`` is where it has stepped, or where this
+    rank has written parameters in that step. ``frame`` is where the loop stands.
+    """
+
+    def __init__(self, together: Meeting, replicas: Replicas, frame: FrameType | None) -> None:
+        self.difference: RankDifference | None = None
+        self.number = -1
+        self.is_by_update = False
+        self.site: Site | None = None
+        self._together = together
+        self._replicas = replicas
+        self._frame = frame
+        self._step: PastStep | None = None
+        self._updated = ""  # the digest before the update
+        self._update: Entry | None = None
+        self._then = ""
+
+    def before(self, step: PastStep, entry: Entry) -> None:
+        """Note what an update begins with; a new step ends the one before."""
+        if step is not self._step:
+            self.end_step()
+            if self.difference is None:
+                self._step, self._updated, self.site = step, "", None
+                self._update = None
+                self.number += 1
+        if self.difference is not None:
+            return
+        if entry.kind is kinds.OPTIMIZER:
+            self._updated, self._update = self._replicas.digest(), entry
+        elif entry.writes_state:
+            self._then = self._replicas.digest()
+
+    def after(self, entry: Entry) -> None:
+        """Note the line that has written parameters."""
+        if self.difference is None and entry.writes_state and self._replicas.digest() != self._then:
+            self.site = _site(entry)
+
+    def end_step(self) -> None:
+        """Compare the ranks after the step that was played last, or before the first one; not after a difference."""
+        if self.difference is not None:
+            return
+        self.difference = self._replicas.compare(self._together.tell, self._together.rank, self._frame)
+        if self.difference is not None:
+            found, updated = self.difference, self._together.tell(self._updated)
+            self.is_by_update = updated[found.ranks[0]] == updated[found.reference] != ""
+            if self.is_by_update and self._update is not None:
+                self.site = _site(self._update)
+
+
+def _site(entry: Entry) -> Site | None:
+    return make_site(entry.code, entry.instruction, entry.library) if entry.code is not None else None

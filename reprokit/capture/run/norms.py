@@ -20,7 +20,7 @@ from reprokit.capture.record.state import parameters_of
 from reprokit.errors import UsageError
 from reprokit.locate.quantity import norms_of, numbers_of
 from reprokit.locate.ways import local_part
-from reprokit.series import RecordedStep, StepNumbers
+from reprokit.story import RecordedStep, StepNumbers
 
 AUTO_SHARE = 0.003  # of the time: with the work around it that stays below the 0.5% that is promised
 _LEAST_STEPS, _MOST_STEPS = 10, 100  # the timeline has 100

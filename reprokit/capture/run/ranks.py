@@ -26,8 +26,7 @@ import torch
 from torch import distributed
 
 from reprokit.capture.rewind.meeting import AT_COPY, AT_END, CopyAnswer, Late, Meeting, Parted
-from reprokit.capture.run.exchange import Exchange, Unanswered
-from reprokit.capture.run.shards import Shards
+from reprokit.capture.run.shards import Exchange, Shards, Unanswered
 
 # Words of gloo, NCCL and the store about a process that is not there any more.
 _OF_PEER = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|Broken pipe|ProcessGroup", re.IGNORECASE)

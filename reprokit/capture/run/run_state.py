@@ -22,8 +22,7 @@ from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
 from reprokit.capture.record.compact_steps import Freezer, PastStep
 from reprokit.capture.record.entry import Entry, reads_gradient
-from reprokit.capture.record.generators import GeneratorWatch
-from reprokit.capture.record.state import BufferCopies
+from reprokit.capture.record.state import BufferCopies, GeneratorWatch
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade

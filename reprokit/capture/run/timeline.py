@@ -17,7 +17,7 @@ import torch
 
 from reprokit.capture.early.detectors import Numbers
 from reprokit.locate.quantity import number_of
-from reprokit.series import StepNumbers
+from reprokit.story import StepNumbers
 
 TIMELINE_STEPS = 100
 _MOST_SERIES = 4  # optimizers with a series of their own; more are parts of one, such as one for each parameter

@@ -20,17 +20,15 @@ import torch
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import attributes_kept, put_first_back
 from reprokit.capture.record.entry import Entry
-from reprokit.capture.record.generators import python_generators_restored
 from reprokit.capture.record.inplace_writes import address_of
-from reprokit.capture.record.state import Copies, give_gradients, owned_by
+from reprokit.capture.record.state import Copies, give_gradients, owned_by, python_generators_restored
 from reprokit.capture.record.structure import is_leaf
 from reprokit.capture.record.tensor_names import Names, names_of, root_names
-from reprokit.capture.rewind.replayer import Player, leaves_in
-from reprokit.capture.rewind.user_hooks import quiet_hooks
+from reprokit.capture.rewind.replayer import Player, leaves_in, quiet_hooks
 from reprokit.capture.run.timeline import Turn, with_optimizers
 from reprokit.capture.save.collect_state import collect_state
 from reprokit.capture.save.exceptions import Raised
-from reprokit.capture.save.miscompiled import compiled_mismatch
+from reprokit.capture.save.fidelity import compiled_mismatch
 from reprokit.capture.save.record_program import ReplayedStep, replay
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.compiled import Compiled
@@ -42,12 +40,12 @@ from reprokit.program.interpreter import Modes, Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Phase, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer
-from reprokit.series import RecordedStep
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot
 from reprokit.snapshot.rng import Generators, get_rng_state
 from reprokit.snapshot.source import describe_source
 from reprokit.snapshot.training_state import StateBefore
+from reprokit.story import RecordedStep
 
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
 OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"

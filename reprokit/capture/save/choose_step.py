@@ -20,10 +20,10 @@ import torch
 
 from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.early.detectors import Alarm, Finding
-from reprokit.capture.rank_name import rank_suffix, with_part
+from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep, split
-from reprokit.capture.record.drop_unused import without_preparation
+from reprokit.capture.record.current_step import without_preparation
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import bad_tensor
 from reprokit.capture.record.state import CannotGoBack, parameters_of
@@ -31,12 +31,12 @@ from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tensor_names import root_names
 from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES
 from reprokit.capture.rewind.find_bad_step import Found, Rewind
-from reprokit.capture.rewind.measure_layers import LayerMeter, layers_of
+from reprokit.capture.rewind.measure_steps import LayerMeter, layers_of
 from reprokit.capture.rewind.meeting import FAILED, Meeting, Parted, SavedElsewhere, Stopped
+from reprokit.capture.rewind.replayer import quiet_hooks
 from reprokit.capture.rewind.updates import BadUpdate, give, on_plain, write_to
-from reprokit.capture.rewind.user_hooks import quiet_hooks
-from reprokit.capture.run.exchange import Unanswered
 from reprokit.capture.run.run_state import RunState
+from reprokit.capture.run.shards import Unanswered
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked

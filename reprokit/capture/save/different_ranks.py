@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from reprokit.arrivals import pass_on
 from reprokit.capture.record.compact_steps import PastStep
-from reprokit.capture.rewind.compare_ranks import RankMeter
 from reprokit.capture.rewind.find_bad_step import Rewind
 from reprokit.capture.rewind.meeting import FAILED, Meeting, Parted, SavedElsewhere, Stopped
-from reprokit.capture.rewind.replicas import Replicas
-from reprokit.capture.rewind.user_hooks import quiet_hooks
+from reprokit.capture.rewind.replayer import quiet_hooks
+from reprokit.capture.rewind.replicas import RankMeter, Replicas
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, snapshot_without_replay
 from reprokit.capture.save.choose_step import BEGUN_BEFORE, NOT_KEPT, Describing
 from reprokit.locate.differences import MISMATCH

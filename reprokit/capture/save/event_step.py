@@ -25,7 +25,7 @@ from reprokit.capture.record.state import CannotGoBack
 from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.find_bad_step import Rewind
 from reprokit.capture.rewind.measure_steps import MeasuredStep, OutOfTime, StepMeter
-from reprokit.capture.rewind.user_hooks import quiet_hooks
+from reprokit.capture.rewind.replayer import quiet_hooks
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, replay_step
 from reprokit.capture.save.choose_step import BEGUN_BEFORE, NOT_KEPT, Describing
 from reprokit.locate.failure import Failure, Predicate

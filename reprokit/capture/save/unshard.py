@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reprokit.capture.rewind.user_hooks import code_of
-from reprokit.capture.run.exchange import Unanswered
-from reprokit.capture.run.shards import Slot, unit_parameters
+from reprokit.capture.rewind.replayer import code_of
+from reprokit.capture.run.shards import Slot, Unanswered, unit_parameters
 
 _DISTRIBUTED = os.path.join("torch", "distributed", "")
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional")  # namespaces of operators

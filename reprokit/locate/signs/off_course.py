@@ -12,7 +12,7 @@ from reprokit.locate.gains import Step, blocking_bias
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs import Numbers, sign
 from reprokit.program.ir import Input
-from reprokit.series import StepNumbers
+from reprokit.story import StepNumbers
 from reprokit.words import data_words
 
 _LEAST_STEPS = 8  # with a learning rate, before one that is called a jump
