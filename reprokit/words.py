@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reprokit.arrivals import ignored_errors
+from reprokit.errors import ignored_errors
 
 # Control characters but tab and line feed, separators of lines and paragraphs, and the marks that turn the direction of
 # text around (https://trojansource.codes). Surrogates that stand alone cannot be written to any file.

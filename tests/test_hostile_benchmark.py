@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from reprokit.render import whatif_text
+from reprokit.render import findings
 from reprokit.render.gate import require_closed
 from reprokit.render.script import write_script
 from reprokit.render.templates import jinja_environment
@@ -88,7 +88,7 @@ def test_prose_is_text_and_code(text: str) -> None:
 @given(ANYTHING, ANYTHING)
 def test_a_cell_stays_a_cell(name: str, detail: str) -> None:
     row = Answered("v", visible_line(name), "same", visible_line(detail), 1.0)
-    table = whatif_text.markdown(WhatIfResult(tables={"minimum": (row,)}), "minimum")
+    table = findings.table_markdown(WhatIfResult(tables={"minimum": (row,)}), "minimum")
     tokens = MarkdownIt("commonmark").enable("table").parse(f"{table}\n") if table else []
     assert [token.type for token in tokens].count("td_open") in (0, 2)
     assert {inner.type for token in tokens for inner in token.children or ()} <= TEXT_OR_CODE

@@ -19,8 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from reprokit.arrivals import is_own, tb_entries
-from reprokit.errors import UsageError
+from reprokit.errors import UsageError, is_own, tb_entries
 
 _DISPATCH = os.path.join("torch", "overrides.py")
 _launcher = ModuleType("__main__")  # what was `__main__` before; kept alive, as its frames still run

@@ -12,9 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, get_args
 
-from reprokit.arrivals import ignored_errors
 from reprokit.capture.early.alarm import EventKind
-from reprokit.errors import UsageError
+from reprokit.errors import UsageError, ignored_errors
 from reprokit.snapshot.source import SOURCES, Source
 
 __all__ = [

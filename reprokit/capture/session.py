@@ -18,7 +18,6 @@ from typing import ClassVar, Literal
 import torch
 
 from reprokit import torch_private
-from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.early.alarm import LineLog, TrainingEvent
 from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.hooks.compiled_calls import CompiledCalls
@@ -45,11 +44,11 @@ from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.rewind.replicas import Replicas
 from reprokit.capture.run.budget import Budget
-from reprokit.capture.run.norms import NormMeter, read_pace
 from reprokit.capture.run.run_state import RunState
+from reprokit.capture.run.timeline import NormMeter, read_pace
 from reprokit.capture.save.choose_step import Place, SkippedLoss
 from reprokit.capture.save.exceptions import ends_training
-from reprokit.errors import UsageError
+from reprokit.errors import UsageError, ignored_errors, pass_on
 from reprokit.locate.quantity import number_of
 from reprokit.story import RecordedStep, StepNumbers, flat
 from reprokit.words import print_line, visible_line

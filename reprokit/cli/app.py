@@ -19,7 +19,7 @@ import click
 
 import reprokit
 from reprokit.capture.options import current_folder
-from reprokit.cli import capture, demo, export, render, show, shrink, timeline, trace, verify, whatif
+from reprokit.cli import capture, demo, render, show, shrink, timeline, trace, whatif
 from reprokit.cli.console import GRACE, PATIENCE, end_now, say, say_error, stuck
 from reprokit.errors import Interrupted, ReprokitError, UsageError
 
@@ -48,8 +48,11 @@ def app() -> None:
     """From a training script that fails to the smallest standalone program that fails the same way."""
 
 
-for _module in (capture, show, trace, timeline, export, shrink, whatif, verify, render, demo):
-    app.add_command(_module.command)
+for _command in (
+    *(capture.command, show.command, trace.command, timeline.command, show.export_command, shrink.command),
+    *(whatif.command, render.verify_command, render.command, demo.command),
+):
+    app.add_command(_command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.arrivals import pass_on
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
 from reprokit.capture.early.alarm import LineLog, older
@@ -40,7 +39,7 @@ from reprokit.cli.console import (
     remove_file,
     say,
 )
-from reprokit.errors import UsageError
+from reprokit.errors import UsageError, pass_on
 from reprokit.words import json_line
 
 if TYPE_CHECKING:

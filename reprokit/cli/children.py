@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprokit.arrivals import ignored_errors
 from reprokit.capture import launch
+from reprokit.errors import ignored_errors
 from reprokit.words import counted
 
 if TYPE_CHECKING:

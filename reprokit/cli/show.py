@@ -1,4 +1,4 @@
-"""``reprokit show``: what a snapshot holds, on one screen."""
+"""``reprokit show``: what a snapshot holds, on one screen. ``reprokit export``: the state from before its step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from reprokit.cli.console import (
     Verbosity,
     common_options,
     deadline,
+    make_folder,
     print_json,
     say,
     shown_command,
     too_long,
 )
+from reprokit.errors import SnapshotError, UsageError
 from reprokit.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from reprokit.snapshot.format import Snapshot
-
 
 _MARGIN = 5  # the mark, and the gaps between columns
 _LEAST_ROOM = 24
@@ -125,7 +126,7 @@ def _source(snapshot: Snapshot, width: int) -> Table | None:
     """The origin's line among its neighbours, marked, under the name of the file; code is cut before its number is."""
     from rich.text import Text
 
-    from reprokit.render.bad_value_path import source_lines
+    from reprokit.render.survey import source_lines
 
     lines, site = source_lines(snapshot), snapshot.failure.site
     if site is None:
@@ -145,7 +146,7 @@ def _source(snapshot: Snapshot, width: int) -> Table | None:
 def _steps(snapshot: Snapshot, width: int) -> Table | None:
     from rich.text import Text
 
-    from reprokit.render.bad_value_path import steps
+    from reprokit.render.survey import steps
 
     found = steps(snapshot)
     if not found:
@@ -184,3 +185,64 @@ def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         kept = counted(settings.history_steps or 0, "step")
         size = f"{(settings.history_bytes or 0) / 2**20:,.1f} MiB"
         yield "capture", f"{settings.watch}; {kept} kept since the last copy of the state, which takes {size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A snapshot whose state goes into a folder."""
+
+    snapshot: Path
+    output: Path
+    overwrite: bool
+    json: bool
+    verbosity: Verbosity
+
+    def execute(self) -> int:
+        """Write ``model.pt``, ``optimizer.pt`` and ``rng.pt``, as far as the snapshot has them."""
+        import torch
+
+        from reprokit.grammar import plain_of
+        from reprokit.snapshot.files import replaced
+        from reprokit.snapshot.format import load
+
+        snapshot = load(self.snapshot)
+        before = snapshot.before
+        if before is None:
+            raise SnapshotError(
+                f"`{self.snapshot}` holds no state from before the step", hint="capture it again with this version"
+            )
+        make_folder(self.output, overwrite=self.overwrite)
+        files = {"model.pt": before.model(), "optimizer.pt": before.optimizer(), "rng.pt": plain_of(snapshot.rng)}
+        written = {name: content for name, content in files.items() if content}
+        for name, content in written.items():
+            with replaced(self.output / name) as file:
+                torch.save(content, file)
+        if self.json:
+            print_json({"schema": 1, "step": snapshot.step, "files": [str(self.output / name) for name in written]})
+        say(f"the state before step {snapshot.step} -> {self.output} ({', '.join(written)})", self.verbosity)
+        if not before.optimizers and not before.left_out:
+            say("  no optimizer had stepped before", self.verbosity)
+        for note in before.left_out:
+            say(f"  left out {note}", self.verbosity)
+        if snapshot.fidelity != "exact":
+            say(f"  the replay was {snapshot.fidelity}: {snapshot.fidelity_note}", self.verbosity)
+        return 0
+
+
+@click.command("export", short_help="Write the state from before the failing step.")
+@click.argument("snapshot", type=FilePath(), metavar="FILE")
+@click.option("--before", is_flag=True, help="The state with which the failing step began.")
+@click.option("-o", "--output", type=FilePath(), metavar="DIR", help="Where to write; the snapshot's name by default.")
+@click.option("-f", "--force", is_flag=True, help="Write into DIR if it is not empty.")
+@common_options
+def export_command(
+    snapshot: Path, before: bool, output: Path | None, force: bool, json: bool, verbosity: Verbosity
+) -> Export:
+    """Write state dicts of model and optimizer, and the states of the generators, from a snapshot.
+
+    `torch.load(..., weights_only=True)` reads the files.
+    """
+    if not before:
+        raise UsageError("nothing to export was named", hint=f"reprokit export {snapshot} --before")
+    folder = output or snapshot.with_name(f"{snapshot.name.removesuffix('.pt').removesuffix('.repro')}-before")
+    return Export(snapshot, folder, force, json, verbosity)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, deadline, gone, print_json, say, too_long
-from reprokit.cli.views import open_view
+from reprokit.cli.shrink import open_view
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
 from reprokit.shrink.view import View
@@ -89,7 +89,7 @@ def print_table(table: WhatIfResult) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from reprokit.render.whatif_text import plain_rows
+    from reprokit.render.findings import plain_rows
 
     header, *body = plain_rows(table)
     shown = Table(box=None, pad_edge=False)
@@ -103,7 +103,7 @@ def print_table(table: WhatIfResult) -> None:
 def _table(opened: Opened, seconds: float, view: View) -> WhatIfResult:
     """The table; every answer is shown as soon as it is there."""
     from reprokit.program.interpreter import Settings
-    from reprokit.render.whatif_text import WORDS
+    from reprokit.render.findings import WORDS
     from reprokit.whatif.table import of_reduction, of_snapshot
 
     def show_trial(program: str, variant: Variant, trial: Trial) -> None:

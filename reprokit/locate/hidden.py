@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from reprokit.arrivals import pass_on
+from reprokit.errors import pass_on
 from reprokit.locate.calls import short_name
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.notes import BadValue, Notes, starts_of

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from reprokit.arrivals import pass_on
+from reprokit.errors import pass_on
 from reprokit.locate.calls import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import ways_of

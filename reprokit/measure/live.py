@@ -26,11 +26,11 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from reprokit import torch_private
-from reprokit.arrivals import pass_on
 from reprokit.capture.record.state import parameters_of
 from reprokit.capture.record.structure import ATOMS
 from reprokit.capture.record.tensor_names import root_names
-from reprokit.capture.run.counting import Iterations
+from reprokit.capture.run.timeline import Iterations
+from reprokit.errors import pass_on
 from reprokit.locate.ranges import measure
 from reprokit.measure.rows import FrameRow, Pass, Role
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import torch
 
-from reprokit.arrivals import pass_on
+from reprokit.errors import pass_on
 from reprokit.grammar import Positive, left_out, one_of
 from reprokit.program.dataflow import bases, written_in_place
 from reprokit.program.functions import UnknownFunction, function_named, optimizer_named, symbol_named

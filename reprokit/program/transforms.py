@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from reprokit.arrivals import pass_on
+from reprokit.errors import pass_on
 from reprokit.program.backward import is_accumulation, reachable
 from reprokit.program.memory import is_bad, same_bits
 from reprokit.torch_private import (

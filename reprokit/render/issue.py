@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reprokit.render import diagnosis_text, facts, whatif_text, wording
+from reprokit.render import facts, findings, wording
 from reprokit.render.expectation import OWN, Expectation, expect
 from reprokit.render.script import Script
 from reprokit.render.spelling import in_users_words
@@ -143,14 +143,14 @@ def _long_texts(
 ) -> dict[str, str]:
     log = "\n".join(map(str, reduction.log)) if reduction is not None else ""
     found = reduction.diagnosis if reduction is not None else None
-    diagnosis = shorten_paths(diagnosis_text.markdown(found)) if found is not None else ""
+    diagnosis = shorten_paths(findings.markdown(found)) if found is not None else ""
     return {
         "script": script.text.rstrip(),
         "output": cut(shorten_paths(redact_text(shown_output(verified))), MAX_OUTPUT_CHARACTERS),
         "traceback": shorten_paths(redact_text(verified.error_output.rstrip())),
         "versions": _versions(snapshot.environment),
         "log": redact_source(wording.renamed(log, script.names)),
-        "variants": whatif_text.markdown(reduction.whatif, MINIMUM, script.names) if reduction is not None else "",
+        "variants": findings.table_markdown(reduction.whatif, MINIMUM, script.names) if reduction is not None else "",
         "diagnosis": wording.renamed(diagnosis, _names_of_data(script, reduction)),
     }
 

@@ -16,13 +16,12 @@ from markupsafe import Markup, escape
 
 from reprokit.locate.ranges import range_text
 from reprokit.locate.ways import MINUS, NAN, PLUS
-from reprokit.render import diagnosis_text, facts, whatif_text, wording
-from reprokit.render.bad_value_path import ways
+from reprokit.render import facts, findings, wording
 from reprokit.render.call_code import labels
 from reprokit.render.issue import cut, rate, shown_output, title_of
 from reprokit.render.module_ranges import calls_in_frames, frames
 from reprokit.render.script import Script
-from reprokit.render.survey import survey
+from reprokit.render.survey import survey, ways
 from reprokit.render.templates import render_template
 from reprokit.render.verify import VerifyResult
 from reprokit.shrink.reduction import Reduction, WhatIfResult
@@ -188,9 +187,9 @@ def write_report(
         "frames": shown_frames,
         "frames_left_out": frames_left_out,
         "reduction": reduction,
-        "diagnosis": diagnosis_text.page(reason) if reason is not None else None,
-        "whatif_programs": whatif_text.programs(tables),
-        "whatif_rows": whatif_text.rows(tables, script.names),
+        "diagnosis": findings.page(reason) if reason is not None else None,
+        "whatif_programs": findings.programs(tables),
+        "whatif_rows": findings.rows(tables, script.names),
         "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],
         "source": facts.source(snapshot),
         "texts": {name: cut(redact_text(text), MAX_TEXT) for name, text in texts.items()},

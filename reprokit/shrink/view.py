@@ -1,4 +1,4 @@
-"""How the reducer and the table of variants report their work: lines of text. `cli/views.py` shows them."""
+"""How the reducer and the table of variants report their work: lines of text. `cli/shrink.py` shows them."""
 
 from __future__ import annotations
 

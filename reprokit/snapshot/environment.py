@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from reprokit.arrivals import ignored_errors
+from reprokit.errors import ignored_errors
 from reprokit.grammar import Line, Name, Scalar, Text
 from reprokit.snapshot.redact import redact_text, select_variables
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from reprokit.arrivals import ignored_errors, pass_on
+from reprokit.errors import ignored_errors, pass_on
 from reprokit.grammar import Line, Text
 from reprokit.snapshot.redact import redact_argv, redact_remote, redact_source, redact_text
 

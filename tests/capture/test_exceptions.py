@@ -18,7 +18,7 @@ from torch import nn
 from reprokit.capture.save.build_snapshot import NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.locate.diagnose import diagnose
-from reprokit.render.diagnosis_text import markdown, one_line
+from reprokit.render.findings import markdown, one_line
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     BAD_STEP,

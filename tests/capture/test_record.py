@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture.run import norms
+from reprokit.capture.run import timeline
 from reprokit.errors import UsageError
 from reprokit.locate.gradient_patterns import LEAST_HISTORY, gradient_patterns
 from reprokit.snapshot.format import load
@@ -201,7 +201,7 @@ def test_recording_ends_inside_of_a_cuda_graph(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[dict[str, float]] = []
-    monkeypatch.setattr(norms, "is_capturing", lambda: len(seen) >= 2)
+    monkeypatch.setattr(timeline, "is_capturing", lambda: len(seen) >= 2)
     torch.manual_seed(0)
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

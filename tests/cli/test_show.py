@@ -14,7 +14,7 @@ import torch
 import reprokit
 from reprokit.cli import main
 from reprokit.program.ir import Call, Input, Program, Ref, Site
-from reprokit.render.bad_value_path import source_lines, steps
+from reprokit.render.survey import source_lines, steps
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from tests.conftest import run_python_in
 from tests.shrink import failing

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from reprokit.cli import main
 from reprokit.cli.console import Verbosity
-from reprokit.cli.views import LiveView, PlainView, open_view
+from reprokit.cli.shrink import LiveView, PlainView, open_view
 from reprokit.errors import ReprokitError
 from reprokit.render.script import NOT_VERIFIED
 from reprokit.render.verify import CleanProcesses, Verification, VerifyResult
@@ -85,7 +85,7 @@ def shrink(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 
 
 def test_the_live_view_keeps_lines_and_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reprokit.cli.views._SECONDS_BETWEEN_FRAMES", 0)
+    monkeypatch.setattr("reprokit.cli.shrink._SECONDS_BETWEEN_FRAMES", 0)
     file = io.StringIO()
     view = LiveView(Console(file=file, force_terminal=True, width=100, highlight=False))
     view.say("replay: 5/5 runs fail as recorded")
@@ -100,7 +100,7 @@ def test_the_plain_view_prints_what_stays_and_now_and_then_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr("reprokit.cli.views.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("reprokit.cli.shrink.time.monotonic", lambda: next(clock))
     view = PlainView(is_verbose=False)
     for number in range(1, 13):
         view.show(f"check {number}")
@@ -462,19 +462,19 @@ def test_interrupted_while_torch_is_loaded(snapshot: Path) -> None:
 
 WAIT = """
 import sys, time
-from reprokit.cli import main, views
+from reprokit.cli import main, shrink
 from reprokit.render import verify
 
 verify.CleanProcesses.open = lambda self: None
 verify.CleanProcesses.begin_file = lambda self, script, times: verify.Verification(self, 0, script, times, 1.0)
 verify.CleanProcesses.runs = lambda self, *job: [verify.CleanRun(1, "", "")]
-show = views.LiveView.show
+show = shrink.LiveView.show
 def wait(self, line):
     show(self, line)
     if "check 30:" in line:
         time.sleep(60)
-views.LiveView.show = wait
-views._SECONDS_BETWEEN_FRAMES = 0
+shrink.LiveView.show = wait
+shrink._SECONDS_BETWEEN_FRAMES = 0
 sys.exit(main(["shrink", "snap.pt", "--max-checks", "60"]))
 """
 

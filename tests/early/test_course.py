@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprokit.capture.early.course import Course, Departure
+from reprokit.capture.early.alarm import Course, Departure
 
 
 def _departures(course: Course, numbers: list[float]) -> list[Departure]:

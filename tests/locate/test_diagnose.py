@@ -23,8 +23,8 @@ from reprokit.locate.edits import REWRITES
 from reprokit.locate.scene import observe
 from reprokit.locate.signs import SIGNS
 from reprokit.locate.trials import TrialBudget, attempt
-from reprokit.render.diagnosis_text import markdown, one_line, page
 from reprokit.render.expectation import expect
+from reprokit.render.findings import markdown, one_line, page
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
 from reprokit.story import StepNumbers

@@ -20,7 +20,7 @@ from reprokit.errors import UsageError
 from reprokit.locate.diagnose import diagnose
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
-from reprokit.render import diagnosis_text
+from reprokit.render import findings
 from reprokit.render.expectation import expect
 from reprokit.render.facts import where
 from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, title_of
@@ -389,7 +389,7 @@ def test_paths_are_the_same_wherever_an_issue_names_a_line() -> None:
     snapshot = replace(snapshot, program=program, failure=replace(snapshot.failure, site=site))
     fix = Fix("clamp", ("clamp the argument",), "x = x", ("lib/losses.py:7",), True, "loss 1")
     found = Diagnosis(id="a", title="A title", confidence="likely", mechanism="It is.", advice="Do.", fix=fix)
-    shown = f"{title_of(snapshot)}\n{issue_of(snapshot).text}\n{diagnosis_text.markdown(found)}"
+    shown = f"{title_of(snapshot)}\n{issue_of(snapshot).text}\n{findings.markdown(found)}"
     assert "in lib/losses.py:7 (" in shown and "(`lib/losses.py:7`)" in shown
     assert not re.search(r"(?<!lib/)losses\.py", shown)
 

@@ -12,12 +12,22 @@ import torch
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.locate.ranges import measure, range_text
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
-from reprokit.render.bad_value_path import MAX_BEFORE, MAX_CALL, Way, ways
 from reprokit.render.call_code import labels
 from reprokit.render.module_ranges import MAX_FRAMES, frames
 from reprokit.render.report import MAX_TEXT, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
-from reprokit.render.survey import MAX_COLUMNS, MAX_ROWS, Survey, pattern_of, positions_of, survey
+from reprokit.render.survey import (
+    MAX_BEFORE,
+    MAX_CALL,
+    MAX_COLUMNS,
+    MAX_ROWS,
+    Survey,
+    Way,
+    pattern_of,
+    positions_of,
+    survey,
+    ways,
+)
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reprokit.render import whatif_text
+from reprokit.render import findings
 from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import snapshot_script
@@ -30,19 +30,19 @@ TABLE = WhatIfResult(10.0, 1.0, {"minimum": MINIMUM, "context": CONTEXT})
 def test_markdown_groups_by_result_and_has_no_times() -> None:
     late = row("compile", "cannot_run", f"{NOT_DONE} the 10 s for this table")
     table = of_minimum(*MINIMUM, row("bfloat16", "same", "", 2.0), late)
-    assert whatif_text.markdown(table, "minimum").splitlines() == [
+    assert findings.table_markdown(table, "minimum").splitlines() == [
         "| how it is run | result |",
         "| --- | --- |",
         "| float64; bfloat16 | fails the same |",
         "| cuda | cannot run: torch sees no GPU |",
     ]
-    assert "fails otherwise: inf from `exp`" in whatif_text.markdown(TABLE, "context")
-    assert whatif_text.markdown(TABLE, "snapshot") == whatif_text.markdown(WhatIfResult(), "minimum") == ""
+    assert "fails otherwise: inf from `exp`" in findings.table_markdown(TABLE, "context")
+    assert findings.table_markdown(TABLE, "snapshot") == findings.table_markdown(WhatIfResult(), "minimum") == ""
 
 
 @pytest.mark.parametrize("detail", ["a | b", "two\nlines", "<script>alert(1)</script>", "`a` <b> `c|`"])
 def test_no_detail_breaks_the_table(detail: str) -> None:
-    text = whatif_text.markdown(of_minimum(row("x", "other", detail)), "minimum")
+    text = findings.table_markdown(of_minimum(row("x", "other", detail)), "minimum")
     assert len(text.splitlines()) == 3
     last = text.splitlines()[-1]
     assert last.replace("\\|", "").count("|") == 3
@@ -50,12 +50,12 @@ def test_no_detail_breaks_the_table(detail: str) -> None:
 
 
 def test_code_in_a_detail_stays_as_it_is() -> None:
-    assert "`a < b` &lt; c" in whatif_text.markdown(of_minimum(row("x", "other", "`a < b` < c")), "minimum")
+    assert "`a < b` &lt; c" in findings.table_markdown(of_minimum(row("x", "other", "`a < b` < c")), "minimum")
 
 
 def test_secrets_are_redacted() -> None:
     secret = "hf_" + "a1b2" * 9
-    assert secret not in whatif_text.markdown(of_minimum(row("x", "other", f"token={secret}")), "minimum")
+    assert secret not in findings.table_markdown(of_minimum(row("x", "other", f"token={secret}")), "minimum")
 
 
 @pytest.mark.parametrize("template", ["pytorch", "generic"])
@@ -64,7 +64,7 @@ def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
     for table in (TABLE, WhatIfResult()):
         small = reduced(snapshot, whatif=table)
         text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template).text
-        assert ("\n\n" + whatif_text.markdown(TABLE, "minimum") + "\n\n" in text) == (table is TABLE)
+        assert ("\n\n" + findings.table_markdown(TABLE, "minimum") + "\n\n" in text) == (table is TABLE)
 
 
 def test_the_report_has_the_table_where_there_is_one() -> None:

@@ -13,7 +13,7 @@ import torch
 from reprokit.cli import main
 from reprokit.grammar import plain_of, read
 from reprokit.program.interpreter import Settings
-from reprokit.render.whatif_text import WORDS
+from reprokit.render.findings import WORDS
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.task import pack, unpack

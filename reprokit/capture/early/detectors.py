@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reprokit.capture.early.alarm import EventKind
-from reprokit.capture.early.course import Course, Departure, Value
+from reprokit.capture.early.alarm import Course, Departure, EventKind, Value
 from reprokit.locate.quantity import number_of
 
 BATCH = 32  # steps whose numbers are looked at together

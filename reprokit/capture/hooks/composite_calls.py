@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from reprokit.arrivals import has_arrived
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry, versions_of
@@ -20,6 +19,7 @@ from reprokit.capture.record.kinds import EntryKind
 from reprokit.capture.record.state import owned_by
 from reprokit.capture.record.structure import repeatable
 from reprokit.capture.run.run_state import RunState
+from reprokit.errors import has_arrived
 from reprokit.program.ir import Mode
 
 _PLAIN_MODE = Mode()

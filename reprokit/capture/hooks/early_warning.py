@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from reprokit.arrivals import pass_on
 from reprokit.capture.early.alarm import EventKind, LineLog, TrainingEvent, event_of
 from reprokit.capture.early.detectors import BATCH, Alarm, Detectors, Finding
 from reprokit.capture.failure_text import event_words
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.event_step import LEAST_SILENT
+from reprokit.errors import pass_on
 from reprokit.locate.quantity import norms_of
 from reprokit.words import visible_line
 

@@ -17,13 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reprokit.arrivals import chain, has_arrived
 from reprokit.capture.early.alarm import QUANTITIES
 from reprokit.capture.early.detectors import Alarm, Finding
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.hooks.suspects import Suspects
 from reprokit.capture.record.entry import Entry
-from reprokit.capture.record.skips import Suspect, Verdict
+from reprokit.capture.record.screens import Suspect, Verdict
 from reprokit.capture.rewind.meeting import Parted, SavedElsewhere
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
@@ -31,6 +30,7 @@ from reprokit.capture.save.build_snapshot import BuiltSnapshot
 from reprokit.capture.save.choose_step import NOT_ALL, NothingFound, Noticed, Place, SkippedLoss, snapshot_of
 from reprokit.capture.save.different_ranks import DifferentRanks
 from reprokit.capture.save.event_step import EventStep, NotKept
+from reprokit.errors import chain, has_arrived
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import counted
 

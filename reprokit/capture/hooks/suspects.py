@@ -14,8 +14,7 @@ import torch
 
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
-from reprokit.capture.record.screens import bad_tensor, is_bad
-from reprokit.capture.record.skips import Suspect, Verdict, drops_in
+from reprokit.capture.record.screens import Suspect, Verdict, bad_tensor, drops_in, is_bad
 from reprokit.capture.record.state import owned_by, parameters_of
 from reprokit.capture.record.structure import is_leaf, iter_tensors
 from reprokit.capture.run.run_state import RunState

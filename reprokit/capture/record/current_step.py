@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reprokit.arrivals import ignored_errors
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry, unwrapped
 from reprokit.capture.record.inplace_writes import WrittenMemory
 from reprokit.capture.record.state import num_bytes
 from reprokit.capture.record.structure import is_leaf, iter_tensors
+from reprokit.errors import ignored_errors
 from reprokit.locate.ways import ways_of
 
 if TYPE_CHECKING:
-    from reprokit.capture.record.skips import Suspect
+    from reprokit.capture.record.screens import Suspect
 
 _CONTAINERS = (list, tuple, dict, set)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reprokit.arrivals import pass_on
+from reprokit.errors import pass_on
 
 _MAX_DEPTH = 6
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})  # by exact type

@@ -31,7 +31,7 @@ from reprokit.capture.record.frames import caller_of, first_user_frame, plain_ca
 from reprokit.capture.record.function_facts import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
 from reprokit.capture.record.kinds import EntryKind
 from reprokit.capture.record.roots import RootCalls
-from reprokit.capture.record.skips import is_telling
+from reprokit.capture.record.screens import is_telling
 from reprokit.capture.record.stack import StackedMode
 from reprokit.capture.record.structure import ATOMS, iter_tensors, repeatable, with_own_index
 from reprokit.capture.record.tensor_names import note_unfollowed

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from reprokit.arrivals import ignored_errors
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry, unwrapped
 from reprokit.capture.record.structure import iter_tensors
+from reprokit.errors import ignored_errors
 from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.statement import parts
 from reprokit.program.trace import InputName

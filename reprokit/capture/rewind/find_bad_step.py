@@ -16,19 +16,18 @@ from typing import Any, Protocol
 import torch
 
 from reprokit import torch_private
-from reprokit.arrivals import pass_on
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import attributes_kept, put_first_back
 from reprokit.capture.record.compact_steps import PastStep, split
 from reprokit.capture.record.entry import Entry, unwrapped
-from reprokit.capture.record.screens import bad_tensor, is_bad_start, unscaled_start
-from reprokit.capture.record.skips import sets_gradients, was_skipped
+from reprokit.capture.record.screens import bad_tensor, is_bad_start, sets_gradients, unscaled_start, was_skipped
 from reprokit.capture.record.state import State, give_gradients, parameters_of, python_generators_restored
 from reprokit.capture.record.structure import is_leaf, iter_tensors
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.rewind.measure_steps import LayerMeter
 from reprokit.capture.rewind.meeting import NOTHING, Meeting, short_collectives
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_same, leaves_in
+from reprokit.errors import pass_on
 from reprokit.program.interpreter import Modes
 from reprokit.program.memory import same_bits
 from reprokit.story import LayerNumbers

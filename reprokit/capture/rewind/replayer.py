@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from reprokit.arrivals import pass_on
 from reprokit.capture.record import kinds, transformed
 from reprokit.capture.record.entry import Entry, unwrapped
 from reprokit.capture.record.state import owned_by, parameters_of, set_options, set_python_generators
 from reprokit.capture.record.structure import is_leaf, iter_tensors, map_tensors
 from reprokit.capture.rewind.meeting import Meeting
+from reprokit.errors import pass_on
 from reprokit.program.functions import DATA_WRITES, written_argument
 from reprokit.program.memory import same_bits
 from reprokit.program.sites import kind_of_file

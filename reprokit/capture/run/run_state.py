@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from reprokit.arrivals import pass_on
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
@@ -30,10 +29,9 @@ from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Meeting, Parted
 from reprokit.capture.rewind.replicas import Replicas
 from reprokit.capture.rewind.updates import Updates
 from reprokit.capture.run.budget import Budget
-from reprokit.capture.run.counting import Iterations, ScalerWatch
-from reprokit.capture.run.norms import NormMeter
 from reprokit.capture.run.ranks import Ranks
-from reprokit.capture.run.timeline import Timeline
+from reprokit.capture.run.timeline import Iterations, NormMeter, ScalerWatch, Timeline
+from reprokit.errors import pass_on
 from reprokit.locate.compiled import Compiled
 from reprokit.locate.failure import RankDifference
 from reprokit.program.functions import DATA_WRITES

@@ -1,6 +1,17 @@
 """The last steps in numbers: loss, learning rate, gradient norm where the loop computed one, scale, seconds.
 
 Losses, norms and scales are kept as the tensors they are and turned into numbers only when somebody asks.
+
+Counting iterations as a person would: one per attempted optimizer step, however many optimizers there are.
+
+An optimizer that takes over from another one (it holds the same parameters, or the other one is gone or steps no more)
+goes on with its count; of several that live side by side, the one that has stepped most often counts. Steps that a grad
+scaler skips are normal; a scale that collapses is a failure.
+
+Norms of gradients and weights of every parameter, measured while the training runs (`--record`).
+
+Never more than a small share of the time on ``auto``: after every measurement it waits until its own cost is paid for.
+One fused norm over all gradients and one over all weights; a device is waited for twice.
 """
 
 from __future__ import annotations
@@ -9,15 +20,19 @@ import collections
 import itertools
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 
 from reprokit.capture.early.detectors import Numbers
-from reprokit.locate.quantity import number_of
-from reprokit.story import StepNumbers
+from reprokit.capture.record.state import parameters_of
+from reprokit.errors import UsageError, ignored_errors
+from reprokit.locate.quantity import norms_of, number_of, numbers_of
+from reprokit.locate.ways import local_part
+from reprokit.story import RecordedStep, StepNumbers
 
 TIMELINE_STEPS = 100
 _MOST_SERIES = 4  # optimizers with a series of their own; more are parts of one, such as one for each parameter
@@ -129,3 +144,229 @@ def _next(order: list[int]) -> int:
             if order[end - length : end] == order[-length:]:
                 return order[end]
     return order[0]
+
+
+class Iterations:
+    """``completed`` iterations, and ``micro_step`` backward calls made in the one that is running."""
+
+    def __init__(self) -> None:
+        self.completed = 0
+        self.micro_step = 0
+        self.total = 0
+        self._counts: dict[int, int] = {}
+        self._attempts: dict[int, int] = {}
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._parameters: dict[int, set[int]] = {}
+        self._supposed: dict[int, tuple[int, int]] = {}  # who seems to have been replaced, and how far it was
+        self._last: int | None = None
+
+    def attempts(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many steps of this very optimizer were attempted."""
+        known = self._optimizers.get(id(optimizer))
+        return self._attempts[id(optimizer)] if known is not None and known() is optimizer else 0
+
+    def attempted(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of ``optimizer`` ended or was skipped by a grad scaler."""
+        key = id(optimizer)
+        known = self._optimizers.get(key)
+        if known is None or known() is not optimizer:
+            own = {id(parameter) for parameter in parameters_of(optimizer)}
+            inherited = [
+                count
+                for other, count in self._counts.items()
+                if self._optimizers[other]() is None or own & self._parameters[other] or other == key
+            ]
+            self._counts[key], self._attempts[key] = max(inherited, default=0), 0
+            self._optimizers[key], self._parameters[key] = weakref.ref(optimizer), own
+        self._counts[key] += 1
+        self._attempts[key] += 1
+        self.total += 1
+        if len(self._counts) > 1:
+            self._notice_replacement(key)
+        self._last = key
+        if self._counts[key] > self.completed:
+            self.completed = self._counts[key]
+            self.micro_step = 0
+
+    def _notice_replacement(self, key: int) -> None:
+        """A new optimizer that steps twice in a row goes on for an older one, unless that one steps again."""
+        for new, (old, count) in list(self._supposed.items()):
+            if old == key:
+                self._counts[new] -= count
+                self.completed = max(self._counts.values())
+                del self._supposed[new]
+        is_new = self._attempts[key] == self._counts[key] == 2
+        if is_new and self._last == key and key not in self._supposed:
+            old = max((other for other in self._counts if other != key), key=self._counts.__getitem__)
+            if list(self._counts).index(old) < list(self._counts).index(key):
+                self._supposed[key] = (old, self._counts[old])
+                self._counts[key] += self._counts[old]
+
+    def updated_by_hand(self) -> None:
+        """The loop changed parameters without an optimizer."""
+        self.completed += 1
+        self.total += 1
+        self.micro_step = 0
+
+
+COLLAPSED_SCALE = 1.0
+SKIPPED_STREAK = 100
+
+
+class ScalerWatch:
+    """Counts the steps that a grad scaler leaves out in a row."""
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self.scale: torch.Tensor | None = None  # of the last loss
+        self._skipped = 0
+
+    def scaled(self, scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+        """A loss was scaled; a copy of the scale it was scaled with."""
+        scale = scaler._scale
+        self.is_used = self.is_used or scale is not None
+        self.scale = scale.detach().clone() if scale is not None else None
+        return self.scale
+
+    def stepped(self) -> None:
+        """The scaler let the optimizer step."""
+        self._skipped = 0
+
+    def skipped(self, scaler: torch.amp.GradScaler) -> bool:
+        """The scaler left a step out; whether that is no longer its normal search for a scale."""
+        self._skipped += 1
+        return self._skipped >= SKIPPED_STREAK or (self._skipped > 1 and scaler.get_scale() < COLLAPSED_SCALE)
+
+
+AUTO_SHARE = 0.003  # of the time: with the work around it that stays below the 0.5% that is promised
+_LEAST_STEPS, _MOST_STEPS = 10, 100  # the timeline has 100
+_MOST_NUMBERS = 20_000  # of each kind in a file
+_SHOWN = 6
+FIRST_STEPS = 3  # a parameter that is used has a gradient in one of them
+_FIRST_ON_AUTO = 1  # the first step of a training allocates the memory of gradients and kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When to measure: every ``every`` steps, or when the last time is paid for; ``pattern`` chooses parameters."""
+
+    every: int | None = None
+    pattern: str | None = None
+
+
+def read_pace(text: str) -> Pace:
+    """``auto``, ``N`` or ``N:PATTERN``; raises `UsageError`."""
+    number, _, pattern = text.partition(":")
+    if number != "auto" and not (number.isdigit() and int(number) >= 1):
+        hint = "it is auto, a number of steps, or one with a pattern such as 10:h.0.*"
+        raise UsageError(f"`record` cannot be {text!r}", hint=hint)
+    return Pace(None if number == "auto" else int(number), pattern or None)
+
+
+class NormMeter:
+    """Measures the parameters of an optimizer right after its step, when the gradients are still there.
+
+    ``names`` gives the names of parameters by ``id``; it is asked again for a parameter that it did not know. ``say``
+    prints the parameters that got no gradient, once. ``hand_over`` is given the numbers of a step that was measured.
+    """
+
+    def __init__(self, pace: Pace, names: Callable[[], Mapping[int, str]]) -> None:
+        self.say: Callable[[str], None] = lambda text: None
+        self.hand_over: Callable[[StepNumbers, RecordedStep], None] = lambda numbers, row: None
+        self.steps: collections.deque[RecordedStep] = collections.deque()
+        self._pace = pace
+        self._ask_names = names
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # an id may come back
+        self._next = 0.0
+        self._last_step = -1
+        self._is_off = False
+        self._met: dict[int, torch.Tensor] | None = {}  # parameters of the first steps
+        self._with_gradient: set[int] = set()
+
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched: it pays for nothing."""
+        self._next += seconds
+
+    def forget(self) -> None:
+        """Let go of the user's parameters."""
+        self._met = None
+
+    def end_step(self, step: int, optimizer: torch.optim.Optimizer, numbers: Callable[[], StepNumbers]) -> None:
+        """An optimizer has made its step; ``numbers`` are those of the loop."""
+        if self._met is not None:
+            self._look_for_gradients(step, optimizer, self._met)
+        started = time.perf_counter()
+        every = self._pace.every  # every optimizer of a step is measured, or none
+        is_paid = step == self._last_step or (step >= _FIRST_ON_AUTO and started >= self._next)
+        if self._is_off or not (is_paid if every is None else step % every == 0):
+            return
+        if is_capturing():  # a graph would replay the measuring, and reading a number ends its capture
+            self._is_off = True
+            self.say("`--record` is off: the optimizer steps inside of a CUDA graph")
+            return
+        row = self._measure(step, list(parameters_of(optimizer)))
+        if row is not None:
+            self._keep(row)
+            self.hand_over(numbers(), row)
+        ended = time.perf_counter()
+        self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step
+
+    def _keep(self, row: RecordedStep) -> None:
+        if self.steps and self.steps[-1].step == row.step:
+            last = self.steps.pop()
+            joined = (last.weight_norm | row.weight_norm, last.grad_norm | row.grad_norm, last.zeros | row.zeros)
+            row = RecordedStep(row.step, *joined)
+        self.steps.append(row)
+        if len(self.steps) > max(_LEAST_STEPS, min(_MOST_STEPS, _MOST_NUMBERS // len(row.weight_norm))):
+            self.steps.popleft()
+
+    def _measure(self, step: int, parameters: Sequence[torch.Tensor]) -> RecordedStep | None:
+        """The numbers of the parameters whose name fits; ``None`` without any. Waits for a device twice."""
+        named = {name: p for p in parameters if (name := self._name(p)) is not None and not p.is_meta}
+        if not named:
+            return None
+        with torch.no_grad():
+            weights = [local_part(parameter.detach()) for parameter in named.values()]
+            grads = {name: local_part(p.grad.detach()) for name, p in named.items() if p.grad is not None}
+            given = {  # of a sparse gradient the elements that are stored; the others are zero
+                name: grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+                for name, grad in grads.items()
+            }
+            norms = norms_of([*weights, *given.values()])
+            counts = numbers_of([gradient.count_nonzero() for gradient in given.values()])
+        return RecordedStep(
+            step,
+            dict(zip(named, norms[: len(named)], strict=True)),
+            dict(zip(given, norms[len(named) :], strict=True)),
+            {name: 1 - count / max(1, given[name].numel()) for name, count in zip(given, counts, strict=True)},
+        )
+
+    def _name(self, parameter: torch.Tensor) -> str | None:
+        reference, name = self._names.get(id(parameter), (None, ""))
+        if reference is None or reference() is not parameter:
+            known: Mapping[int, str] = {}
+            with ignored_errors():  # then the parameters have numbers for names
+                known = self._ask_names()
+            name = known.get(id(parameter), f"parameter {len(self._names)}")
+            self._names[id(parameter)] = weakref.ref(parameter), name
+        return name if self._pace.pattern is None or fnmatchcase(name, self._pace.pattern) else None
+
+    def _look_for_gradients(self, step: int, optimizer: torch.optim.Optimizer, met: dict[int, torch.Tensor]) -> None:
+        """After the first steps print the parameters that have got no gradient in any of them."""
+        if step < FIRST_STEPS:
+            parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+            met |= {id(p): p for p in parameters}
+            self._with_gradient |= {id(p) for p in parameters if p.grad is not None}
+            return
+        without = [p for key, p in met.items() if key not in self._with_gradient]
+        names = [name for p in without if (name := self._name(p)) is not None]
+        if names:
+            shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            self.say(f"no gradient in the first {FIRST_STEPS} steps: {shown}{more}")
+        self._met = None
+
+
+def is_capturing() -> bool:
+    """True while a CUDA graph is captured on the stream of now."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.early.detectors import Alarm, Finding
 from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.record import kinds
@@ -41,6 +40,7 @@ from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
 from reprokit.capture.save.unshard import unsharded
+from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.failure import RankDifference
 from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import local_part

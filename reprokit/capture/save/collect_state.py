@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from reprokit.arrivals import pass_on
 from reprokit.capture.record.entry import unwrapped
 from reprokit.capture.record.state import options_of
 from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES
+from reprokit.errors import pass_on
 from reprokit.snapshot.format import storable
 from reprokit.snapshot.training_state import OptimizerGroup, StateBefore, is_state_value
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reprokit.arrivals import pass_on
 from reprokit.capture.record.compact_steps import PastStep
 from reprokit.capture.rewind.find_bad_step import Rewind
 from reprokit.capture.rewind.meeting import FAILED, Meeting, Parted, SavedElsewhere, Stopped
@@ -17,6 +16,7 @@ from reprokit.capture.rewind.replayer import quiet_hooks
 from reprokit.capture.rewind.replicas import RankMeter, Replicas
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, snapshot_without_replay
 from reprokit.capture.save.choose_step import BEGUN_BEFORE, NOT_KEPT, Describing
+from reprokit.errors import pass_on
 from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure, RankDifference
 from reprokit.program.ir import Phase

@@ -14,9 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from reprokit.arrivals import ignored_errors
-from reprokit.capture.early.alarm import QUANTITIES
-from reprokit.capture.early.course import HIGH, SPREADS, USUAL, Band
+from reprokit.capture.early.alarm import HIGH, QUANTITIES, SPREADS, USUAL, Band
 from reprokit.capture.early.detectors import Alarm, Finding
 from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep
@@ -28,6 +26,7 @@ from reprokit.capture.rewind.measure_steps import MeasuredStep, OutOfTime, StepM
 from reprokit.capture.rewind.replayer import quiet_hooks
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, replay_step
 from reprokit.capture.save.choose_step import BEGUN_BEFORE, NOT_KEPT, Describing
+from reprokit.errors import ignored_errors
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.gains import Step, blocked, explained
 from reprokit.program.interpreter import Tensors

@@ -13,11 +13,11 @@ from typing import Any, TypeGuard
 import torch
 
 from reprokit import torch_private
-from reprokit.arrivals import chain
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import is_bad
 from reprokit.capture.record.structure import iter_tensors
+from reprokit.errors import chain
 from reprokit.program.ir import BACKWARD, Phase, Site
 from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.trace import current_mode

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.rewind.replayer import describe_mismatch, is_close, is_same
 from reprokit.capture.save.record_program import ReplayedStep
+from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.compiled import Compiled, run_compiled
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, Difference, LoneCalls, Reference, compare, mismatch

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from reprokit.arrivals import pass_on
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import is_of_torch
 from reprokit.capture.record.entry import Entry, gradients_read, starts_of
@@ -22,6 +21,7 @@ from reprokit.capture.record.state import owned_by
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tensor_names import is_unfollowed
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_close, is_same, step_without_hooks
+from reprokit.errors import pass_on
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
