@@ -42,7 +42,7 @@ from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.checkpoint import History
-from reprokit.capture.rewind.replicas import Replicas
+from reprokit.capture.rewind.meeting import Replicas
 from reprokit.capture.run.budget import Budget
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.run.timeline import NormMeter, read_pace

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprokit.capture.rewind.meeting import Late, Meeting, Parted
-from reprokit.capture.rewind.replicas import Replicas, digest
+from reprokit.capture.rewind.meeting import Late, Meeting, Parted, Replicas, digest
 from reprokit.capture.run.ranks import Ranks
-from reprokit.capture.save.different_ranks import ONE_PROCESS
+from reprokit.capture.save.event_step import ONE_PROCESS
 from reprokit.cli import main
 from reprokit.locate.failure import RankDifference
 from reprokit.render import facts
@@ -74,7 +73,7 @@ for step in range(20):
     if how == "ends" and step == 9 and rank == last:
         sys.exit()
     if how == "broken" and step == 18 and rank == last:
-        from reprokit.capture.rewind.replicas import Replicas
+        from reprokit.capture.rewind.meeting import Replicas
 
         Replicas.digest = None
 dist.destroy_process_group()

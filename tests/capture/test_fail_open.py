@@ -69,7 +69,7 @@ WITHOUT_FAULTS = {
     *("hooks.torch_hooks", "hooks.composite_calls", "record.kinds", "record.stack", "record.structure"),
 }
 NOT_IN_THESE_RUNS = {
-    *("rewind.meeting", "rewind.replicas", "save.different_ranks"),  # `test_faults_of_ranks.py`
+    "rewind.meeting",  # `test_faults_of_ranks.py`
     "hooks.compiled_calls",  # `test_a_fault_where_compiled_code_fails`
     *("failure_text", "save.exceptions"),
     *("run.shards", "save.unshard"),  # several processes

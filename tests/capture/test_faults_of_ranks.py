@@ -141,7 +141,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parts", [("rewind.meeting", "rewind.replicas"), ("save.different_ranks",), ("run.ranks",)]
+    "parts", [("rewind.meeting",), ("save.event_step",), ("run.ranks",)]
 )
 def test_a_fault_on_one_rank(parts: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)

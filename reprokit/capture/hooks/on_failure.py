@@ -28,8 +28,7 @@ from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
 from reprokit.capture.save.build_snapshot import BuiltSnapshot
 from reprokit.capture.save.choose_step import NOT_ALL, NothingFound, Noticed, Place, SkippedLoss, snapshot_of
-from reprokit.capture.save.different_ranks import DifferentRanks
-from reprokit.capture.save.event_step import EventStep, NotKept
+from reprokit.capture.save.event_step import DifferentRanks, EventStep, NotKept
 from reprokit.errors import chain, has_arrived
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import counted

@@ -25,8 +25,7 @@ from reprokit.capture.record.state import BufferCopies, GeneratorWatch
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade
-from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Meeting, Parted
-from reprokit.capture.rewind.replicas import Replicas
+from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Meeting, Parted, Replicas
 from reprokit.capture.rewind.updates import Updates
 from reprokit.capture.run.budget import Budget
 from reprokit.capture.run.ranks import Ranks
