@@ -90,7 +90,6 @@ def tb_entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def is_own(frame: FrameType) -> bool:
-    """True if a frame runs code of reprokit."""
     return frame.f_code.co_filename.startswith(_OWN_FOLDER)
 
 
@@ -106,7 +105,6 @@ def _is_known(module: Any) -> bool:
 
 
 def _handlers() -> set[CodeType]:
-    """The code of the script's signal handlers."""
     found = (signal.getsignal(number) for number in signal.valid_signals())
     codes = (getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in found)
     return {code for code in codes if code is not None}

@@ -59,7 +59,11 @@ def read(cls: type[T], plain: Any, *, is_whole: bool = False) -> T:
     unknown = [key for key in given if key not in known]
     if unknown or len(plain) > len(known):
         raise ValueError(f"it has an unknown field `{shown(unknown[0] if unknown else len(known))}`")
-    needed = (key for key, (item, _) in known.items() if _is_required(item) or (is_whole and not item.metadata))
+    needed = (
+        key
+        for key, (item, _) in known.items()
+        if (item.default is MISSING and item.default_factory is MISSING) or (is_whole and not item.metadata)
+    )
     lacking = [key for key in needed if key not in given]
     if lacking:
         raise ValueError(f"`{lacking[0]}` is missing")
@@ -75,10 +79,6 @@ def key_of(item: Field[Any]) -> str:
     return item.name.removesuffix("_")
 
 
-def _is_required(item: Field[Any]) -> bool:
-    return item.default is MISSING and item.default_factory is MISSING
-
-
 @cache
 def _fields(cls: Any) -> dict[str, tuple[Field[Any], Kind]]:
     hints = get_type_hints(cls, include_extras=True)
@@ -86,7 +86,6 @@ def _fields(cls: Any) -> dict[str, tuple[Field[Any], Kind]]:
 
 
 def kind_of(hint: Any) -> Kind:
-    """The kind that a type names."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return next(filter(callable, hint.__metadata__))

@@ -74,7 +74,6 @@ def failing_series(timeline: Sequence[StepNumbers]) -> list[StepNumbers]:
 
 
 def has_several_optimizers(timeline: Sequence[StepNumbers]) -> bool:
-    """True if optimizers take turns."""
     return any(row.optimizer is not None for row in timeline)
 
 

@@ -30,10 +30,6 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-def _is_autocast_enabled() -> bool:
-    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-
-
 # The stack of torch-function modes.
 _STACK = "torch._C._{}torch_function_stack"
 push_mode = _look_up(_STACK.format("push_on_"), "", _nothing)
@@ -55,7 +51,9 @@ _RECOMPUTED = "forward passes that a checkpoint repeats are recorded as those of
 graph_task_id = _look_up("torch._C._current_graph_task_id", _RECOMPUTED, lambda: -1)
 
 # Modes. The public functions of the same meaning go through torch-function modes, or ask for each device.
-is_any_autocast_enabled = _look_up("torch._C._is_any_autocast_enabled", "", _is_autocast_enabled)
+is_any_autocast_enabled = _look_up(
+    "torch._C._is_any_autocast_enabled", "", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+)
 set_grad_enabled = _look_up("torch._C._set_grad_enabled", "", torch.set_grad_enabled)
 _VERSIONS = "a replay changes the version counters of parameters"
 _preserve_version = _look_up(

@@ -58,7 +58,6 @@ def jsonable(value: Any) -> Any:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """A line of JSON."""
     return json.dumps({name: jsonable(value) for name, value in row.items()}, allow_nan=False)
 
 

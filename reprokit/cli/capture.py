@@ -141,7 +141,6 @@ class Capture:
 
     @property
     def command(self) -> list[str]:
-        """The script's own command line."""
         return [*(["-m"] if self.is_module else []), self.target, *self.argv]
 
     def _run(self) -> None:
@@ -174,7 +173,6 @@ class Capture:
                 remove_file(found, "--numbers")
 
     def numbers_file(self, path: Path) -> Path:
-        """The file of numbers of this process."""
         return with_part(path, rank_suffix() or self.part)
 
     def _numbers(self) -> str:
@@ -221,7 +219,6 @@ class Watch:
         return self.children.reports() if self._reports is None else []
 
     def ended_with(self, error: BaseException) -> None:
-        """The script ended with this exception."""
         self._error = error
 
     def start(self, stack: contextlib.ExitStack) -> None:

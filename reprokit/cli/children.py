@@ -55,7 +55,6 @@ class Children:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """The context in which processes are started."""
         with contextlib.ExitStack() as stack:
             forget = launch.when_imported("multiprocessing.process", lambda: self._watch_processes(stack))
             stack.callback(forget)
@@ -85,7 +84,6 @@ class Children:
 
     @property
     def folder(self) -> str:
-        """Where the reports are."""
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="reprokit-children-")
         return self._folder
@@ -185,7 +183,6 @@ class WatchedRun:
 
 
 def _function_of(process: Any) -> Any:
-    """What a process is to call."""
     target = process.__dict__.get("_target")
     if target is None:
         return type(process).run

@@ -273,6 +273,5 @@ def deadline(seconds: float, error: ReprokitError) -> Iterator[Callable[[], None
 
 
 def too_long(seconds: float, hint: str | None = None) -> ReprokitError:
-    """The error for a step that does not end."""
     hint = hint or f"--max-time {2 * seconds:g} waits longer"
     return ReprokitError(f"the step takes over {seconds:g} s to run", hint=hint)

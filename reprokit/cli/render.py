@@ -144,7 +144,9 @@ class RenderIssue(Render):
         if output is not None:
             say(f"wrote {shown_path(output)}", self.verbosity)
         if self.json:
-            print_json(self._summary(issue, output, command))
+            where = {"path": str(output)} if output is not None else {"text": issue.text}
+            named = {"title": issue.title, "template": issue.template, "command": command}
+            print_json({"schema": 1, "as": "zip" if self.as_zip else "issue", **where, **named})
             return
         if output is None:
             print_text(issue.text)
@@ -152,11 +154,6 @@ class RenderIssue(Render):
         say(f"nothing was sent; {first}add your own words to the text, and then:", self.verbosity)
         if self.verbosity is not Verbosity.QUIET:
             click.echo(command, err=True)
-
-    def _summary(self, issue: Issue, output: Path | None, command: str) -> dict[str, Any]:
-        where = {"path": str(output)} if output is not None else {"text": issue.text}
-        named = {"title": issue.title, "template": issue.template, "command": command}
-        return {"schema": 1, "as": "zip" if self.as_zip else "issue", **where, **named}
 
 
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
@@ -230,10 +227,8 @@ class Verify:
             print_json(result.summary())
         say(f"{result.agreed} of {result.times} runs agree: {result.signature}", self.verbosity)
         if self.expect_fixed and result.exit_code != 0:
-            say(
-                "the failure is still there" if result.fails else "this does not show whether the failure is gone",
-                self.verbosity,
-            )
+            gone_or_not = "this does not show whether the failure is gone"
+            say("the failure is still there" if result.fails else gone_or_not, self.verbosity)
             return 1
         return 0 if result.is_unanimous else 5
 

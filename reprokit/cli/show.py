@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +46,6 @@ class Show:
     frames: int | None = None
 
     def execute(self) -> int:
-        """Print the summary."""
         from reprokit.snapshot.format import load
 
         hint = f"--max-time {2 * self.max_time:g} waits longer; --json does not run it"
@@ -169,7 +167,13 @@ def _facts(snapshot: Snapshot) -> Table:
     story = [("story", facts.story(snapshot))] if facts.story(snapshot) else []
     event = snapshot.failure.event
     grown = growth(snapshot.timeline, event.quantity if event is not None else None)
-    rows = [*story, *failed, *grown, *facts.surroundings(snapshot), *_capture(snapshot), *facts.source(snapshot)]
+    settings, capture = snapshot.settings, []
+    if settings.watch is not None:
+        kept = counted(settings.history_steps or 0, "step")
+        size = f"{(settings.history_bytes or 0) / 2**20:,.1f} MiB"
+        watched = f"{settings.watch}; {kept} kept since the last copy of the state, which takes {size}"
+        capture = [("capture", watched)]
+    rows = [*story, *failed, *grown, *facts.surroundings(snapshot), *capture, *facts.source(snapshot)]
     versions = dict(facts.versions(snapshot.environment))
     shown = (f"{name} {versions[name]}" for name in ("torch", "python", "devices") if name in versions)
     rows.append(("environment", ", ".join(shown)))
@@ -177,14 +181,6 @@ def _facts(snapshot: Snapshot) -> Table:
     for name, value in rows:
         grid.add_row(name, Text(value))
     return grid
-
-
-def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
-    settings = snapshot.settings
-    if settings.watch is not None:
-        kept = counted(settings.history_steps or 0, "step")
-        size = f"{(settings.history_bytes or 0) / 2**20:,.1f} MiB"
-        yield "capture", f"{settings.watch}; {kept} kept since the last copy of the state, which takes {size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,6 @@ class Export:
     verbosity: Verbosity
 
     def execute(self) -> int:
-        """Write ``model.pt``, ``optimizer.pt`` and ``rng.pt``, as far as the snapshot has them."""
         import torch
 
         from reprokit.grammar import plain_of

@@ -99,19 +99,16 @@ class Shrink:
                     try:
                         return self._run(opened, view, processes, executor, num_slots)
                     except (NotReproduced, Flaky) as error:
-                        self._print_verdict(error)
+                        if self.json:
+                            given = {"input": error.input} if isinstance(error, GivenInput) else {}
+                            said = {**given, "message": error.message, "note": error.note}
+                            print_json({"schema": 1, "verdict": VERDICTS[type(error)], **said})
                         if isinstance(error, GivenInput) and opened.snapshot is not None:
                             from reprokit.render.texts import write_given
 
                             write_given(opened.snapshot, self.folder, source=self.source)
                             say(f"what surrounds it -> {shown_path(self.folder)}", self.verbosity)
                         raise
-
-    def _print_verdict(self, error: ReprokitError) -> None:
-        if self.json:
-            given = {"input": error.input} if isinstance(error, GivenInput) else {}
-            summary = {"verdict": VERDICTS[type(error)], **given, "message": error.message, "note": error.note}
-            print_json({"schema": 1, **summary})
 
     def _opened(self) -> Opened:
         """The snapshot, and the reduction that was named; raises `UsageError` unless both are there and belong."""
@@ -307,12 +304,10 @@ class PlainView(View):
         self._said = time.monotonic()
 
     def say(self, line: str) -> None:
-        """Print the line."""
         say(line)
         self._said = time.monotonic()
 
     def show(self, line: str) -> None:
-        """Print the line if one is due."""
         if self._is_verbose or time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
             self.say(line)
 
@@ -329,11 +324,9 @@ class LiveView(View):
         self._live.start()
 
     def say(self, line: str) -> None:
-        """Print the line above."""
         self._live.console.print(f"reprokit: {visible_line(line)}", markup=False, soft_wrap=True)
 
     def show(self, line: str) -> None:
-        """Draw the line, unless the last one is fresh."""
         from rich.text import Text
 
         now = time.monotonic()

@@ -39,7 +39,6 @@ class ShowTimeline:
     verbosity: Verbosity
 
     def execute(self) -> int:
-        """Print the steps."""
         from reprokit.snapshot.format import load
 
         if is_numbers(self.snapshot):
@@ -159,10 +158,6 @@ def _as_csv(rows: Sequence[Numbers]) -> str:
     return text.getvalue()
 
 
-def _as_json_lines(rows: Sequence[Numbers]) -> str:
-    return "".join(f"{json_line(row)}\n" for row in rows)
-
-
 def _recorded_lines(recorded: Sequence[RecordedStep]) -> Iterator[str]:
     from reprokit.locate.gradient_patterns import gradient_patterns
 
@@ -184,7 +179,7 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-_FORMATS = {"table": _as_table, "jsonl": _as_json_lines, "csv": _as_csv}
+_FORMATS = {"table": _as_table, "jsonl": lambda rows: "".join(f"{json_line(row)}\n" for row in rows), "csv": _as_csv}
 
 
 @click.command("timeline", short_help="Print the steps before the failure in numbers.")

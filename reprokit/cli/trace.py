@@ -57,7 +57,12 @@ class Output:
             try:
                 yield
             finally:
-                self._close()
+                if self.to == "html" and self._file is not None:
+                    from reprokit.render.templates import render_template
+
+                    shown = {"title": self.title, "rows": self._waiting, "histograms": self.histograms}
+                    self._file.write(render_template("trace.html.j2", **shown))
+                    self._file.flush()
 
     def write(self, rows: list[FrameRow]) -> None:
         """Print rows; a page is written at the end."""
@@ -83,15 +88,6 @@ class Output:
             console.print(table(rows, console.width))
             console.print()
 
-    def _close(self) -> None:
-        if self.to == "html" and self._file is not None:
-            from reprokit.render.templates import render_template
-
-            self._file.write(
-                render_template("trace.html.j2", title=self.title, rows=self._waiting, histograms=self.histograms)
-            )
-            self._file.flush()
-
 
 @contextlib.contextmanager
 def _own_stdout() -> Iterator[IO[str]]:
@@ -116,7 +112,6 @@ class TraceScript:
     verbosity: Verbosity
 
     def execute(self) -> int:
-        """Run the script; its own exit code or exception, 0 if it was stopped after the last step."""
         if not self.is_module:
             launch.read_script(self.target)
         tracers: list[FrameRecorder] = []
@@ -178,7 +173,6 @@ class TraceFile:
     verbosity: Verbosity
 
     def execute(self) -> int:
-        """Print the rows."""
         from reprokit.render.module_ranges import recorded_rows
         from reprokit.snapshot.format import load
 

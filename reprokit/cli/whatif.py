@@ -37,7 +37,6 @@ class WhatIf:
     verbosity: Verbosity
 
     def execute(self) -> int:
-        """Make the table and print it."""
         from reprokit.render.sources import open_source
 
         most = 2 * self.seconds + SECONDS_FOR_ALL
@@ -84,7 +83,6 @@ def command(**options: Any) -> WhatIf:
 
 
 def print_table(table: WhatIfResult) -> None:
-    """The table on stderr."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

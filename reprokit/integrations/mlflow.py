@@ -18,6 +18,5 @@ class MlflowSink:
         self._run_id = run_id
 
     def __call__(self, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
         metrics = {_REFUSED.sub("_", name): number for name, number in numbers.items() if name != "step"}
         mlflow.log_metrics(metrics, step=int(numbers["step"]), run_id=self._run_id)

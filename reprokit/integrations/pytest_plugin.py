@@ -20,7 +20,6 @@ _SESSION = pytest.StashKey[Any]()  # of the `Session`, whose module imports torc
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The plugin's options."""
     group = parser.getgroup("reprokit", "saving failing training steps")
     group.addoption("--reprokit", action="store_true", help="Save the first failing step of a training test.")
     group.addoption("--reprokit-dir", metavar="DIR", default=".", help="The folder for snapshots.")
@@ -28,7 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Watch a test."""
     if not item.config.getoption("reprokit") or "torch" not in sys.modules:
         return (yield)
     from reprokit.capture.session import Session

@@ -136,5 +136,4 @@ class WithSpan:
 
     @property
     def snapshots(self) -> list[Path]:
-        """The files written so far."""
         return self._span.snapshots

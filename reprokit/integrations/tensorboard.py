@@ -17,11 +17,9 @@ class TensorBoardSink:
         self._writer = find_framework("torch.utils.tensorboard").SummaryWriter(os.fspath(folder))
 
     def __call__(self, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of a step."""
         for name, number in numbers.items():
             if name != "step":
                 self._writer.add_scalar(name, number, int(numbers["step"]))
 
     def close(self) -> None:
-        """Write what is buffered."""
         self._writer.close()

@@ -17,5 +17,4 @@ class TrackioSink:
         self._log = run.log if run is not None else trackio.log
 
     def __call__(self, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
         self._log({name: number for name, number in numbers.items() if name != "step"}, step=int(numbers["step"]))

@@ -24,5 +24,4 @@ class WandbSink:
         self._run.define_metric("reprokit/*", step_metric="reprokit/step")
 
     def __call__(self, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
         self._run.log({f"reprokit/{name}": number for name, number in numbers.items()})

@@ -61,7 +61,6 @@ def write_call(call: Call, leaf: Leaf) -> Expr | Statement:
 
 
 def callee(target: str) -> str:
-    """The name of a function in a repro."""
     return f"F.{target[len(_FUNCTIONAL) :]}" if target.startswith(_FUNCTIONAL) else target
 
 
@@ -134,23 +133,21 @@ def _access(call: Call, leaf: Leaf) -> Expr | Statement | None:
 
 def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
     """The arguments without those that only repeat a default."""
-    parameters = exact_signature_of(call.target) or _optional_parameters(call.target)
+    parameters = exact_signature_of(call.target)
+    if not parameters:  # a builtin: of the defaults only ``None`` can be relied on
+        described, empty = signature_of(call.target), inspect.Parameter.empty
+        parameters = {n: p if p.default is None else p.replace(default=empty) for n, p in described.items()}
     keywords = {n: v for n, v in call.kwargs.items() if n != "_stacklevel" and not _is_default(v, parameters.get(n))}
     arguments = list(call.args)
     positional = list(parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
         return arguments, keywords
     while 0 < len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
-        if not _means_the_same(call.target, len(arguments) - 1):
+        count = len(arguments) - 1  # `random_(1, None)` is not `random_(1)`: that is another overload
+        if len({tuple(n for n, _ in schema[:count]) for schema in schemas_of(call.target) if len(schema) >= count}) > 1:
             break
         arguments.pop()
     return arguments, keywords
-
-
-def _means_the_same(target: str, count: int) -> bool:
-    """True if ``count`` arguments by position are the same ones for every overload: ``random_(1, None)`` is not
-    ``random_(1)``."""
-    return len({tuple(n for n, _ in schema[:count]) for schema in schemas_of(target) if len(schema) >= count}) <= 1
 
 
 def _flags_by_name(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -177,12 +174,6 @@ def _parameter_names(call: Call, arguments: list[Any]) -> list[str] | None:
         if len(schema) >= count and all(isinstance(v, bool) == t for v, (_, t) in zip(arguments, schema, strict=False))
     }
     return list(fitting.pop()) if len(fitting) == 1 else None
-
-
-def _optional_parameters(target: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a builtin as torch describes them; of the defaults only ``None`` can be relied on."""
-    described = signature_of(target)
-    return {n: p if p.default is None else p.replace(default=inspect.Parameter.empty) for n, p in described.items()}
 
 
 def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:

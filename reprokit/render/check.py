@@ -81,7 +81,10 @@ def outcome_words(subject: Subject | None, code: Code, failure: Failure) -> str:
 
 def message(subject: Subject, failure: Failure, code: Code) -> str:
     """The assertion's message as a string literal, such as ``"F.softmax(x, dim=0) is nan"``."""
-    verb = "is" if _is_all_bad(subject.tensor, subject.way) else "contains"
+    plain = subject.tensor.detach()
+    has_mask = plain.layout is torch.strided and not plain.is_complex()
+    is_all_bad = bool(bad_mask(plain, subject.way).all()) if has_mask else plain.numel() == 1
+    verb = "is" if is_all_bad else "contains"
     text = f"{_about(subject, failure, code)} {verb} {_WORDS[subject.way]}"
     return f"'{text}'" if '"' in text and "'" not in text and "\\" not in text else quoted(text)
 
@@ -103,13 +106,6 @@ def _question(tensor: torch.Tensor, way: str) -> str:
     if tensor.is_complex() or not {PLUS, MINUS} <= {way, *ways_of(tensor)}:
         return "torch.isinf"
     return "torch.isposinf" if way == "+inf" else "torch.isneginf"
-
-
-def _is_all_bad(tensor: torch.Tensor, way: str) -> bool:
-    plain = tensor.detach()
-    if plain.layout is not torch.strided or plain.is_complex():
-        return plain.numel() == 1
-    return bool(bad_mask(plain, way).all())
 
 
 def _candidates(program: Program, failure: Failure) -> Iterator[int]:

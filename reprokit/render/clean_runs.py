@@ -107,7 +107,6 @@ class Server:
 
 
 def main(torch_folder: str) -> None:
-    """Load torch, then serve."""
     sys.modules["reprokit"] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
     if torch_folder not in sys.path:
         sys.path.append(torch_folder)

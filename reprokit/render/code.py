@@ -41,7 +41,6 @@ class Reads:
         self.uses = Counter(ref.value for call in program.calls for ref in iter_refs((call.args, call.kwargs)))
 
     def is_unused(self, value: int) -> bool:
-        """True if nobody asks for a value."""
         return not self.uses[value] and value not in self._keep
 
     def is_done(self, value: int, index: int) -> bool:
@@ -126,12 +125,16 @@ class Targets:
         outputs = call.outputs
         if isinstance(outputs, Ref):
             if outputs.value not in self._names:
-                return self._give(outputs.value, self._noun(outputs.value, names.name_for_output(call)), index)
+                is_result = outputs.value in self._keep and not self._reads.uses[outputs.value]
+                return self._give(outputs.value, "out" if is_result else names.name_for_output(call), index)
             return None if is_in_place(call.target) else self._names[outputs.value]
         if not call.output_refs() or not isinstance(outputs, (list, tuple)):
             return None
         if self._is_indexable(call, outputs):
-            return self._indexed(outputs, names.name_for_list(call))
+            name = self._names.unique(names.name_for_list(call))
+            for place, part in enumerate(outputs):
+                self._names.adopt(part.value, f"{name}[{place}]")
+            return name
         return self._unpacked(outputs, iter(names.names_for_parts(call, len(outputs))), index)
 
     def _is_indexable(self, call: Call, outputs: Any) -> bool:
@@ -142,13 +145,6 @@ class Targets:
         has_names_for_parts = len(set(names.names_for_parts(call, len(outputs)))) > 1
         is_named = has_names_for_parts or any(ref.value in self._nouns for ref in iter_refs(outputs))
         return len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not written.intersection(outputs)
-
-    def _indexed(self, outputs: Any, noun: str) -> str:
-        """One variable for all parts, which go by their places in it."""
-        name = self._names.unique(noun)
-        for place, part in enumerate(outputs):
-            self._names.adopt(part.value, f"{name}[{place}]")
-        return name
 
     def _unpacked(self, outputs: Any, nouns: Iterator[str], index: int) -> str:
         parts = []
@@ -169,9 +165,6 @@ class Targets:
         if own is None:
             return self._names.give(value, noun)
         return self._names.reuse(value, own, lambda other: self._reads.is_done(other, index))
-
-    def _noun(self, value: int, noun: str) -> str:
-        return "out" if value in self._keep and not self._reads.uses[value] else noun
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +290,10 @@ class _Writer:
             if item.role == "rng" and seed_of(self._tensors[item.value]) is None:
                 name = self._names.give(item.value, "rng")
                 self._side[name] = self._tensors[item.value].detach().cpu()
-        inputs = [line for item in self._needed_inputs() if (line := self._write_input(item))]
+        returned = {ref.value for ref in self._program.outputs}
+        needed = (i for i in self._program.inputs if i.value in returned or not self._reads.is_unused(i.value))
+        given = [item for item in needed if item.role != "rng" and item.value not in self._names]
+        inputs = [line for item in given if (line := self._write_input(item))]
         for index, call in enumerate(self._program.calls):
             self._write_call(index, call)
         body = [piece for line in under_modes(self._lines) for piece in fold(line, self._width)]
@@ -315,11 +311,6 @@ class _Writer:
         return [load], ("from pathlib import Path", "", *imports)
 
     # -- inputs --------------------------------------------------------------------------------------------------
-
-    def _needed_inputs(self) -> list[Input]:
-        returned = {ref.value for ref in self._program.outputs}
-        needed = (i for i in self._program.inputs if i.value in returned or not self._reads.is_unused(i.value))
-        return [item for item in needed if item.role != "rng" and item.value not in self._names]
 
     def _write_input(self, item: Input) -> str:
         """The line that makes an input, empty when it reads best where it is used."""
@@ -372,11 +363,14 @@ class _Writer:
                 setter = "torch.cuda.set_rng_state" if state.numel() <= 64 else "torch.set_rng_state"
                 self._add(f'{setter}(saved["{self._names[call.mode.rng.value]}"])', mode)
         if call.is_optimizer_step:
-            for line in write_step(call, self._leaf, self._names, self._tensors):
-                self._add(line, mode)
+            self._lines += [Line(line, mode) for line in write_step(call, self._leaf, self._names, self._tensors)]
             return
         if call.target == ZERO_GRAD:
-            self._write_zero_grad(call, mode)
+            owners = [self._leaf(ref).text for ref in iter_refs(call.args)]
+            if len(owners) > 2:
+                self._add(f"for parameter in [{', '.join(owners)}]:\n    parameter.grad = None", mode)
+            else:
+                self._lines += [Line(f"{owner}.grad = None", mode) for owner in owners]
             return
         written = self._written_to_fit(call, mode)
         if is_in_place(call.target):
@@ -426,14 +420,6 @@ class _Writer:
 
     def _add(self, text: str, mode: Mode) -> None:
         self._lines.append(Line(text, mode))
-
-    def _write_zero_grad(self, call: Call, mode: Mode) -> None:
-        owners = [self._leaf(ref).text for ref in iter_refs(call.args)]
-        if len(owners) <= 2:
-            for owner in owners:
-                self._add(f"{owner}.grad = None", mode)
-            return
-        self._add(f"for parameter in [{', '.join(owners)}]:\n    parameter.grad = None", mode)
 
     def _is_inlinable(self, index: int, call: Call, written: Expr) -> bool:
         """True if only one later call reads the result, so that it can be written there."""

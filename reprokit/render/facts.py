@@ -75,12 +75,8 @@ def where(snapshot: Snapshot) -> str:
     failure, inside = snapshot.failure, module(snapshot)
     phase = wording.phase_words(failure)
     place = f", in module {wording.code_span(inside)}" if inside else ""
-    if (
-        failure.call is not None
-        and not failure.module
-        and failure.phase != Phase.OPTIMIZER
-        and phase != wording.OUTSIDE
-    ):
+    is_outside = failure.call is not None and not failure.module and failure.phase != Phase.OPTIMIZER
+    if is_outside and phase != wording.OUTSIDE:
         place = f", {wording.OUTSIDE}"
     calls = snapshot.program.calls
     is_validation = failure.phase == Phase.FORWARD and bool(calls) and not any(call.mode.grad for call in calls)
@@ -164,18 +160,15 @@ def versions(environment: Environment) -> list[Fact]:
 
 
 def libraries(environment: Environment) -> list[Fact]:
-    """The libraries that the program had imported."""
     return _shown(sorted(environment.libraries.items()))
 
 
 def settings(environment: Environment) -> list[Fact]:
-    """Environment variables and switches of torch."""
     switches = ((name.replace("_", " "), value) for name, value in environment.switches.items())
     return _shown([*sorted(environment.variables.items()), *switches])
 
 
 def source(snapshot: Snapshot) -> list[Fact]:
-    """The command, and the state of the repository."""
     git = snapshot.source
     changed = ", with uncommitted changes" if git.dirty else ""
     return _shown(

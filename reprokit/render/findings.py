@@ -76,7 +76,6 @@ def page(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def one_line(diagnosis: Diagnosis) -> str:
-    """The diagnosis in a line for a terminal."""
     if not diagnosis.is_known:
         return "none of the known causes fits"
     words = f"{diagnosis.title} ({diagnosis.confidence})"

@@ -18,7 +18,6 @@ from reprokit.render.templates import Template, find_template
 from reprokit.render.verify import VerifyResult
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reduction import Reduction
-from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif.table import MINIMUM
@@ -105,7 +104,10 @@ def title_of(snapshot: Snapshot, reduction: Reduction | None = None, expectation
     version = f"torch {number}" if number else ""
     dtype = _autocast(snapshot)  # training ran under it, and the repro may need none
     lost = f"{dtype} autocast in training" if dtype and not _autocast(source) else ""
-    parts = (_dtype(source), lost, _device(source, snapshot), version)
+    devices = snapshot.environment.devices
+    home = home_of(Candidate(source.program, source.tensors))
+    device = devices[0] if home == "cuda" and devices else home.upper()
+    parts = (_dtype(source), lost, device, version)
     details = ", ".join(part for part in parts if part)
     return f"{': '.join(filter(None, (headline, found.words)))} ({redact_text(details)})"
 
@@ -144,11 +146,14 @@ def _long_texts(
     log = "\n".join(map(str, reduction.log)) if reduction is not None else ""
     found = reduction.diagnosis if reduction is not None else None
     diagnosis = shorten_paths(findings.markdown(found)) if found is not None else ""
+    collected, environment = redact_text(snapshot.environment.collect_env.strip()), snapshot.environment
+    libraries = f"{collected}\n\n{_lines(facts.libraries(environment))}"
+    versions = libraries if collected else _lines(facts.versions(environment))
     return {
         "script": script.text.rstrip(),
         "output": cut(shorten_paths(redact_text(shown_output(verified))), MAX_OUTPUT_CHARACTERS),
         "traceback": shorten_paths(redact_text(verified.error_output.rstrip())),
-        "versions": _versions(snapshot.environment),
+        "versions": versions.strip(),
         "log": redact_source(wording.renamed(log, script.names)),
         "variants": findings.table_markdown(reduction.whatif, MINIMUM, script.names) if reduction is not None else "",
         "diagnosis": wording.renamed(diagnosis, _names_of_data(script, reduction)),
@@ -176,19 +181,6 @@ def _autocast(source: Reduction | Snapshot) -> str:
     index = source.failure.call_index
     autocast = source.program.calls[index].mode.autocast if index is not None else ()
     return autocast[0][1].removeprefix("torch.") if autocast else ""
-
-
-def _device(source: Reduction | Snapshot, snapshot: Snapshot) -> str:
-    home = home_of(Candidate(source.program, source.tensors))
-    names = snapshot.environment.devices
-    return names[0] if home == "cuda" and names else home.upper()
-
-
-def _versions(environment: Environment) -> str:
-    collected = redact_text(environment.collect_env.strip())
-    if not collected:
-        return _lines(facts.versions(environment))
-    return f"{collected}\n\n{_lines(facts.libraries(environment))}".strip()
 
 
 def _lines(rows: Iterable[facts.Fact]) -> str:

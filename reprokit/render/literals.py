@@ -33,7 +33,6 @@ class Literal:
 
     @property
     def text(self) -> str:
-        """The expression."""
         return f"torch.{self.function}({', '.join(self.arguments)}){self.suffix}"
 
     def requiring_grad(self) -> str:
@@ -43,7 +42,6 @@ class Literal:
         return replace(self, arguments=(*self.arguments, "requires_grad=True")).text
 
     def then(self, suffix: str) -> Literal:
-        """The same with something behind it."""
         return replace(self, suffix=self.suffix + suffix)
 
 

@@ -27,7 +27,6 @@ from reprokit.render.names import identifier, name_for_input, numbered
 from reprokit.render.spelling import input_words, operand_words, result_words
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
-from reprokit.shrink.context.layers import Layer
 from reprokit.shrink.context.piece import SEED, Context, initial, modules_in_order, own_values
 from reprokit.shrink.context.step import is_container
 from reprokit.shrink.context.tree import ROOT, Block, Key, Tree, calls_of
@@ -177,7 +176,6 @@ class ModuleScript:
         return len(self.text.splitlines())
 
     def write(self, folder: Path) -> Path:
-        """Write it into ``folder``; its path."""
         path = folder / MODULE_FILE
         write_text(path, self.text)
         return path
@@ -203,7 +201,6 @@ class _Writer:
         self._texts: dict[str, list[str]] = {}
 
     def write(self, num_calls_before: int | None, version: str) -> ModuleScript | None:
-        """The whole script."""
         start = self._random_start()
         if start is None:
             return None
@@ -222,16 +219,11 @@ class _Writer:
         if setup is None or code.side:
             return None
         check = write_check(subject, self._context.failure, code) if subject is not None else []
-        classes = list(self._texts.values())
+        outcome, classes = outcome_words(subject, code, self._context.failure), list(self._texts.values())
         lines = [line for block in (*classes, setup, code.inputs, code.body) for line in block]
         text = render_template(
             "repro_module.py.j2",
-            header=list(
-                map(
-                    visible_line,
-                    self._header(num_calls_before, version, outcome_words(subject, code, self._context.failure)),
-                )
-            ),
+            header=list(map(visible_line, self._header(num_calls_before, version, outcome))),
             imports=_imports(lines),
             classes=classes,
             setup=[*setup, *code.inputs, *start],
@@ -394,7 +386,11 @@ class _Writer:
 
     def _made(self, block: Block) -> str:
         if block.layer is not None:
-            return _layer_text(block.layer)
+            layer = block.layer
+            arguments = [expression.argument(value, _no_tensor) for value in layer.arguments]
+            options = {name: expression.argument(value, _no_tensor) for name, value in layer.options.items()}
+            ending = ".eval()" if not layer.training and layer.cls.startswith(_MODE_MATTERS) else ""
+            return f"{expression.call(f'nn.{layer.cls}', arguments, options).text}{layer.suffix}{ending}"
         if is_container(block.scope):
             return f"nn.Sequential({', '.join(self._made(child) for child in _children(block))})"
         return f"{self._classes[block.key]}()"
@@ -422,13 +418,6 @@ def _uniform_mode(block: Block) -> Mode | None:
     """The modes that everything in a block ran in, ``None`` when they differ."""
     modes = {needed_mode(call) for call in calls_of(block)}
     return modes.pop() if len(modes) == 1 else None
-
-
-def _layer_text(layer: Layer) -> str:
-    arguments = [expression.argument(value, _no_tensor) for value in layer.arguments]
-    options = {name: expression.argument(value, _no_tensor) for name, value in layer.options.items()}
-    ending = ".eval()" if not layer.training and layer.cls.startswith(_MODE_MATTERS) else ""
-    return f"{expression.call(f'nn.{layer.cls}', arguments, options).text}{layer.suffix}{ending}"
 
 
 def _no_tensor(value: Any) -> Expr:

@@ -102,7 +102,6 @@ class Identifiers:
         return value in self._of
 
     def as_dict(self) -> dict[int, str]:
-        """Every name, by value number."""
         return dict(self._of)
 
     def give(self, value: int, base: str) -> str:
@@ -166,7 +165,6 @@ def name_for_input(item: Input, program: Program, word: str | None = None) -> st
 
 
 def has_own_name(item: Input) -> bool:
-    """True unless the name of an input is generic."""
     return _own_name(item) is not None
 
 
@@ -206,7 +204,6 @@ def parameter_taking(call: Call, value: int) -> str | None:
 
 
 def name_for_output(call: Call) -> str:
-    """A noun for the result of a call."""
     if not is_torch_function(call.target):  # a module, or a function of the user's
         return "out"
     word = call.name.strip("_")
@@ -225,9 +222,11 @@ def names_for_parts(call: Call, count: int) -> list[str]:
     """Nouns for the parts of a result with several tensors."""
     if not is_torch_function(call.target):
         return ["out"] * count
-    fields = _return_fields(call.target)
+    namespace, _, name = call.target.rpartition(".")
+    cls = getattr(torch.return_types, _NAMESPACES.get(namespace, "") + name, None)
+    fields = getattr(cls, "__match_args__", ())
     if len(fields) == count:
-        return fields
+        return [field.lower() for field in fields]
     word = call.name.strip("_")
     return [_PART_NOUNS.get(word) or identifier(word) or "part"] * count
 
@@ -267,9 +266,3 @@ def _readable(parameter: str) -> str:
 def name_for_list(call: Call) -> str:
     """A noun for all parts of a result together."""
     return {"where": "places", "nonzero": "places", "chunk": "chunks"}.get(call.name, "parts")
-
-
-def _return_fields(target: str) -> list[str]:
-    namespace, _, name = target.rpartition(".")
-    cls = getattr(torch.return_types, _NAMESPACES.get(namespace, "") + name, None)
-    return [field.lower() for field in getattr(cls, "__match_args__", ())]

@@ -166,6 +166,11 @@ def write_report(
     tables = reduction.whatif if reduction is not None else WhatIfResult()
     reason = reduction.diagnosis if reduction is not None else None
     layer_steps = sorted({row.step for row in snapshot.layers or ()})
+    layers = []
+    for quantity, name in QUANTITIES.items():
+        series = by_layer(snapshot.layers or [], quantity, snapshot.end_of_story, MAX_LAYERS)
+        if len(layer_steps) > 1 and series:
+            layers.append((f"{name[:1].upper()}{name[1:]}", list(heat_map(series, layer_steps))))
     content = {
         "title": title if title is not None else title_of(snapshot, reduction),
         "headline": wording.headline(failure),
@@ -181,7 +186,7 @@ def write_report(
         "operands_left_out": max(0, len(operands) - MAX_OPERANDS),
         "positions": found.positions,
         "way_classes": _CLASSES,
-        "layers": list(_layers(snapshot, layer_steps)),
+        "layers": layers,
         "layer_steps": layer_steps,
         "timeline": list(_timeline(snapshot)),
         "frames": shown_frames,
@@ -225,13 +230,6 @@ def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
         if svg is not None:
             last = next(value for _, value in reversed(points) if value is not None)
             yield Chart(name, svg, f"last {number_words(last, 4)}")
-
-
-def _layers(snapshot: Snapshot, steps: Sequence[int]) -> Iterator[tuple[str, list[tuple[str, list[HeatCell]]]]]:
-    for quantity, name in QUANTITIES.items():
-        series = by_layer(snapshot.layers or [], quantity, snapshot.end_of_story, MAX_LAYERS)
-        if len(steps) > 1 and series:
-            yield f"{name[:1].upper()}{name[1:]}", list(heat_map(series, steps))
 
 
 def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyResult) -> list[str]:

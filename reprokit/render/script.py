@@ -51,7 +51,6 @@ class Script:
 
     @property
     def num_shown_lines(self) -> int:
-        """All lines."""
         return self.text.rstrip().count("\n") + 1
 
     @property
@@ -80,7 +79,6 @@ def unverified(script: Script) -> Script:
 
 
 def require_repro(script: Script) -> None:
-    """Raise `UsageError` where there is no repro."""
     if script.reason:
         raise UsageError(f"there is no repro: {script.reason}", hint="render the issue or the report with --as")
 

@@ -227,7 +227,6 @@ def script_of(path: Path) -> Script:
 
 
 def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Script:
-    """The repro of a reduction."""
     if reduction.no_repro:
         return Script("", reason=reduction.no_repro)
     version = (snapshot.environment.torch or None) if snapshot is not None else None
@@ -260,7 +259,6 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
 
 
 def snapshot_script(snapshot: Snapshot) -> Script:
-    """The repro of a whole snapshot."""
     failure = snapshot.failure
     is_given = failure.is_given
     reason = given_input(failure, snapshot.program, snapshot.tensors).message if is_given else missing_cause(snapshot)

@@ -71,7 +71,6 @@ def in_users_words(snapshot: Snapshot) -> Snapshot:
 
 
 def operand_words(calls: Sequence[Call]) -> dict[int, str]:
-    """The names of the values that calls read."""
     return _read_as(calls, _name)
 
 
@@ -140,7 +139,6 @@ def _of_call(node: ast.Call, call: Call) -> Sequence[ast.expr] | None:
 
 
 def rank_of(node: ast.AST) -> Rank:
-    """The rank of a part of a line."""
     if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
         operators = node.ops if isinstance(node, ast.Compare) else [node.op]
         symbol = SYMBOLS.get(type(operators[0]), "")

@@ -247,7 +247,6 @@ class _Watch:
                 found.inputs[value] = known
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Measure what a call wrote."""
         found = self._found
         for value in written_by(call, found.failure):
             if value in values:
@@ -390,18 +389,13 @@ def _path_to(found: Survey, origin: int) -> tuple[int | None, list[int]]:
         if not known:
             return None, path
         bad = [pair for pair in known if pair[1].is_bad]
-        computed = [pair for pair in known if _is_computed(found, pair[0], index)]
+        makers = [(pair, found.writer(pair[0], index)) for pair in known]  # `torch.zeros` makes it out of nothing
+        computed = [pair for pair, made in makers if made is not None and found.program.calls[made].input_refs()]
         value, _ = max(bad or computed or known, key=lambda pair: _oddness(pair[1]))
         before = found.writer(value, index)
         if before is None:
             return value, path
         path.insert(0, before)
-
-
-def _is_computed(found: Survey, value: int, before: int) -> bool:
-    """True if a value was made from others, and not out of nothing, such as by ``torch.zeros``."""
-    index = found.writer(value, before)
-    return index is not None and bool(found.program.calls[index].input_refs())
 
 
 def _oddness(found: Range) -> tuple[bool, bool, float]:

@@ -55,7 +55,6 @@ def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
 
 
 def render_template(name: str, folder: Path | None = None, /, **context: Any) -> str:
-    """The text of a template."""
     return jinja_environment(folder).get_template(name).render(**context)
 
 
@@ -93,7 +92,6 @@ class Template:
 
 
 def template_names() -> list[str]:
-    """The issue templates that come with the tool."""
     return sorted(path.name.removesuffix(".md.j2") for path in (template_folder() / "issue").glob("[!_]*.md.j2"))
 
 

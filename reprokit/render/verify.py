@@ -22,10 +22,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, require_file
+
+if TYPE_CHECKING:
+    from reprokit.render.module import ModuleScript
+    from reprokit.render.script import Script
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0
@@ -81,12 +85,10 @@ class VerifyResult:
 
     @property
     def is_unanimous(self) -> bool:
-        """True if every run ended in the same way."""
         return self.agreed == self.times
 
     @property
     def fails(self) -> bool:
-        """True if the runs that agree show the bug."""
         return self.exit_code == SHOWS_BUG
 
     @property
@@ -107,17 +109,6 @@ class VerifyResult:
             "output": self.output,
             "seconds": round(self.seconds, 3),
         }
-
-
-class Writable(Protocol):
-    """A script that can be written into a folder."""
-
-    @property
-    def text(self) -> str:
-        """The source."""
-
-    def write(self, folder: Path) -> Path:
-        """Write it; its path."""
 
 
 class CleanProcesses:
@@ -162,7 +153,7 @@ class CleanProcesses:
             self._server = None
         self._folders.close()
 
-    def begin(self, script: Writable, times: int) -> Verification:
+    def begin(self, script: Script | ModuleScript, times: int) -> Verification:
         """Start to run a script that is not on disk; a text without a side file is run once, however often asked."""
         known = self._known.get(script.text)
         if known is not None and not getattr(script, "side", None):
@@ -218,7 +209,6 @@ class Verification:
         self._result: VerifyResult | None = None
 
     def result(self) -> VerifyResult:
-        """Wait for all runs."""
         if self._result is None:
             runs = self._processes.runs(*self._job)
             self._result = _judge(runs, time.perf_counter() - self._started)

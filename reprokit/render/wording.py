@@ -127,7 +127,6 @@ def written(failure: Failure) -> str:
 
 
 def observed(failure: Failure) -> str:
-    """The observation as a sentence."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
     if failure.kind == "function":
         return f"The check `{failure.check[1]}` holds for what the program leaves behind."
@@ -303,16 +302,10 @@ def phase_words(failure: Failure) -> str:
     is_called = failure.kind == "exception" and failure.call is not None
     if is_called and failure.phase == Phase.FORWARD and failure.module is None:
         return OUTSIDE
-    if (
-        failure.phase == Phase.BACKWARD
-        and failure.kind in ("nan", "inf")
-        and failure.call
-        and not failure.is_derivative
-    ):
+    is_custom = failure.phase == Phase.BACKWARD and failure.kind in ("nan", "inf") and not failure.is_derivative
+    if is_custom and failure.call:
         return f"in {_CUSTOM}"
-    return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[
-        failure.phase
-    ]
+    return "in the optimizer step" if failure.phase == Phase.OPTIMIZER else f"in the {failure.phase} pass"
 
 
 def code_span(text: str) -> str:
@@ -350,5 +343,4 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def longest_run(text: str, character: str) -> int:
-    """The length of the longest run of a character."""
     return max((len(run) for run in re.findall(re.escape(character) + "+", text)), default=0)
