@@ -16,7 +16,7 @@ from reprokit.locate.diagnose import diagnose
 from reprokit.locate.diagnosis import Diagnosis, resting_on_replay
 from reprokit.program.ir import Program
 from reprokit.render.fix_code import fix_code
-from reprokit.render.spelling import in_users_words
+from reprokit.render.names import in_users_words
 from reprokit.shrink import reducer
 from reprokit.shrink.reducer import MAX_TIME, SearchStopped
 from reprokit.shrink.reduction import Reduction, WhatIfResult

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reprokit.capture.early.alarm import TrainingEvent
 from reprokit.capture.failure_text import cause_line, growth, place_line, what
-from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_name, current_folder
+from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Watch, check_name, current_folder
 from reprokit.errors import UsageError
+from reprokit.snapshot.source import Source
 from reprokit.story import StepNumbers
 from reprokit.words import print_line, replay_words
 

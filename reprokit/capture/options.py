@@ -14,23 +14,7 @@ from typing import Literal, get_args
 
 from reprokit.capture.early.alarm import EventKind
 from reprokit.errors import UsageError, ignored_errors
-from reprokit.snapshot.source import SOURCES, Source
-
-__all__ = [
-    "AFTER",
-    "DEFAULT_ON",
-    "DEFAULT_PERCENT",
-    "EVENTS",
-    "ON",
-    "SOURCES",
-    "WATCH",
-    "After",
-    "On",
-    "Source",
-    "Watch",
-    "check_options",
-    "events_in",
-]
+from reprokit.snapshot.source import SOURCES
 
 After = Literal["stop", "continue"]
 Watch = Literal["sampled", "every-step"]

@@ -31,7 +31,6 @@ from reprokit.capture.options import (
     DEFAULT_ON,
     DEFAULT_PERCENT,
     After,
-    Source,
     Watch,
     check_name,
     check_options,
@@ -50,6 +49,7 @@ from reprokit.capture.save.choose_step import Place, SkippedLoss
 from reprokit.capture.save.exceptions import ends_training
 from reprokit.errors import UsageError, ignored_errors, pass_on
 from reprokit.locate.quantity import number_of
+from reprokit.snapshot.source import Source
 from reprokit.story import RecordedStep, StepNumbers, flat
 from reprokit.words import print_line, visible_line
 

@@ -40,6 +40,7 @@ from reprokit.cli.console import (
     say,
 )
 from reprokit.errors import UsageError, pass_on
+from reprokit.snapshot.source import SOURCES, Source
 from reprokit.words import json_line
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Capture:
     history: int | None
     watch: options.Watch
     on: tuple[str, ...]
-    source: options.Source
+    source: Source
     json: bool
     verbosity: Verbosity
     budget: float | None = options.DEFAULT_PERCENT
@@ -389,7 +390,7 @@ class Watch:
 )
 @click.option(
     "--source",
-    type=click.Choice(options.SOURCES),
+    type=click.Choice(SOURCES),
     default="traceback",
     show_default=True,
     help="How much of your code the snapshot holds: the lines that a traceback shows, none, or all that is known.",

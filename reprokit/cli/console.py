@@ -78,6 +78,13 @@ def common_options(command: Callable[..., Plan]) -> Callable[..., Plan]:
     return quiet(verbose(json_option(with_verbosity)))
 
 
+def max_time_option(
+    default: float, help: str = "Give up after S seconds.", name: str = "max_time"
+) -> Callable[[Any], Any]:
+    """``--max-time``."""
+    return click.option("--max-time", name, type=Seconds(), default=default, show_default=True, metavar="S", help=help)
+
+
 def gone(name: str, instead: str, *, is_flag: bool = False) -> Callable[[Any], Any]:
     """An option that was removed: an error that names what to use instead."""
 

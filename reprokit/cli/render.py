@@ -18,11 +18,11 @@ from reprokit.capture.block import shown_path
 from reprokit.cli.console import (
     SECONDS,
     FilePath,
-    Seconds,
     Verbosity,
     check_file,
     common_options,
     deadline,
+    max_time_option,
     print_json,
     print_text,
     remove_unfinished,
@@ -185,9 +185,7 @@ class RenderIssue(Render):
 @click.option("--with-data", is_flag=True, help="Pack recorded values even if there are many.")
 @click.option("-o", "--output", type=FilePath(), metavar="OUT", help="Where to write; stdout without it.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite OUT if it exists.")
-@click.option(
-    "--max-time", type=Seconds(), default=SECONDS, show_default=True, metavar="S", help="Give up after S seconds."
-)
+@max_time_option(SECONDS)
 @common_options
 def command(kind: str | None, **options: Any) -> Render:
     """Render a snapshot or a reduction as a text. Nothing is ever sent."""
@@ -236,9 +234,7 @@ class Verify:
 @click.command("verify", short_help="Run a repro in clean processes and compare.")
 @click.argument("path", type=FilePath(), metavar="(FILE | DIR | repro.py)")
 @click.option("--times", type=click.IntRange(min=1), default=20, show_default=True, help="How often to run it.")
-@click.option(
-    "--max-time", type=Seconds(), default=SECONDS, show_default=True, metavar="S", help="Give up after S seconds."
-)
+@max_time_option(SECONDS)
 @click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the failure is gone.")
 @common_options
 def verify_command(**options: Any) -> Verify:

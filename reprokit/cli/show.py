@@ -12,11 +12,11 @@ from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.failure_text import growth, what
 from reprokit.cli.console import (
     FilePath,
-    Seconds,
     Verbosity,
     common_options,
     deadline,
     make_folder,
+    max_time_option,
     print_json,
     say,
     shown_command,
@@ -67,7 +67,7 @@ class Show:
 
 @click.command("show", short_help="Show what a snapshot holds.")
 @click.argument("snapshot", type=FilePath(), metavar="FILE")
-@click.option("--max-time", type=Seconds(), default=30, show_default=True, metavar="S", help="Give up after S seconds.")
+@max_time_option(30)
 @click.option(
     "--frames",
     type=click.IntRange(min=1),

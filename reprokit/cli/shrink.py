@@ -15,12 +15,12 @@ import click
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import (
     FilePath,
-    Seconds,
     Verbosity,
     common_options,
     deadline,
     gone,
     make_folder,
+    max_time_option,
     print_json,
     remove_unfinished,
     say,
@@ -237,14 +237,7 @@ class Shrink:
 @click.option("-o", "--output", type=FilePath(), metavar="DIR", help="Folder for the results.")
 @click.option("-f", "--force", is_flag=True, help="Write into DIR even if it holds something.")
 @click.option("--check", metavar="SPEC", help=f"What counts as the failure: {SYNTAX}. Default: what was captured.")
-@click.option(
-    "--max-time",
-    type=Seconds(),
-    default=MAX_TIME,
-    show_default=True,
-    metavar="S",
-    help="Search for S seconds at most, after the replays.",
-)
+@max_time_option(MAX_TIME, "Search for S seconds at most, after the replays.")
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option(
     "--jobs",

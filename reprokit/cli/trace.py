@@ -18,7 +18,16 @@ import click
 
 from reprokit.capture import launch
 from reprokit.capture.options import rank_suffix, with_part
-from reprokit.cli.console import FilePath, Seconds, Verbosity, check_file, common_options, deadline, say, too_long
+from reprokit.cli.console import (
+    FilePath,
+    Verbosity,
+    check_file,
+    common_options,
+    deadline,
+    max_time_option,
+    say,
+    too_long,
+)
 from reprokit.errors import UsageError
 from reprokit.words import counted
 
@@ -226,7 +235,7 @@ class _Command(click.Command):
 @click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format of the rows.")
 @click.option("-o", "--output", type=FilePath(), metavar="FILE", help="Write the rows to FILE.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite FILE if it exists.")
-@click.option("--max-time", type=Seconds(), default=60, show_default=True, metavar="S", help="For a snapshot.")
+@max_time_option(60, "For a snapshot.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | FILE) [ARGS]...")
 @common_options

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, deadline, gone, print_json, say, too_long
+from reprokit.cli.console import (
+    FilePath,
+    Verbosity,
+    common_options,
+    deadline,
+    gone,
+    max_time_option,
+    print_json,
+    say,
+    too_long,
+)
 from reprokit.cli.shrink import open_view
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
@@ -62,15 +72,7 @@ class WhatIf:
 
 @click.command("whatif", short_help="Run a failing program in other precisions, compiled and so on.")
 @click.argument("source", type=FilePath(), metavar="(FILE | DIR)")
-@click.option(
-    "--max-time",
-    "seconds",
-    type=Seconds(),
-    default=DEFAULT_SECONDS,
-    show_default=True,
-    metavar="S",
-    help="Stop after S seconds.",
-)
+@max_time_option(DEFAULT_SECONDS, "Stop after S seconds.", "seconds")
 @click.option("--keep", is_flag=True, help="Keep the table in the reduction, for `reprokit render`.")
 @gone("--progress", "-q prints errors only, --json prints the result")
 @common_options

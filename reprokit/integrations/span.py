@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from reprokit.capture import launch
 from reprokit.capture.block import capture
 from reprokit.capture.early.alarm import TrainingEvent
-from reprokit.capture.options import After, Source, Watch
+from reprokit.capture.options import After, Watch
+from reprokit.snapshot.source import Source
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session

@@ -25,13 +25,14 @@ from reprokit.render.literals import as_given, is_same, number_text
 from reprokit.render.names import (
     Identifiers,
     identifier,
+    is_written_as_method,
     name_for_input,
     name_for_output,
     numbered,
+    result_words,
     schemas_of,
     signature_of,
 )
-from reprokit.render.spelling import is_written_as_method, result_words
 
 _METHOD = "torch.Tensor."
 _FUNCTIONAL = "torch.nn.functional."

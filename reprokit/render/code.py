@@ -23,8 +23,7 @@ from reprokit.render import call_code, names
 from reprokit.render.call_code import Statement, write_step
 from reprokit.render.expression import WIDTH, Expr, fold
 from reprokit.render.literals import Literal, as_given, literal
-from reprokit.render.names import Identifiers
-from reprokit.render.spelling import input_words, result_words
+from reprokit.render.names import Identifiers, input_words, result_words
 from reprokit.shrink.plainness import seed_of
 
 

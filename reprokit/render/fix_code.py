@@ -19,7 +19,7 @@ from reprokit.program.statement import called_name, parsed
 from reprokit.render import call_code, expression
 from reprokit.render.call_code import Leaf, Statement, labels
 from reprokit.render.expression import BINARY, Expr
-from reprokit.render.spelling import Match, is_inside_another, match_of, operand_nodes, rank_of
+from reprokit.render.names import Match, is_inside_another, match_of, operand_nodes, rank_of
 
 _LAYER = re.compile(r"\.(\d+)(?=\.|$)")  # of a list in the path of a parameter
 MAX_LINES = 6  # a fix that takes more lines is not shown as code

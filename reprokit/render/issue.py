@@ -12,8 +12,8 @@ from typing import Any
 
 from reprokit.render import facts, findings, wording
 from reprokit.render.expectation import OWN, Expectation, expect
+from reprokit.render.names import in_users_words
 from reprokit.render.script import Script
-from reprokit.render.spelling import in_users_words
 from reprokit.render.templates import Template, find_template
 from reprokit.render.verify import VerifyResult
 from reprokit.shrink.candidate import Candidate

@@ -23,8 +23,7 @@ from reprokit.render.code import Code, needed_mode, write_program
 from reprokit.render.expression import WIDTH, Expr, fold
 from reprokit.render.gate import require_closed
 from reprokit.render.literals import Literal, is_same, literal, number_text
-from reprokit.render.names import identifier, name_for_input, numbered
-from reprokit.render.spelling import input_words, operand_words, result_words
+from reprokit.render.names import identifier, input_words, name_for_input, numbered, operand_words, result_words
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.piece import SEED, Context, initial, modules_in_order, own_values

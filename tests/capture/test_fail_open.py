@@ -72,7 +72,7 @@ NOT_IN_THESE_RUNS = {
     "rewind.meeting",  # `test_faults_of_ranks.py`
     "hooks.compiled_calls",  # `test_a_fault_where_compiled_code_fails`
     *("failure_text", "save.exceptions"),
-    *("run.shards", "save.unshard"),  # several processes
+    "save.unshard",  # several processes
     "run.reports",
 }
 HOME = "reprokit.capture."

@@ -124,7 +124,7 @@ UNSAVED = (
     MODEL
     + """
 import reprokit
-from reprokit.capture.run import shards
+from reprokit.capture.run import ranks
 from reprokit.capture.save import choose_step
 
 def fail(name):
@@ -137,8 +137,8 @@ choose_step.DEFAULT_STATE_BYTES = whole
 talks = True
 fail("talks")
 talks = False
-shards._TO_ANSWER = 0.5
-shards.Exchange._answer = lambda *args, **kwargs: None
+ranks._TO_ANSWER = 0.5
+ranks.Exchange._answer = lambda *args, **kwargs: None
 fail("silent")
 dist.destroy_process_group()
 """
@@ -152,8 +152,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-from reprokit.capture.run.shards import Unanswered
-from reprokit.capture.run.shards import Shards, unit_parameters
+from reprokit.capture.run.ranks import Unanswered
+from reprokit.capture.run.ranks import Shards, unit_parameters
 from reprokit.capture.save.unshard import unsharded
 
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

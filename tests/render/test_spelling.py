@@ -12,7 +12,7 @@ from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.program.statement import variables
 from reprokit.render.call_code import labels
 from reprokit.render.code import write_program
-from reprokit.render.spelling import in_users_words, operand_words
+from reprokit.render.names import in_users_words, operand_words
 from reprokit.snapshot.format import Snapshot
 from tests.render.programs import site_of
 

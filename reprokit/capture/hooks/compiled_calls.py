@@ -23,7 +23,7 @@ from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.hooks.stepping import Stepping
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
-from reprokit.capture.record.frames import learn_loop
+from reprokit.capture.record.roots import learn_loop
 from reprokit.capture.record.structure import is_leaf, iter_tensors
 from reprokit.capture.record.transformed import CompiledCall, begin_call, names_in, owners_in
 from reprokit.capture.run.run_state import RunState

@@ -27,7 +27,7 @@ from reprokit.capture.hooks.suspects import OwnGradient
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Noted, is_of_torch
 from reprokit.capture.record.entry import Entry, versions_of
-from reprokit.capture.record.frames import compiled_call, learn_loop
+from reprokit.capture.record.roots import compiled_call, learn_loop
 from reprokit.capture.record.screens import Verdict, bad_tensor, is_handed_to_kernel
 from reprokit.capture.record.state import options_of
 from reprokit.capture.record.structure import iter_tensors, repeatable

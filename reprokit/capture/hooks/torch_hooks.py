@@ -23,7 +23,7 @@ from reprokit import torch_private
 from reprokit.capture.hooks.compiled_calls import CompiledCalls
 from reprokit.capture.hooks.composite_calls import WholeCalls
 from reprokit.capture.hooks.stepping import Stepping
-from reprokit.capture.record.frames import HAS_FRAME_OF_APPLY, applying
+from reprokit.capture.record.roots import HAS_FRAME_OF_APPLY, applying
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.transformed import MAKES, PULLS, RUNS, TransformCalls
 from reprokit.locate.compiled import DEFAULT

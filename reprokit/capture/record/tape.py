@@ -27,10 +27,9 @@ from reprokit.capture.record.entry import (
     stamps_of,
     versions_of,
 )
-from reprokit.capture.record.frames import caller_of, first_user_frame, plain_caller
 from reprokit.capture.record.function_facts import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
 from reprokit.capture.record.kinds import EntryKind
-from reprokit.capture.record.roots import RootCalls
+from reprokit.capture.record.roots import RootCalls, caller_of, first_user_frame, plain_caller
 from reprokit.capture.record.screens import is_telling
 from reprokit.capture.record.stack import StackedMode
 from reprokit.capture.record.structure import ATOMS, iter_tensors, repeatable, with_own_index

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from reprokit import torch_private
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry, generator_states, versions_of
-from reprokit.capture.record.frames import first_user_frame
+from reprokit.capture.record.roots import first_user_frame
 from reprokit.capture.record.structure import ATOMS, iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.tensor_names import note_unfollowed

@@ -34,8 +34,8 @@ from reprokit.capture.rewind.measure_steps import LayerMeter, layers_of
 from reprokit.capture.rewind.meeting import FAILED, Meeting, Parted, SavedElsewhere, Stopped
 from reprokit.capture.rewind.replayer import quiet_hooks
 from reprokit.capture.rewind.updates import BadUpdate, give, on_plain, write_to
+from reprokit.capture.run.ranks import Unanswered
 from reprokit.capture.run.run_state import RunState
-from reprokit.capture.run.shards import Unanswered
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked

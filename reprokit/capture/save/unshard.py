@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reprokit.capture.rewind.replayer import code_of
-from reprokit.capture.run.shards import Slot, Unanswered, unit_parameters
+from reprokit.capture.run.ranks import Slot, Unanswered, unit_parameters
 
 _DISTRIBUTED = os.path.join("torch", "distributed", "")
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional")  # namespaces of operators
