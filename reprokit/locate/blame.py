@@ -28,16 +28,19 @@ __all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_excepti
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
 
 
-def locate(program: Program, tensors: Tensors, *, looks_into_backward: bool = False) -> Failure | None:
+def locate(
+    program: Program, tensors: Tensors, *, looks_into_backward: bool = False, through: int | None = None
+) -> Failure | None:
     """Run ``program`` and name the origin of its failure, or ``None`` when nothing goes wrong.
 
     Watched, first one wins: exceptions; the tensors that differentiation starts from; the gradients it leaves on leaf
     inputs; later writes into these; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for
     a program that names a function it may not name. ``looks_into_backward``: every gradient of the last backward call
-    is examined, so that no second run is needed if one is bad.
+    is examined, so that no second run is needed if one is bad. ``through`` is a value that lets something bad in an
+    input through: then the call that made it is the origin.
     """
     inner = _last_backward(program) if looks_into_backward else None
-    return _located(program, tensors, Notes(program, watch=_watch, inner=inner))
+    return _located(program, tensors, Notes(program, watch=_watch, inner=inner), through)
 
 
 def outcome_or_failure(program: Program, tensors: Tensors, keep: Set[int]) -> Outcome | Failure:
@@ -49,14 +52,14 @@ def outcome_or_failure(program: Program, tensors: Tensors, keep: Set[int]) -> Ou
 
 
 def locate_with_losses(
-    program: Program, tensors: Tensors, losses: Set[int]
+    program: Program, tensors: Tensors, losses: Set[int], through: int | None = None
 ) -> tuple[Failure | None, dict[int, torch.Tensor]]:
     """The same and the ``losses`` (value numbers) that backward calls start from, in one run where one is enough.
 
     One is enough where the program has a single backward call and nothing hides behind an infinity.
     """
     notes = Notes(program, watch=_watch, wanted=losses, inner=_last_backward(program))
-    return _located(program, tensors, notes), notes.losses
+    return _located(program, tensors, notes, through), notes.losses
 
 
 def _last_backward(program: Program) -> GradientWatch | None:
@@ -64,7 +67,7 @@ def _last_backward(program: Program) -> GradientWatch | None:
     return GradientWatch(program, backward[-1]) if backward else None
 
 
-def _located(program: Program, tensors: Tensors, notes: Notes) -> Failure | None:
+def _located(program: Program, tensors: Tensors, notes: Notes, through: int | None = None) -> Failure | None:
     outcome = notes.run(tensors)
     if outcome.error is not None and notes.found is None:
         return _with_cause(exception_failure(program, outcome), program, tensors, notes)
@@ -73,7 +76,7 @@ def _located(program: Program, tensors: Tensors, notes: Notes) -> Failure | None
         return None
     if found.is_gradient:
         return _blame_gradient(program, tensors, notes, found)
-    return _Walk(program, tensors, notes).blame(found.value, found.way, found.index)
+    return _Walk(program, tensors, notes, through).blame(found.value, found.way, found.index)
 
 
 def last_bad(program: Program, tensors: Tensors, within: int) -> int | None:
@@ -270,15 +273,17 @@ def _bad_given(program: Program, notes: Notes, index: int) -> tuple[int, str] | 
 
 
 class _Walk:
-    """Follows a bad value back to its origin."""
+    """Follows a bad value back to its origin, at the most to the value ``through`` if that leads to an input."""
 
-    def __init__(self, program: Program, tensors: Tensors, notes: Notes) -> None:
+    def __init__(self, program: Program, tensors: Tensors, notes: Notes, through: int | None = None) -> None:
         self._program = program
+        self._through = through
         self._tensors = tensors
         self.notes = notes
 
     def blame(self, value: int, way: str, at: int) -> Failure:
         """The origin of ``value`` being bad in this way when call number ``at`` reads it."""
+        passed: Failure | None = None
         while True:
             index = self.notes.writer(value, at)
             given = self._given_to_maker(value) if index is None else None
@@ -286,7 +291,10 @@ class _Walk:
                 value, way, at = given
                 continue
             if index is None:
-                return self._blame_input(value, way, at)
+                origin = self._blame_input(value, way, at)
+                return replace(passed, marker=origin.input_name) if passed is not None else origin
+            if value == self._through and passed is None:
+                passed = self._blame_call(index, value, way)
             step = self._culprit(index, way)
             if step is None:
                 return self._blame_call(index, value, way)

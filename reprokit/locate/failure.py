@@ -97,6 +97,8 @@ class Failure:
     ``event`` is what makes a step fail in which every value may be finite: a kind of `EVENTS`. Then ``call`` is the
     first one that is unlike the last healthy step.
     ``difference`` is that of a mismatch between the ranks of a training, which one process cannot show.
+    ``marker`` is an input of which healthy steps hold such bad values too, for what is missing: ``call`` drops them
+    there and lets them through here. Without a call that is not known, and ``marker`` is ``input_name``.
     ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
     """
 
@@ -119,6 +121,7 @@ class Failure:
     spectrum: Annotated[str, one_of("", "zero", "repeated")] = ""
     cause: Failure | None = None
     event: Predicate | None = left_out()
+    marker: Name | None = left_out()
     difference: RankDifference | None = left_out()
 
     @property
@@ -130,6 +133,11 @@ class Failure:
     def is_given(self) -> bool:
         """True if an input of the program is bad before the first call reads it."""
         return self.kind in ("nan", "inf") and self.call is None and self.input_name is not None
+
+    @property
+    def through(self) -> int | None:
+        """The value in which the origin lets bad values of an input through; `None` for another origin."""
+        return self.value if self.marker is not None and self.call is not None else None
 
     @property
     def reference(self) -> tuple[str, str]:

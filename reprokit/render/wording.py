@@ -145,6 +145,9 @@ def observed(failure: Failure) -> str:
         return f"{name} raises `{kind}`" + (f": {message(failure)}." if message(failure) else ".")
     if failure.call is None:
         return f"The input {name} is already {kind} before the first call reads it."
+    if failure.through is not None:
+        there = "In healthy steps before, which are given such values too, it drops them."
+        return f"{name} lets the {kind} of the input `{failure.marker}` through. {there}"
     if failure.drop is not None:
         return _observed_drop(failure, failure.drop)
     if failure.is_derivative:

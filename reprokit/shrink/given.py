@@ -33,11 +33,14 @@ def given_input(failure: Failure, program: Program, tensors: Mapping[int, torch.
     size = f"{failure.num_bad:,} of {counted(failure.num_elements, 'element')}"
     is_made = any(failure.value in call.output_refs() for call in program.calls)
     uses = "computes it, by other means than recorded calls" if is_made else "uses it first"
+    note = "no call of the step makes the bad value, so there is nothing to reduce and no repro"
+    if failure.marker is not None:
+        note = f"healthy steps before hold {failure.kind} in it too; which call lets it through here is not known"
     return GivenInput(
         f"`{failure.input_name}` holds {failure.kind} before any recorded call reads it: {size}{where}",
         found,
         hint=f"this line {uses}: {site.file}:{site.line}: {site.code}" if site is not None else None,
-        note="no call of the step makes the bad value, so there is nothing to reduce and no repro",
+        note=note,
     )
 
 

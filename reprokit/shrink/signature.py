@@ -62,7 +62,8 @@ class Signature:
     ``position`` is where in the origin's arguments the input with the bad gradient stands, or the one it wrote into.
     ``drop`` is ``given`` or ``made`` if the forward pass drops NaN values: they came with the data, or the origin made
     them. The node that multiplies zero with a NaN that the origin made may be another one in a smaller program.
-    ``cause`` is kind and call of the bad value behind an exception, ``spectrum`` as in `Failure`.
+    ``cause`` is kind and call of the bad value behind an exception, ``spectrum`` as in `Failure`. ``operands``: how
+    many tensors a call reads that lets a bad one through (`Failure.marker`); ``nan[0]`` shows nothing of ``nan[mask]``.
     """
 
     phase: Phase
@@ -76,6 +77,7 @@ class Signature:
     is_overflow: bool = False
     spectrum: str = ""
     cause: tuple[str, str | None] | None = None
+    operands: int | None = None
 
     @classmethod
     def of(cls, failure: Failure, program: Program) -> Signature:
@@ -93,6 +95,7 @@ class Signature:
             failure.is_overflow,
             failure.spectrum,
             (failure.cause.kind, failure.cause.call) if failure.cause is not None else None,
+            len(program.calls[failure.call_index or 0].input_refs()) if failure.through is not None else None,
         )
 
     def summary(self) -> Signed:

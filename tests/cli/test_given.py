@@ -45,6 +45,77 @@ def test_a_bad_batch_is_named_with_its_row_and_line(tmp_path: Path, run_python: 
     assert "verified" not in done.stdout + done.stderr
 
 
+MARKED = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(8)]
+for number, (_, y) in enumerate(batches):
+    y[number % 6] = float("nan")  # a missing label in every batch
+for step, (x, y) in enumerate(batches):
+    optimizer.zero_grad()
+    pred = model(x)
+    mask = ~torch.isnan(y if step < 5 else x[:, :1])
+    {line}
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "call"),
+    [
+        ("diff = pred - y; loss = diff[mask].square().mean()", "torch.Tensor.__getitem__"),
+        ("loss = (pred - torch.where(mask, y, pred.detach())).square().mean()", "torch.where"),
+        ("y = y.clone(); y[~mask] = 0.0; loss = (pred - y).square().mean()", "torch.Tensor.__setitem__"),
+    ],
+)
+def test_a_wrong_mask_that_lets_a_missing_label_through_is_the_failure(
+    line: str, call: str, tmp_path: Path, run_python: Run
+) -> None:
+    (tmp_path / "train.py").write_text(MARKED.format(line=line))
+    assert run_python("-m", "reprokit", "capture", "-o", "snap.repro.pt", "train.py").returncode == 3
+    done = run_python("-m", "reprokit", "shrink", "snap.repro.pt", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["verdict"], summary["calls"]) == ("reduced", 1)
+    assert (summary["signature"]["call"], summary["signature"]["kind"]) == (call, "nan")
+    assert summary["repro"]["verified"] == "20/20"
+    repro = (tmp_path / "snap" / "repro.py").read_text()
+    assert 'float("nan")' in repro and ("torch.tensor(True)" in repro or "torch.tensor(False)" in repro)
+    assert f"`{call}` lets the nan of the input" in (tmp_path / "snap" / "issue.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "is_said"),
+    [
+        ("diff = pred - y; loss = (diff[mask] if step < 5 else diff).square().mean()", True),
+        ("loss = (pred + (y if step == 5 else 0)).square().mean()", False),
+    ],
+)
+def test_where_no_call_is_found_the_note_says_that_healthy_steps_had_it(
+    line: str, is_said: bool, tmp_path: Path, run_python: Run
+) -> None:
+    (tmp_path / "train.py").write_text(MARKED.format(line=line).replace("y if step < 5 else x[:, :1]", "y[:, :1]"))
+    assert run_python("-m", "reprokit", "capture", "-o", "snap.repro.pt", "train.py").returncode == 3
+    done = run_python("-m", "reprokit", "shrink", "snap.repro.pt", "--json")
+    assert done.returncode == 4 and json.loads(done.stdout)["verdict"] == "given"
+    assert ("healthy steps before hold nan in it too" in done.stderr) is is_said
+
+
+def test_a_row_of_a_data_set_that_a_batch_takes_is_given(tmp_path: Path, run_python: Run) -> None:
+    batches = "data = torch.randn(30, 3)\ndata[21, 1] = float('nan')\nbatches = range(0, 30, 5)"
+    loop = TRAIN.replace("batches = [torch.randn(5, 3) for _ in range(6)]\n", f"{batches}\n")
+    loop = loop.replace('batches[4].numpy()[2, 1] = float("nan")\n', "").replace("(batch)", "(data[batch : batch + 5])")
+    (tmp_path / "train.py").write_text(loop)
+    assert run_python("-m", "reprokit", "capture", "-o", "snap.repro.pt", "train.py").returncode == 3
+    done = run_python("-m", "reprokit", "shrink", "snap.repro.pt", "--json")
+    assert done.returncode == 4
+    assert json.loads(done.stdout)["input"]["rows"] == [21] and "healthy steps" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "exit_code"),
     [

@@ -422,6 +422,9 @@ class Failures:
         made = snapshot_of(self._run_state, noticed, self._command, described)
         if self._kept is not None and id(made.culprit) in self._kept_for:
             return self._kept
+        if made.snapshot.failure.is_given and self._run_state.ranks.is_alone:
+            with contextlib.suppress(NotKept):  # the user's code may not run again with the state of then
+                made = EventStep(self._run_state, noticed, self._command, described).beside_healthy(made)
         return replace(made, snapshot=self._place.private(made.snapshot))
 
     def _announcement(self, noticed: Noticed) -> str:

@@ -25,7 +25,9 @@ from reprokit.capture.early.detectors import Alarm, Finding
 from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep
 from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.screens import bad_tensor
 from reprokit.capture.record.state import CannotGoBack
+from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.find_bad_step import Rewind
 from reprokit.capture.rewind.measure_steps import MeasuredStep, OutOfTime, StepMeter
@@ -43,6 +45,7 @@ from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure, Predicate, RankDifference
 from reprokit.locate.gains import Step, blocked, explained
+from reprokit.locate.let_through import let_through
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
 
@@ -56,6 +59,7 @@ _RECENT = 32  # of them: numbers of a run drift, and those of its first steps ar
 _LEAST = 8  # healthy steps that a played number is compared with
 _GAP = 8  # steps before a number that it is not compared with: a slow rise would be its own reference
 _LEAST_RATIO = 0.3  # of gradient norms and updates, see `early.detectors`
+_MOST_BESIDE = 4  # healthy steps that a failing one is compared with
 _PHASES = {"loss": Phase.FORWARD, "gradient norm": Phase.BACKWARD, "update": Phase.OPTIMIZER}
 _OBSERVED = {"loss": "loss", "gradient norm": "gradient", "update": "parameter"}
 
@@ -146,19 +150,37 @@ class EventStep(Describing):
         measured = [] if rewind.notes else meter.steps  # a played loss that is not that of training dates nothing
         begun, healthy, predicate = _beginning(steps, measured, alarm, number)
         quantity = predicate.quantity
+        reference = self._program_of(steps, healthy, quantity)
+
+        def explain(program: Program, tensors: Tensors) -> Failure:
+            failure = Failure(_PHASES[quantity], alarm.kind, event=predicate)
+            return explained(Step(program, tensors), reference, failure)
+
+        with self._begun(steps, begun, quantity) as failed:
+            return make_snapshot(replace(failed, explain=explain), self._noticed.frame)
+
+    def beside_healthy(self, made: BuiltSnapshot) -> BuiltSnapshot:
+        """``made``, of which an input is bad, with what healthy steps before tell of that: see `let_through`."""
+        snapshot = made.snapshot
+        tensors = {v: tensor.to(made.devices.get(v, tensor.device)) for v, tensor in snapshot.tensors.items()}
+        with self._kept() as steps:
+            alike = [n for n, step in enumerate(steps) if step.completed < snapshot.step and _is_given_bad(step)]
+            for number in alike[::-1][:_MOST_BESIDE]:
+                healthy = self._program_of(steps, number, "gradient norm")
+                found = let_through(snapshot.failure, Step(snapshot.program, tensors), healthy)
+                if found is not None:
+                    return replace(made, snapshot=replace(snapshot, failure=found))
+        return made
+
+    def _program_of(self, steps: list[PastStep], number: int, quantity: str) -> Step:
         recorded: list[Step] = []
 
         def keep(program: Program, tensors: Tensors) -> None:
             recorded.append(Step(program, {value: tensor.detach().clone() for value, tensor in tensors.items()}))
 
-        def explain(program: Program, tensors: Tensors) -> Failure:
-            failure = Failure(_PHASES[quantity], alarm.kind, event=predicate)
-            return explained(Step(program, tensors), recorded[0], failure)
-
-        with self._begun(steps, healthy, quantity) as failed:
+        with self._begun(steps, number, quantity) as failed:
             replay_step(replace(failed, explain=keep), self._noticed.frame)
-        with self._begun(steps, begun, quantity) as failed:
-            return make_snapshot(replace(failed, explain=explain), self._noticed.frame)
+        return recorded[0]
 
     @contextmanager
     def _begun(self, steps: list[PastStep], number: int, quantity: str) -> Iterator[FailedStep]:
@@ -228,6 +250,10 @@ class _Shares:
             return shares[-1] >= _MOSTLY
         then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
         return then >= _MOSTLY and 1.0 - then < _ABOUT * (1.0 - usual)
+
+
+def _is_given_bad(step: PastStep) -> bool:
+    return bad_tensor(t for entry in step.entries for t in iter_tensors((entry.args, entry.kwargs))) is not None
 
 
 def _position(steps: Sequence[PastStep], place: int) -> int | None:

@@ -101,7 +101,7 @@ def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[
         found, outcome = observed(program, tensors, failure, losses)
         return found, outcome.values
     if failure.kind not in (EXCEPTION, MISMATCH) and (failure.call_index is not None or failure.input_name is not None):
-        return locate_with_losses(program, tensors, losses)
+        return locate_with_losses(program, tensors, losses, failure.through)
     outcome = run(program, tensors, keep=frozenset(losses))
     return exception_failure(program, outcome) if outcome.error is not None else None, outcome.values
 

@@ -12,12 +12,13 @@ from typing import Self
 from reprokit.errors import NotReproduced
 from reprokit.locate.blame import exception_failure, locate, locate_exception
 from reprokit.locate.failure import EXCEPTION, Failure, is_vacuous
-from reprokit.locate.ways import MINUS, PLUS
+from reprokit.locate.ways import MINUS, PLUS, ways_of
 from reprokit.program.interpreter import run
 from reprokit.program.ir import OPAQUE, Phase, Program
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.exact import origin_of
 from reprokit.shrink.given import given_input
+from reprokit.shrink.recording import record
 from reprokit.shrink.signature import (
     ALL_WAYS,
     Given,
@@ -38,10 +39,11 @@ class NonfiniteCheck(SignatureCheck):
 
     Both infinities are one kind, so for an infinity both are forbidden in inputs, unless the snapshot itself was given
     the other one (a mask filled with ``-inf``). ``given`` are the inputs and constants of the snapshot that are bad: a
-    NaN that marks a missing label, parameters that an earlier step ruined.
+    NaN that marks a missing label, parameters that an earlier step ruined. ``through`` is `Failure.through`.
     """
 
     given: Given = frozenset()
+    through: int | None = None
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is a value that is not finite."""
@@ -59,7 +61,7 @@ class NonfiniteCheck(SignatureCheck):
         matrix with repeated singular values does not become one of lower rank.
         """
         is_gradient = self.wanted is not None and self.wanted.backward_node is not None
-        found = locate(candidate.program, candidate.tensors, looks_into_backward=is_gradient)
+        found = locate(candidate.program, candidate.tensors, looks_into_backward=is_gradient, through=self.through)
         if found is None or is_vacuous(found, candidate.program):
             return None
         is_compared = self.wanted is not None and (self.wanted.is_overflow or self.wanted.spectrum)
@@ -75,11 +77,14 @@ class NonfiniteCheck(SignatureCheck):
         if failure.is_given:
             raise given_input(failure, whole.program, whole.tensors)
         given = given_by(whole.program, whole.tensors)
+        if failure.through is not None:  # what the origin reads may become an input
+            read = record(whole, frozenset({failure.call_index or 0})).inputs
+            given |= {(value, way) for (_, value), tensor in read.items() for way in ways_of(tensor)}
         forbidden = frozenset({failure.way})
         if failure.kind == "inf":
             forbidden |= {PLUS, MINUS} - {way for _, way in given}
         wanted = Signature.of(_compared(failure, whole), whole.program)
-        return replace(self, wanted=wanted, forbidden=forbidden - {""}, given=given)
+        return replace(self, wanted=wanted, forbidden=forbidden - {""}, given=given, through=failure.through)
 
     def is_clean(self, candidate: Candidate) -> bool:
         """True if nothing is bad that was not bad in the snapshot; an incoming gradient has to be finite."""
