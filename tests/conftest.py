@@ -92,8 +92,7 @@ def verified_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(verify, "sys", ForkingSystem())
 
 
-@pytest.fixture
-def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_few_times(patch: pytest.MonkeyPatch) -> None:
     """A reduction's repro runs four times in clean processes, not 20: for tests that are about something else."""
     from reprokit.render import texts, verify
 
@@ -102,7 +101,13 @@ def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin_few(self: Any, script: Path, times: int, *seconds: float) -> Any:
         return begin(self, script, 4 if times == texts.TIMES else times, *seconds)
 
-    monkeypatch.setattr(verify.CleanProcesses, "begin_file", begin_few)
+    patch.setattr(verify.CleanProcesses, "begin_file", begin_few)
+
+
+@pytest.fixture
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run_few_times`."""
+    run_few_times(monkeypatch)
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def test_markup_in_a_report_is_noticed(hostile: ModuleType, text: str) -> None:
     assert not hostile.html_escapes("<p title='hostile0'><code>hostile0</code></p>")
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(ANYTHING)
 @example("__0__")
 def test_prose_is_text_and_code(text: str) -> None:
@@ -101,7 +101,7 @@ def test_an_html_comment_stays_a_comment(text: str) -> None:
     assert "-->" not in f"<!--{shown}" and "--!>" not in shown and "\n" not in shown
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(ANYTHING)
 def test_any_text_leaves_the_code_of_a_repro_as_it_is(text: str) -> None:
     snapshot = snapshot_of(masked_softmax())

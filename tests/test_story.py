@@ -15,8 +15,7 @@ from torch import nn
 import reprokit
 from reprokit import Snapshot
 from reprokit.cli.app import main as command
-from reprokit.story import LayerNumbers, by_layer, chapters, paragraph
-from reprokit.words import number_words
+from reprokit.story import LayerNumbers, chapters
 
 STEPS = range(20)
 
@@ -58,20 +57,6 @@ def test_a_layer_that_does_not(quantity: str, values: dict[int, float]) -> None:
     assert chapters(rows("a", quantity, values), 20) == []
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(2990.4, "2990"), (12345.6, "12300"), (0.00123456, "0.00123"), (1.3768e8, "1.38e+08"), (math.inf, "inf")],
-)
-def test_a_number_below_a_million_has_no_exponent(value: float, words: str) -> None:
-    assert number_words(value) == words
-
-
-def test_a_growth_does_not_begin_with_the_noise_before_it() -> None:
-    noise = {step: 0.3 * (1 + 0.02 * (step % 4)) for step in STEPS}  # rises by chance in the steps before
-    found = chapters(rows("a", "gradient", {**noise, **{s: 0.3 * 20.0 ** (s - 15) for s in range(16, 20)}}), 20)
-    assert [chapter.step for chapter in found] == [16]
-
-
 def test_within_a_step_the_first_layer_in_the_direction_of_the_pass_comes_first() -> None:
     def jump(module: str, quantity: str, value: float) -> list[LayerNumbers]:
         return rows(module, quantity, dict.fromkeys(range(15, 20), value))
@@ -87,25 +72,6 @@ def test_within_a_step_the_first_layer_in_the_direction_of_the_pass_comes_first(
         ("b", "update over weight"),
         ("a", "update over weight"),
     ]
-
-
-def test_the_failing_step_is_no_news() -> None:
-    assert chapters(rows("a", "activation", {19: math.inf}), 19) == []
-
-
-def test_order_of_time_and_then_of_distance() -> None:
-    late, far = rows("late", "gradient", {18: 1e3, 19: 1e3}), rows("far", "gradient", {17: 1e9, 18: 1e9, 19: 1e9})
-    near = rows("near", "gradient", {17: 1e3, 18: 1e3, 19: 1e3})
-    found = chapters([*late, *near, *far], 20)
-    assert [chapter.module for chapter in found] == ["far", "near", "late"]
-    assert paragraph(found, most=2).count("`") == 4 and paragraph([]) == ""
-
-
-def test_by_layer_keeps_those_that_left_their_course() -> None:
-    many = [row for n in range(50) for row in rows(f"h.{n}", "gradient", {19: 1e6} if n == 40 else {})]
-    shown = [series.module for series in by_layer(many, "gradient", 20, 5)]
-    assert len(shown) == 5 and "h.40" in shown
-    assert by_layer(many, "zeros", 20, 5) == []
 
 
 @given(st.lists(st.floats() | st.none(), max_size=30), st.sampled_from(["gradient", "update", "activation", "zeros"]))

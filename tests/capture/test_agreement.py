@@ -20,7 +20,7 @@ from tests.conftest import import_benchmark
 agree, generated = import_benchmark("agree"), import_benchmark("generated")
 FIELDS = {name: st.sampled_from(choices) for name, choices in generated.CHOICES.items()}
 LOOPS = st.builds(generated.Loop, **FIELDS).map(generated.Loop.settled)
-FEW = settings(derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
+FEW = settings(derandomize=True, max_examples=8, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_the_ways_of_watching_agree(loop: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(FEW, max_examples=10)
+@settings(FEW, max_examples=4)
 @given(LOOPS)
 def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
     assert agree.alarms(loop.healthy) == []
@@ -42,17 +42,11 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
     "features",
     [
         {"fault": "row", "convert": "grown", "bad_step": 3, "event_step": 2},  # a module is replaced midway
-        {"fault": "row", "update": "by_data", "convert": "grown", "event_step": 3},
         {"fault": "gate", "norm": "moving", "teacher": "average"},  # buffers are replaced by every forward
-        {"fault": "rate", "norm": "moving", "history": 7},
-        {"fault": "loss", "style": "actor_critic", "norm": "moving", "teacher": "average", "bad_step": 1},
-        {"fault": "gate", "style": "turns", "norm": "moving", "teacher": "average", "bad_step": 3, "history": 7},
         {"fault": "loss", "update": "by_data", "convert": "bfloat16", "bad_step": 1},  # converted before it is seen
         {"fault": "overflow", "update": "lbfgs", "history": 1},
         {"fault": "fake", "style": "adversarial"},  # a graph from before the critic's update
-        {"fault": "fake", "style": "adversarial", "optimizer": "adamw", "history": 1},
         {"fault": "backward", "style": "recurrent"},  # a state that is handed on without its graph
-        {"fault": "raise_forward", "style": "recurrent", "norm": "batch"},
         {"fault": "row", "style": "actor_critic", "norm": "batch", "teacher": "copied"},  # buffers written by the loop
         {"fault": "loss", "batch": "reused"},  # one tensor for all batches
         {"fault": "eps", "zero": "kept", "bad_step": 7},  # a gradient that is None until then
@@ -61,15 +55,12 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
         {"fault": "buffer", "style": "turns", "extra": "evaluation", "is_slow": True},  # a sweep in an evaluation
         {"fault": "loss", "zero": "kept", "losses": "separate", "bad_step": 0},  # gradients of the step that failed
         {"fault": "loss", "update": "by_grad", "bad_step": 0},  # a gradient that is set is not dropped
-        {"fault": "overflow", "update": "by_grad", "accumulate": 2, "bad_step": 3},
         {"fault": "input", "batch": "cleared", "accumulate": 3, "losses": "separate"},  # a batch is no gradient
-        {"fault": "input", "losses": "penalty", "accumulate": 2, "bad_step": 1},  # bad in `autograd.grad` and backward
         {"fault": "row", "convert": "bfloat16", "zero": "kept", "bad_step": 5, "event_step": 5},  # gradients converted
         {"fault": "overflow", "block": "random_depth", "batch": "augmented", "accumulate": 3},  # Python's generator
         {"fault": "rate", "freeze": "from", "zero": "kept"},  # a gradient from before the freezing
         {"fault": "write", "style": "turns", "bad_step": 0},  # a ruined row that the step after it does not read
         {"fault": "write", "bad_step": 5, "steps": 6},  # the last thing that a training does
-        {"fault": "write", "freeze": "from", "bad_step": 0, "optimizer": "own"},  # frozen between step and finding
         {"fault": "forward", "norm": "moving", "teacher": "copied", "scaler": True, "bad_step": 0},  # a late flag
     ],
     ids=lambda features: "-".join(str(value) for value in features.values()),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,31 +92,6 @@ def test_it_is_saved(loop: Callable[[], None], tmp_path: Path) -> None:
     assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
 
 
-class Growing(nn.Module):
-    """Asks for one more feature with every call from the bad step on, in the replay too."""
-
-    def __init__(self, counter: Iterator[int]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.counter = counter
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) @ torch.ones(3 + max(0, next(self.counter) - BAD_STEP + 1), 1)
-
-
-def test_another_message_in_the_replay_is_said(tmp_path: Path) -> None:
-    model = Growing(itertools.count())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loop() -> None:
-        for _, x, _ in batches():
-            update(optimizer, model(x).mean())
-
-    snapshot = capture_raising(loop, RuntimeError, tmp_path)
-    note = snapshot.fidelity_note or ""
-    assert snapshot.fidelity == "unfaithful" and "training raised RuntimeError" in note and "and 4x1" in note
-
-
 def test_nothing_is_saved_when_exceptions_are_not_failures(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Session(directory=tmp_path, on=("nonfinite",)) as session:
         shape_mismatch()
@@ -144,7 +118,6 @@ class Checked(nn.Module):
         self.table = nn.Embedding(3, 2)
 
     def forward(self, h: torch.Tensor, fail: str) -> torch.Tensor:
-        assert fail != "assert", "the width is wrong"
         if fail == "index":
             return h + self.table(torch.full((8,), 3))
         if fail == "matrix":
@@ -169,15 +142,6 @@ def shape_mismatch() -> None:
         update(optimizer, classify(model, x[:, :3] if step == BAD_STEP else x, y))
 
 
-@raising(RuntimeError, "forward", ("torch.matmul", "torch.Tensor.matmul", "torch.Tensor.__matmul__"))
-def shape_mismatch_in_the_loop() -> None:
-    model, weight = plain_net(), nn.Parameter(torch.ones(2, 2))
-    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
-    for step, x, y in batches():
-        h = model(x)
-        update(optimizer, F.cross_entropy((h.T if step == BAD_STEP else h) @ weight, y))
-
-
 @raising(IndexError, "forward", ("torch.nn.functional.embedding",), module="checked.table")
 def index_out_of_range() -> None:
     train_deep("index")
@@ -191,11 +155,6 @@ def singular_matrix() -> None:
 @raising(RuntimeError, "forward", ("torch.empty",), module="checked")
 def out_of_memory() -> None:
     train_deep("memory")
-
-
-@raising(AssertionError, "forward", (None,), module="checked")
-def assertion_in_a_forward() -> None:
-    train_deep("assert")
 
 
 @raising(IndexError, "forward", ("torch.nn.functional.cross_entropy",))
@@ -330,21 +289,6 @@ def test_a_mistake_of_the_program_is_not_about_a_value(mistake: str, error: type
     assert (snapshot.observed_at, snapshot.step) == ("exception", BAD_STEP)
 
 
-def test_an_exception_of_a_model_with_other_buffers_is_its_own(tmp_path: Path) -> None:
-    class Odd(nn.Linear):
-        def buffers(self, recurse: bool = True) -> Any:
-            return []
-
-        def modules(self) -> Any:
-            raise RuntimeError("not now")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise ValueError("the model's own")
-
-    with pytest.raises(ValueError, match="the model's own"), Session(directory=tmp_path):
-        Odd(2, 2)(torch.ones(1, 2))
-
-
 # -- what is no failure ---------------------------------------------------------------------------------------------
 
 
@@ -452,7 +396,6 @@ class Net(nn.Module):
 
     def forward(self, x, fail):
         h = self.first(x[:, :3] if fail == "shape" else x)
-        assert fail != "assert", "no"
         return self.second(h)
 
 def step(model, optimizer, x, y, fail):
@@ -469,7 +412,7 @@ def main(fail):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(5):
         x = torch.randn(8, 4)
-        y = (x.sum(1) > 0).long() + (7 if number == 3 and fail == "classes" else 0)
+        y = (x.sum(1) > 0).long()
         step(model, optimizer, x, y, fail if number == 3 else "")
         print(number)
     if fail == "after":
@@ -478,17 +421,8 @@ def main(fail):
         raise SystemExit(9)
 """
 
-LOGGED = """
-import logging, sys
-try:
-    main("shape")
-except Exception:
-    logging.exception("training failed")
-    sys.exit(5)
-"""
 
-
-@pytest.mark.parametrize(("fail", "code"), [("shape", 3), ("assert", 1), ("loop", 1), ("classes", 3)])
+@pytest.mark.parametrize(("fail", "code"), [("shape", 3), ("loop", 1)])
 def test_the_traceback_is_the_one_that_python_prints(fail: str, code: int, run_python: Run, tmp_path: Path) -> None:
     """What the script raises itself may be no failure, so its exit code stays its own."""
     plain, watched = run_both(TRAINING + f'\nmain("{fail}")\n', run_python, tmp_path)
@@ -498,13 +432,6 @@ def test_the_traceback_is_the_one_that_python_prints(fail: str, code: int, run_p
     assert [path.name for path in tmp_path.glob("*.pt")] == ["train-step3.repro.pt"]
     last_line = watched.stderr.splitlines()[-1]
     assert last_line.startswith("reprokit: next: reprokit ") and last_line.endswith("train-step3.repro.pt")
-
-
-def test_a_script_that_turns_the_exception_into_an_exit(run_python: Run, tmp_path: Path) -> None:
-    plain, watched = run_both(TRAINING + LOGGED, run_python, tmp_path)
-    assert (plain.returncode, watched.returncode) == (5, 3)
-    assert "Traceback" in watched.stderr and watched.stdout == plain.stdout
-    assert [path.name for path in tmp_path.glob("*.pt")] == ["train-step3.repro.pt"]
 
 
 HYDRA = """
@@ -532,12 +459,6 @@ def exits_while_handling() -> None:
         raise SystemExit(1) from None
 
 
-def exits_afterwards() -> None:
-    with contextlib.suppress(IndexError):
-        class_out_of_range()
-    raise SystemExit("the training failed")
-
-
 def exits_after_an_exception_of_the_loop() -> None:
     model, optimizer = plain_training()
     try:
@@ -553,7 +474,6 @@ def exits_after_an_exception_of_the_loop() -> None:
     ("loop", "name", "call"),
     [
         (exits_while_handling, "RuntimeError", "torch.nn.functional.linear"),
-        (exits_afterwards, "IndexError", "torch.nn.functional.cross_entropy"),
         (exits_after_an_exception_of_the_loop, "IndexError", None),
     ],
 )
@@ -650,17 +570,12 @@ def stopped_by_a_wrapper(model: nn.Module) -> None:
         raise ValueError("the batch is odd") from error
 
 
-def stopped_by_a_call(model: nn.Module) -> None:
-    int(str(model(torch.ones(1, 4))))
-
-
 @pytest.mark.parametrize(
     ("stop", "is_failure"),
     [
         (stopped_by_a_hook, False),
         (stopped_by_an_assertion, False),
         (stopped_by_a_wrapper, True),
-        (stopped_by_a_call, True),
     ],
 )
 def test_what_the_script_raises_itself_is_saved_but_not_called_a_failure(

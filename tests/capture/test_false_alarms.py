@@ -11,9 +11,7 @@ import math
 import pickle
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -88,15 +86,6 @@ def scaler_with_a_fused_optimizer() -> list[torch.Tensor]:
 
 
 @healthy
-def scaler_overflow_through_layer_norm() -> list[torch.Tensor]:
-    """An overflow becomes NaN on its way back through a layer norm; the scaler skips it all the same."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    return ending(model, scaled_steps(optimizer, model, unscale=True))
-
-
-@healthy
 def anomaly_mode_under_a_scaler() -> list[torch.Tensor]:
     """Anomaly mode raises at an overflow that is only the scale's fault; the loop lowers the scale and goes on."""
     torch.manual_seed(0)
@@ -146,44 +135,6 @@ def masks_of_minus_infinity() -> list[torch.Tensor]:
         assert torch.isinf(logits).any()
         update(optimizer, F.cross_entropy(logits.reshape(8, 3), y))
     return ending(model, optimizer)
-
-
-@healthy
-def infinite_sentinels() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.Adam(model.parameters())
-    lowest = torch.full((), math.inf)
-    for _, x, _ in batches():
-        points = model(x)
-        distances = (points[:, None] - points[None]).pow(2).sum(-1)
-        distances = distances.masked_fill(torch.eye(8, dtype=torch.bool), math.inf)
-        nearest = distances.min(1).values
-        lowest = torch.minimum(lowest, nearest.detach().min())
-        update(optimizer, F.relu(1.0 - nearest).mean() + points.pow(2).mean())
-    return ending(model, lowest)
-
-
-@healthy
-def bool_and_integer_tensors() -> list[torch.Tensor]:
-    class Indexed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 4)
-            self.body = plain_net(1)
-            self.register_buffer("seen", torch.zeros(5, dtype=torch.long))
-
-        def forward(self, rows: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            self.seen.index_add_(0, rows, torch.ones_like(rows))
-            logits = self.body(self.table(rows) * keep[:, None])
-            return logits, logits.argmax(-1)
-
-    torch.manual_seed(0)
-    model = Indexed()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step, x, y in batches():
-        logits, _ = model((x.abs().sum(1) * 10 + step).long() % 5, x[:, 0] > 0)
-        update(optimizer, F.cross_entropy(logits, y))
-    return ending(model)
 
 
 @healthy
@@ -399,10 +350,14 @@ def frozen_parameters() -> list[torch.Tensor]:
     return ending(model, spare)
 
 
-def sparse_embedding(make: Callable[[Any], torch.optim.Optimizer]) -> list[torch.Tensor]:
+@healthy
+def sparse_gradients_with_sparse_adam() -> list[torch.Tensor]:
     torch.manual_seed(0)
     table, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
-    optimizer, dense = make(table.parameters()), torch.optim.SGD(head.parameters(), lr=0.1)
+    optimizer, dense = (
+        torch.optim.SparseAdam(list(table.parameters()), lr=0.01),
+        torch.optim.SGD(head.parameters(), lr=0.1),
+    )
     for step, x, y in batches():
         rows = ((x[:, 0].abs() * 10).long() + step) % 10
         optimizer.zero_grad()
@@ -415,16 +370,6 @@ def sparse_embedding(make: Callable[[Any], torch.optim.Optimizer]) -> list[torch
 
 
 @healthy
-def sparse_gradients_with_sparse_adam() -> list[torch.Tensor]:
-    return sparse_embedding(lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.01))
-
-
-@healthy
-def sparse_gradients_with_sgd() -> list[torch.Tensor]:
-    return sparse_embedding(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-
-
-@healthy
 def complex_parameters() -> list[torch.Tensor]:
     torch.manual_seed(0)
     filters = nn.Parameter(torch.randn(8, 3, dtype=torch.complex64))
@@ -432,27 +377,6 @@ def complex_parameters() -> list[torch.Tensor]:
     for _, x, _ in batches():
         update(optimizer, (torch.fft.rfft(x) * filters).abs().pow(2).mean())
     return ending(filters, optimizer)
-
-
-@healthy
-def shared_weights() -> list[torch.Tensor]:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(6, 4)
-            self.body = nn.Linear(4, 4)
-            self.head = nn.Linear(4, 6, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return self.head(self.body(self.table(rows)).tanh())
-
-    torch.manual_seed(0)
-    model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step, x, y in batches():
-        update(optimizer, classify(model, (x[:, 0].abs() * 10 + step).long() % 6, y))
-    return ending(model, optimizer)
 
 
 # -- models that change ---------------------------------------------------------------------------------------------
@@ -542,7 +466,7 @@ def functions_that_are_pickled() -> list[torch.Tensor]:
 # -- compiled, functional, threaded ---------------------------------------------------------------------------------
 
 
-def compiled(backend: str) -> list[torch.Tensor]:
+def compiled(backend: str = "eager") -> list[torch.Tensor]:
     torch._dynamo.reset()
     model = plain_net()
     fast = torch.compile(model, backend=backend)
@@ -596,21 +520,6 @@ def checkpointing_in_the_loop() -> list[torch.Tensor]:
     for _, x, y in batches():
         update(optimizer, F.cross_entropy(head(checkpoint(model, x, use_reentrant=False)), y))
     return ending(model, head)
-
-
-@healthy
-def schedules_and_accumulation() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS)
-    for step in range(STEPS):
-        for _, x, y in batches(4, seed=step):
-            (classify(model, x, y) / 4).backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return ending(model, optimizer)
 
 
 @healthy

@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizers
 
 from reprokit.capture.run.timeline import Timeline
 from reprokit.capture.session import Session
-from tests.capture.traps_checks import batches, classify, described_once, plain_net, rooted_loss, training, update
+from tests.capture.traps_checks import batches, classify, described_once, rooted_loss, training, update
 
 CAPTURES = 200
 
@@ -106,19 +106,6 @@ def test_nothing_is_left_after_failures(bad: bool, error: bool, tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == (11 if bad else 0)
 
 
-def test_nothing_is_left_after_pauses(tmp_path: Path) -> None:
-    things, before = patched_things(), counts()
-    with Session(directory=tmp_path) as session:
-        model, optimizer = training()
-        for _, x, y in batches(20):
-            update(optimizer, classify(model, x, y))
-            session.pause()
-            assert patched_things() == things and counts() == before
-            update(optimizer, classify(model, x, y))
-            session.resume()
-    assert patched_things() == things and counts() == before
-
-
 def test_the_model_is_let_go(tmp_path: Path) -> None:
     """A session that is over, but still there, keeps nothing of the training alive."""
     with Session(directory=tmp_path) as session:
@@ -130,22 +117,6 @@ def test_the_model_is_let_go(tmp_path: Path) -> None:
     gc.collect()
     assert session.snapshots == []
     assert [reference() is None for reference in watched] == [True, True, True]
-
-
-def test_a_remembered_step_is_a_handful_of_objects(tmp_path: Path) -> None:
-    """Python's garbage collector walks through every container that stays alive, so steps must not pile them up."""
-    model = plain_net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    (_, x, y), steps = next(batches(1)), 320
-    with Session(directory=tmp_path, quiet=True, history=1000):
-        for _ in range(8):
-            update(optimizer, classify(model, x, y))
-        gc.collect()
-        before = len(gc.get_objects())
-        for _ in range(steps):
-            update(optimizer, classify(model, x, y))
-        gc.collect()
-        assert len(gc.get_objects()) - before < 12 * steps
 
 
 def test_a_loop_that_asks_for_gradients_and_never_updates_keeps_no_numbers() -> None:

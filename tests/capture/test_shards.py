@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -78,26 +75,3 @@ def test_a_bad_update_is_found_when_memory_is_full(once: None, monkeypatch: pyte
     train(kept, optimizer, 6, bad=2)
     found = kept.first_bad()
     assert found is not None and (found.update.step, kept.num_copies) == (2, 1)
-
-
-def test_all_optimizers_share_one_limit(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "DEFAULT_STATE_BYTES", 2 * NUM_BYTES)
-    kept, optimizers = Updates(), [layer() for _ in range(3)]
-    for optimizer in optimizers:
-        train(kept, optimizer, 2, bad=1)
-    found = kept.first_bad()
-    assert found is not None and found.optimizer is optimizers[0]
-    assert sum(past.copies.num_bytes for past in kept._pasts.values()) == 2 * NUM_BYTES
-    del found, optimizer, optimizers[0]
-    gc.collect()
-    train(kept, optimizers[1], 2)
-    assert sum(past.copies.num_bytes for past in kept._pasts.values()) == 2 * NUM_BYTES
-
-
-def test_an_optimizer_that_the_loop_drops_is_gone() -> None:
-    kept, optimizer = Updates(), layer()
-    train(kept, optimizer, 3)
-    known = [weakref.ref(optimizer), *map(weakref.ref, optimizer.param_groups[0]["params"])]
-    del optimizer
-    gc.collect()
-    assert not any(reference() is not None for reference in known)

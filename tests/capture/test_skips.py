@@ -148,19 +148,6 @@ def first_step() -> list[torch.Tensor]:
     return skipping_losses(LOSS_TESTS["isfinite"], (0, 1, 6))
 
 
-def nothing_is_kept_when_no_step_was_made() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, x, y in batches():
-        loss = divided_loss(model(x), y, step < 2)
-        optimizer.zero_grad()
-        loss.backward()
-        if not all(g.isfinite().all() for g in grads(model)):
-            continue
-        optimizer.step()
-    return ending(model)
-
-
 def accumulated() -> list[torch.Tensor]:
     """A micro-batch is skipped; the others make the update."""
     model = net()
@@ -220,26 +207,12 @@ def with_a_moving_average() -> list[torch.Tensor]:
     return ending(model, average)
 
 
-def zeroed_one_by_one() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, x, y in batches():
-        divided_loss(model(x), y, step == BAD_STEP).backward()
-        if all(g.isfinite().all() for g in grads(model)):
-            optimizer.step()
-        for g in grads(model):
-            g.zero_()
-    return ending(model)
-
-
 SKIPS: dict[Loop, int] = {
     first_step: 0,
-    nothing_is_kept_when_no_step_was_made: 0,
     accumulated: BAD_STEP,
     functions_only: BAD_STEP,
     given_gradients: BAD_STEP,
     with_a_moving_average: BAD_STEP,
-    zeroed_one_by_one: BAD_STEP,
 }
 
 
@@ -343,14 +316,12 @@ def test_an_exception_right_after_skipped_steps_is_not_theirs(skip: str, tmp_pat
 # -- loops that give up ----------------------------------------------------------------------------------------------
 
 
-def halting(test: Test | None = None, ends_by: str = "break", first: bool = False) -> list[torch.Tensor]:
+def halting(test: Test | None = None, first: bool = False) -> list[torch.Tensor]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, x, y in batches():
         loss = divided_loss(model(x), y, step == (0 if first else BAD_STEP))
         if test is not None and test(loss):
-            if ends_by == "exit":
-                raise SystemExit(0)
             break
         optimizer.zero_grad()
         loss.backward()
@@ -376,28 +347,14 @@ def test_the_step_that_the_loop_gives_up_over_is_saved(name: str, tmp_path: Path
     check_saved(HALTS[name], tmp_path, 0 if name == "first" else BAD_STEP, "forward")
 
 
-def test_a_loop_that_exits_well_over_its_bad_loss(tmp_path: Path) -> None:
-    with described_once(), pytest.raises(SystemExit), Session(directory=tmp_path) as session:
-        halting(LOSS_TESTS["isfinite"], "exit")
-    assert where(load(session.snapshots[0]))[:2] == (BAD_STEP, "forward")
-
-
 def no_update_ever() -> list[torch.Tensor]:
     x = torch.zeros(2, requires_grad=True)
     torch.sqrt(x * x).sum().backward()
     return []
 
 
-def no_update_ever_of_a_model() -> list[torch.Tensor]:
-    model = plain_net()
-    for _, x, y in batches(1):
-        rooted_loss(model(x), y, True).backward()
-    return []
-
-
-@pytest.mark.parametrize("loop", [no_update_ever, no_update_ever_of_a_model])
-def test_bad_gradients_of_a_script_without_an_update(loop: Loop, tmp_path: Path) -> None:
-    check_saved(loop, tmp_path, 0, "backward")
+def test_bad_gradients_of_a_script_without_an_update(tmp_path: Path) -> None:
+    check_saved(no_update_ever, tmp_path, 0, "backward")
 
 
 # -- what is no skip -------------------------------------------------------------------------------------------------
@@ -409,15 +366,6 @@ def logged_and_used() -> list[torch.Tensor]:
     for step, x, y in batches():
         loss = divided_loss(model(x), y, step == BAD_STEP)
         assert not math.isnan(loss.item()) or step == BAD_STEP
-        update(optimizer, loss)
-    return []
-
-
-def infinite_loss_with_finite_gradients() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, x, y in batches():
-        loss = classify(model, x, y) - torch.full((), 0.0 if step == BAD_STEP else 1.0).log()
         update(optimizer, loss)
     return []
 
@@ -455,37 +403,9 @@ def updated_by_hand() -> list[torch.Tensor]:
     return []
 
 
-def updated_and_zeroed_by_hand() -> list[torch.Tensor]:
-    weight = torch.full((4, 2), 0.1, requires_grad=True)
-    for step, x, y in batches():
-        divided_loss(x @ weight, y, step == BAD_STEP).backward()
-        assert weight.grad is not None
-        with torch.no_grad():
-            weight -= 0.1 * weight.grad
-            weight.grad.zero_()
-    return []
-
-
 def infinite_loss(output: torch.Tensor, y: torch.Tensor, bad: bool) -> torch.Tensor:
     """Infinite, with finite gradients."""
     return F.cross_entropy(output, y) - torch.full((), 0.0 if bad else 1.0).log()
-
-
-def two_models(is_skipped: bool) -> list[torch.Tensor]:
-    """The gradients of one model are kept while those of the other one are cleared."""
-    model, critic = plain_net(), plain_net(1)
-    optimize, criticize = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(critic.parameters(), lr=0.1)
-    for step, x, y in batches():
-        optimize.zero_grad()
-        loss = infinite_loss(model(x), y, step == BAD_STEP)
-        loss.backward()
-        is_bad = bool(loss.isinf())
-        if is_bad and is_skipped:
-            optimize.zero_grad()
-        update(criticize, classify(critic, x, y))
-        if not is_bad or not is_skipped:
-            optimize.step()
-    return ending(model)
 
 
 def adversaries(is_skipped: bool, loss_of: Callable[..., torch.Tensor] = divided_loss) -> list[torch.Tensor]:
@@ -520,13 +440,11 @@ def other_parameters() -> list[torch.Tensor]:
 
 
 TWO_SKIPS: dict[str, Loop] = {
-    "two_models": lambda: two_models(is_skipped=True),
     "adversaries": lambda: adversaries(is_skipped=True),
     "adversaries_infinite": lambda: adversaries(is_skipped=True, loss_of=infinite_loss),
     "other_parameters": other_parameters,
 }
 USES: dict[str, Loop] = {
-    "two_models": lambda: two_models(is_skipped=False),
     "adversaries": lambda: adversaries(is_skipped=False),
     "adversaries_infinite": lambda: adversaries(is_skipped=False, loss_of=infinite_loss),
 }
@@ -562,11 +480,9 @@ def with_a_bad_metric() -> list[torch.Tensor]:
     "loop",
     [
         logged_and_used,
-        infinite_loss_with_finite_gradients,
         clipped_by_value,
         another_optimizer_is_cleared,
         updated_by_hand,
-        updated_and_zeroed_by_hand,
     ],
     ids=lambda loop: loop.__name__,
 )
@@ -637,14 +553,6 @@ def masks_are_counted() -> list[torch.Tensor]:
     return []
 
 
-def masks_without_backward() -> list[torch.Tensor]:
-    for _ in range(2):
-        scores = plain_net()(torch.ones(2, 4)).masked_fill(torch.tensor([False, True]), -math.inf)
-        if torch.isinf(scores).any() or torch.isnan(scores.exp() / 0 * 0).any():
-            break
-    return []
-
-
 def left_out_in_the_last_step() -> list[torch.Tensor]:
     """The loop goes over to the next batch over a NaN, counts it or looks at it in another loop, and then runs out."""
     model, optimizer = plain_training()
@@ -667,7 +575,6 @@ OTHERS = [
     a_part_of_the_loss_is_left_out,
     with_a_bad_metric,
     masks_are_counted,
-    masks_without_backward,
     left_out_in_the_last_step,
 ]
 

@@ -14,7 +14,6 @@ from torch import nn
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.session import Session
 from reprokit.errors import UsageError
-from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
@@ -127,21 +126,6 @@ def test_parameters_to_clip_come_from_an_iterator_by_keyword(tmp_path: Path) -> 
     assert all(item.grad_norm is not None for item in snapshot.timeline[:BAD_STEP])
 
 
-def test_an_exception_in_the_first_backward_comes_before_any(tmp_path: Path) -> None:
-    model = plain_net()
-    with pytest.raises(RuntimeError), Session(directory=tmp_path) as session:
-        for _, x, y in batches():
-            weight = torch.ones(8, 2, requires_grad=True)
-            probabilities = model(x).softmax(1) * weight
-            probabilities.detach().zero_()
-            product = (probabilities * probabilities).sum()
-            probabilities.data.add_(1)
-            probabilities += 1.0
-            (product + classify(model, x, y)).backward()
-    snapshot = load(session.snapshots[0])
-    assert (snapshot.failure.phase, snapshot.micro_step) == ("backward", 0)
-
-
 @pytest.mark.parametrize("history", [0, 100])
 def test_sparse_gradients_only(history: int, tmp_path: Path) -> None:
     def loop() -> list[torch.Tensor]:
@@ -209,17 +193,6 @@ def test_a_session_that_is_over_does_not_come_back(tmp_path: Path) -> None:
         for _ in range(2):
             bad_steps(net(), session)
     assert len(session.snapshots) == 1
-
-
-def test_resuming_twice_installs_once(tmp_path: Path) -> None:
-    before = nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad
-    with Session(directory=tmp_path) as session:
-        session.resume()
-        model = plain_net()
-        update(torch.optim.SGD(model.parameters(), lr=0.1), model(torch.ones(2, 4)).sum())
-        session.pause()
-        session.pause()
-    assert before == (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad)
 
 
 def test_a_capture_that_cannot_begin_leaves_the_program_alone(
@@ -345,9 +318,9 @@ class Normalize(nn.Module):
 
 
 @pytest.mark.parametrize("is_data_bad", [False, True])
-@pytest.mark.parametrize("how", [Normalize(), lambda x, spread: x.sub(x.mean()).div_(torch.tensor(spread))])
-def test_data_prepared_by_hundreds_of_calls(how: Callable[..., Any], is_data_bad: bool, tmp_path: Path) -> None:
+def test_data_prepared_by_hundreds_of_calls(is_data_bad: bool, tmp_path: Path) -> None:
     """The data are an input of the step, unless a call that prepared them made them bad."""
+    how = Normalize()
 
     def loop() -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -70,12 +70,17 @@ def assert_one_error(result: subprocess.CompletedProcess[str], text: str, exit_c
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], *([command, "-h"] for command in COMMANDS)])
-def test_help_and_version_without_torch(words: list[str], start_python: Run) -> None:
-    code = f"import sys; from reprokit.cli import main; assert main({words!r}) == 0; assert 'torch' not in sys.modules"
-    result = start_python("-c", code)
+def test_help_and_version_without_torch(start_python: Run) -> None:
+    asked = [["--help"], ["-h"], ["--version"], *([command, "-h"] for command in COMMANDS)]
+    lines = (
+        "import sys",
+        "from reprokit.cli import main",
+        f"assert [main(words) for words in {asked}] == [0] * {len(asked)}",
+        "assert 'torch' not in sys.modules",
+    )
+    result = start_python("-c", "\n".join(lines))
     assert result.returncode == 0, result.stderr
-    assert result.stdout
+    assert all(f"reprokit {command}" in result.stdout for command in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +107,8 @@ def test_help_and_version_without_torch(words: list[str], start_python: Run) -> 
         (["verify", "--times", "0", "x.py"], "invalid value"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_reprokit: Run) -> None:
-    assert_one_error(run_reprokit(*words), text)
+def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_here: Run) -> None:
+    assert_one_error(run_here(*words), text)
 
 
 def test_the_hint_names_the_command_that_was_meant(run_here: Run) -> None:
@@ -154,15 +159,15 @@ def test_an_output_that_exists(run_reprokit: Run, tmp_path: Path) -> None:
     ("output", "text"),
     [("nowhere/out.pt", "does not exist"), ("script.py/out.pt", "is not a folder"), (".", "is a folder")],
 )
-def test_an_output_that_cannot_be_written(output: str, text: str, run_reprokit: Run, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written(output: str, text: str, run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('ran')\n")
-    assert_one_error(run_reprokit("capture", "-o", output, "script.py"), text)
+    assert_one_error(run_here("capture", "-o", output, "script.py"), text)
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which nobody may write")
-def test_a_folder_that_forbids_writing(run_reprokit: Run, tmp_path: Path) -> None:
+def test_a_folder_that_forbids_writing(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('ran')\n")
-    assert_one_error(run_reprokit("capture", "-o", "/proc/self/out.pt", "script.py"), "cannot write into")
+    assert_one_error(run_here("capture", "-o", "/proc/self/out.pt", "script.py"), "cannot write into")
 
 
 def test_a_syntax_error_is_shown_as_python_shows_it(run_reprokit: Run, tmp_path: Path) -> None:
@@ -410,12 +415,6 @@ def test_an_output_that_takes_nothing(
     ]
 
 
-def test_an_output_that_knows_few_characters(start_python: Run) -> None:
-    code = "from reprokit.cli.console import *; print_json({'a': 'µ\U0001f41b'}); print_text('µ\\n')"
-    result = start_python("-c", code, PYTHONIOENCODING="ascii")
-    assert result.stdout == '{"a": "\\u00b5\\ud83d\\udc1b"}\n\\xb5\n'
-
-
 def test_the_hint_for_a_missing_file_names_its_neighbours(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "train-step3.repro.pt").touch()
     assert run_here("show", "train-step4.repro.pt").stderr.splitlines()[1] == "hint: there is train-step3.repro.pt"
@@ -430,12 +429,6 @@ def test_verify_takes_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> No
     assert (said["failed"], said["output"], said["signature"]) == (2, "out\n", "exit code 1: AssertionError: bad")
     (tmp_path / "x" / "repro.py").unlink()
     assert_one_error(run_here("verify", "x"), "`x` is a folder, not a repro")
-
-
-def test_a_folder_without_its_repro_stands_for_its_reduction(run_here: Run, tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "reduction.pt").write_text("text")
-    assert_one_error(run_here("verify", "x"), "`x/reduction.pt` was not written by reprokit")
 
 
 def test_a_file_that_nobody_may_read(run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,11 +500,6 @@ def test_a_setting_of_the_wrong_kind(setting: str, hint: str, run_here: Run, tmp
     assert result.stderr.splitlines()[1] == f"hint: it takes {hint}"
 
 
-def test_a_pyproject_that_is_none(run_here: Run, tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text("tool = 3\n")
-    assert_one_error(run_here("show", "x.pt"), "`x.pt` does not exist")
-
-
 def test_interrupting_our_own_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(self: object) -> int:
         raise KeyboardInterrupt
@@ -552,9 +540,9 @@ def test_a_switch_is_a_setting_too(setting: str, verbosity: str, planned: list[C
         ("[tool.reprokit.shoot]\nx = 1\n", "settings for `shoot`"),
     ],
 )
-def test_settings_that_mean_nothing(text: str, complaint: str, run_reprokit: Run, tmp_path: Path) -> None:
+def test_settings_that_mean_nothing(text: str, complaint: str, run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
-    assert_one_error(run_reprokit("show", "x.pt"), complaint)
+    assert_one_error(run_here("show", "x.pt"), complaint)
 
 
 @pytest.mark.parametrize("text", ["[tool.other]\n", "not toml at all [", "[tool]\nreprokit = 3\n"])
@@ -574,32 +562,3 @@ def test_the_installed_command_is_this_one(tmp_path: Path) -> None:
         pytest.skip("the package is not installed in this environment")
     done = subprocess.run([program, "--version"], cwd=tmp_path, env=os.environ, capture_output=True, text=True)
     assert done.stdout.startswith("reprokit, version ")
-
-
-DISTRIBUTED_SCRIPT = """\
-import torch
-import torch.distributed
-
-torch.distributed.init_process_group("gloo")
-rank = torch.distributed.get_rank()
-weight = torch.ones(3, requires_grad=True)
-optimizer = torch.optim.SGD([weight], lr=0.1)
-for step in range(3):
-    scale = torch.tensor(0.0 if step == rank else 1.0)
-    loss = (weight / scale * scale).sum()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun(run_python: Run, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(DISTRIBUTED_SCRIPT)
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "reprokit", "capture"]
-    result = run_python("-m", "torch.distributed.run", *words, "--after-capture", "continue", "train.py")
-    assert result.returncode == 0, result.stderr
-    names = sorted(path.name for path in tmp_path.glob("*.pt"))
-    assert names == ["train.rank0-step0.repro.pt", "train.rank1-step1.repro.pt"]

@@ -120,17 +120,6 @@ def test_two_optimizers_behind_one_backward_leave_no_gaps(tmp_path: Path) -> Non
     assert "-" not in shown["loss (first)"].split() and shown["loss (first)"].endswith("  nan")
 
 
-def test_an_optimizer_that_takes_over_goes_on_with_the_line(tmp_path: Path) -> None:
-    def loop() -> None:
-        model = nn.Linear(2, 2)
-        early, late = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.01, 0.02))
-        for step in range(STEPS):
-            update(early if step < 3 else late, loss_of(model, 1.0, is_bad=step == BAD_STEP))
-
-    shown = numbers(captured(tmp_path, loop))
-    assert set(shown) == {"loss", "learning rate"} and shown["loss"].endswith("  nan")
-
-
 # -- the step -------------------------------------------------------------------------------------------------------
 
 
@@ -175,8 +164,3 @@ def test_a_step_of_one_backward_pass_has_no_micro_steps(tmp_path: Path, capsys: 
 def test_micro_steps_are_counted_from_one_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     captured(tmp_path, accumulated(num_batches=3, failing=2))
     assert when(tmp_path / "x.pt", capsys).startswith(f"step {BAD_STEP}, micro-step 3 (after 2 backward passes), ")
-
-
-def test_another_optimizers_backward_pass_is_no_micro_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    captured(tmp_path, adversaries)
-    assert when(tmp_path / "x.pt", capsys) == f"step {BAD_STEP}, noticed in the loss"

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 
 import reprokit
 from reprokit.capture.record.tensor_names import names_of
-from reprokit.program.plain import from_plain, to_plain
 from reprokit.render.module_ranges import frames
 from reprokit.render.survey import survey
 from reprokit.snapshot.format import Snapshot, load
@@ -143,20 +141,6 @@ def test_a_model_without_a_name_has_its_class_and_a_number(tmp_path: Path) -> No
     assert modules_of(captured(tmp_path, forward)) == ["Linear", "Linear2"]
 
 
-def test_one_model_and_its_criterion_need_no_names(tmp_path: Path) -> None:
-    model, criterion = nn.Sequential(nn.Linear(2, 2)), nn.Softmax(1)
-    assert modules_of(captured(tmp_path, lambda x: criterion(model(x)))) == ["0", "<Sequential>", "<Softmax>"]
-
-
-def test_names_survive_the_file_and_older_files_have_none(tmp_path: Path) -> None:
-    program = Trainer().run(tmp_path).program
-    plain = to_plain(program)
-    assert from_plain(plain) == program
-    for call in plain["calls"]:
-        call["scope"] = [level[:3] for level in call["scope"]]
-    assert {level.root for call in from_plain(plain).calls for level in call.scope} == {""}
-
-
 class Angry(list[object]):
     def __iter__(self) -> Iterator[object]:
         raise RuntimeError("not now")
@@ -174,13 +158,6 @@ def test_containers_of_the_users_are_left_alone() -> None:
     batches, nets = Angry([1, 2]), {"G": nn.Linear(1, 1)}
     assert names_of([nets["G"]], sys._getframe()) == {id(nets["G"]): "G"}
     assert len(batches) == 2
-
-
-def test_variables_of_a_script_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = ModuleType("__main__")
-    script.D = nn.Linear(1, 1)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    assert names_of([script.D], None) == {id(script.D): "D"}
 
 
 def test_an_object_that_raises_when_it_is_looked_at_costs_a_name_at_most() -> None:

@@ -17,7 +17,6 @@ from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
 from reprokit.errors import Flaky, NotReproduced
 from reprokit.render.verify import CleanProcesses
-from reprokit.shrink.reducer import SearchStopped
 from reprokit.shrink.reduction import Reduction, Size
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import Snapshot, save
@@ -126,31 +125,6 @@ def test_what_cannot_be_reduced(
     said = capsys.readouterr()
     assert json.loads(said.out)["verdict"] == verdict
     assert f"\nreprokit: error: {error}\nhint: " in said.err
-
-
-def test_interrupted_with_a_best_so_far(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    reducer.shrink = failing(SearchStopped(reduction_of(reducer.snapshot)))
-    assert main(["shrink", "x.pt"]) == 130
-    assert Path("x", "repro.py").is_file()
-    line = "interrupted; the best so far (2 calls, 5 elements) is in `x`"
-    assert capsys.readouterr().err.splitlines()[-2] == f"reprokit: error: {line}"
-
-
-def test_interrupted_before_anything_was_found(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    reducer.shrink = failing(KeyboardInterrupt())
-    assert main(["shrink", "x.pt"]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "reprokit: error: interrupted before anything smaller was found"
-    )
-    assert not Path("x", "repro.py").exists()
-
-
-@pytest.mark.parametrize(("flags", "exit_code"), [([], 2), (["-f"], 0)])
-def test_a_folder_in_use(flags: list[str], exit_code: int, reducer: SimpleNamespace) -> None:
-    Path("x").mkdir()
-    Path("x", "note.txt").write_text("mine")
-    assert main(["shrink", *flags, "x.pt"]) == exit_code
-    assert Path("x", "note.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -132,12 +132,6 @@ def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path, capsys: 
     assert capsys.readouterr().err.startswith(f"reprokit: error: `{tmp_path}/run.jsonl` was not written by reprokit")
 
 
-def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.jsonl.1").write_text(f'{ROW}{{"step": 2, "loss": 3.')
-    assert main(["timeline", "--to", "jsonl", str(tmp_path / "run.jsonl.1")]) == 0
-    assert capsys.readouterr().out == ROW
-
-
 @pytest.mark.parametrize("to", ["table", "jsonl", "csv"])
 def test_names_of_numbers_are_printed_as_escapes(to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.jsonl").write_text(json.dumps({"step": 1, "lo\x1b[31mss": 2.0, "grad_norm/\x1b[2Jx": 1.0}) + "\n")

@@ -289,18 +289,6 @@ optimizer.step()
     assert backward == [(module, 1, f"grad_{tensor}") for module, tensors in seen.items() for tensor in tensors]
 
 
-def test_a_narrow_terminal_shows_every_column(tmp_path: Path, run_python: Run) -> None:
-    (tmp_path / "train.py").write_text(
-        "import torch\n"
-        "net = torch.nn.LSTM(4, 4)\n"
-        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
-        "net(torch.ones(3, 4))[0].sum().backward()\n"
-        "optimizer.step()\n"
-    )
-    screen = run_python("-m", "reprokit", "trace", "train.py", COLUMNS="80").stderr
-    assert "headroom" in screen and "2^" in screen and max(map(len, screen.splitlines())) <= 80
-
-
 def test_an_error_while_measuring_ends_the_measuring_only(tmp_path: Path, run_reprokit: Run) -> None:
     (tmp_path / "train.py").write_text("""\
 import torch

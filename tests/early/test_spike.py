@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 import reprokit
 from reprokit.capture.early import detectors
-from reprokit.capture.rewind.checkpoint import History
 from reprokit.errors import UsageError
 from reprokit.locate.diagnose import diagnose
 from reprokit.words import number_words
@@ -315,31 +314,6 @@ def test_what_happens_between_two_looks_does_not_hide_an_event(
     (event,), (result,) = events, session.results
     assert (event.kind, event.severity, event.began_at, event.step) == ("spike", "error", 64, 66)
     assert (result["failure"]["kind"], result["failure"]["step"], result["fidelity"]) == ("spike", 64, "exact")
-
-
-def test_an_operator_that_writes_a_parameter_loses_no_step(tmp_path: Path) -> None:
-    """``layer.weight *= 0.9999`` writes in place, and assigns the same parameter once more."""
-
-    def loss_of(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        layer = next(model.children())
-        with torch.no_grad():
-            layer.weight *= 0.9999  # type: ignore[operator]
-        return _bad_rows(step, model, optimizer)
-
-    session, (event,) = _loop(tmp_path, loss_of)
-    (result,) = session.results
-    assert (event.began_at, result["failure"]["step"], result["fidelity"]) == (60, 60, "exact")
-
-
-def test_no_copy_of_the_state_is_taken_after_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room for one copy, and the next one is due after step 63; step 62 gives the alarm."""
-    is_due = History.is_due
-    monkeypatch.setattr(History, "_has_room_for_two", lambda history: False)
-    monkeypatch.setattr(History, "is_due", lambda history, now: len(history.steps) == 60 or is_due(history, now))
-    session, (event,) = _loop(tmp_path, lambda step, *rest: _rate(0, *rest) + 1e4 * (step >= 60), history=1000)
-    (result,) = session.results
-    assert (event.began_at, event.snapshot) == (60, str(tmp_path / "run.pt"))
-    assert result["failure"]["step"] == 60
 
 
 def test_numbers_of_a_device_are_waited_for_by_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

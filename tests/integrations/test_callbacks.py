@@ -126,17 +126,6 @@ def test_span_is_stopped_by_a_capture_and_can_begin_again(span: Span) -> None:
     assert [path.name for path in span.snapshots] == ["loop-step2.repro.pt", "loop-step2-1.repro.pt"]
 
 
-def test_span_that_was_stopped_does_not_finish_well(span: Span) -> None:
-    owner = Owner()
-    span.begin(owner)
-    with pytest.raises(CaptureStop):
-        train(bad_step=1)  # a framework that goes on in spite of it
-    with pytest.raises(CaptureStop):
-        span.finish()
-    span.finish()
-    assert len(span.snapshots) == 1
-
-
 def test_failure_found_only_at_the_end_stops_the_program(tmp_path: Path) -> None:
     owner = Owner()
     span = Span(tmp_path / "late.pt", Options(history=100, quiet=True))
@@ -147,15 +136,6 @@ def test_failure_found_only_at_the_end_stops_the_program(tmp_path: Path) -> None
     assert span.snapshots == [tmp_path / "late.pt"]
     assert load(span.snapshots[0]).step == 3
     assert not is_watched()
-
-
-def test_span_that_goes_on_finishes_well(tmp_path: Path) -> None:
-    owner = Owner()
-    span = Span(tmp_path / "here.pt", Options(after="continue", quiet=True))
-    span.begin(owner)
-    train(bad_step=1)
-    span.finish()
-    assert span.snapshots == [tmp_path / "here.pt"]
 
 
 def test_span_ends_with_its_owner(span: Span) -> None:
@@ -195,25 +175,6 @@ def test_span_ends_with_an_exception_that_nobody_handles(span: Span, monkeypatch
     assert not is_watched()
     assert [path.name for path in span.snapshots] == ["loop-step2.repro.pt"]
     assert load(span.snapshots[0]).failure.call == "torch.nn.functional.linear"
-
-
-def test_hook_set_over_the_span_is_left_alone(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(error))
-    owner = Owner()
-    span.begin(owner)
-    span.end_when_uncaught()
-    below = sys.excepthook
-
-    def over(kind: type[BaseException], error: BaseException, traceback: object) -> None:
-        below(kind, error, error.__traceback__)
-
-    monkeypatch.setattr(sys, "excepthook", over)
-    span.finish()
-    assert sys.excepthook is over
-    error = ValueError("later")
-    sys.excepthook(ValueError, error, None)
-    assert shown == [error]
 
 
 @pytest.mark.parametrize("name", ["transformers", "lightning"])

@@ -179,11 +179,6 @@ def unlearned(detach: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., t
     return lambda weight, x, last: (detach(F.linear(x, weight)) @ last).sum()
 
 
-def without_graph(x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return x * 2.0
-
-
 def large_update(lr: float, *, grad: float, rates: list[float]) -> Make:
     """An update of half the parameter's size, at this learning rate."""
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from reprokit.locate.diagnose import diagnose
-from reprokit.program.dataflow import calls_after, needed_calls, prepared
+from reprokit.program.dataflow import needed_calls, prepared
 from reprokit.program.interpreter import determinism, run
 from reprokit.program.ir import Call, Program
 from reprokit.render.issue import make_issue
@@ -62,34 +62,6 @@ def test_what_was_prepared_has_no_gradient_and_nothing_writes_it() -> None:
     made = {value: call.name for call in program.calls for value in call.output_refs()}
     of_loop = {value for value, name in made.items() if name != "sin"}
     assert [program.calls[index].name for index in prepared(program, of_loop)] == ["cos", "add", "mul"]
-
-
-def test_running_statistics_are_followed() -> None:
-    def step(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
-        F.batch_norm(x, mean, var, training=True)
-        return F.batch_norm(x + 1.0, mean, var)
-
-    batch = {"x": failing.seeded(4, 3), "mean": torch.zeros(3), "var": torch.ones(3)}
-    assert names_needed(step, **batch) == ["batch_norm", "add", "batch_norm"]
-
-
-def test_a_gradient_that_is_read_needs_the_whole_step() -> None:
-    def step(w: torch.Tensor) -> torch.Tensor:
-        w.square().sum().backward()
-        assert w.grad is not None
-        return w.grad * 2.0
-
-    assert names_needed(step, w=failing.seeded(3, grad=True)) is None
-
-
-def test_calls_after_follow_results_and_writes() -> None:
-    def step(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        total.add_(x.exp())
-        x.cos()
-        return total * 2.0
-
-    calls = failing.traced(step, x=failing.seeded(3), total=torch.zeros(3)).program.calls
-    assert [calls[index].name for index in calls_after(calls, 0)] == ["add_", "mul"]
 
 
 class _Results:

@@ -97,20 +97,15 @@ class Parameter:
 
 
 @functools.cache
-def cases_for(name: str) -> list[Case]:
-    """Programs of one call of a function, two if the tries find them."""
+def case_for(name: str) -> Case | None:
+    """The program of one call of a function, if the tries find one."""
     chooser = random.Random(name)
-    found: list[Case] = []
-    seen = set()
     for signature, pools in _tries(name, chooser):
         arguments = [_draw(parameter, pools, chooser) for parameter in signature]
         case = program_of(name, *_split(signature, arguments, name, chooser))
-        if case is not None and (text := repr(case[0])) not in seen:
-            seen.add(text)
-            found.append(case)
-            if len(found) == 2:
-                break
-    return found
+        if case is not None:
+            return case
+    return None
 
 
 def _tries(name: str, chooser: random.Random) -> Iterator[tuple[list[Parameter], list[Any]]]:

@@ -118,7 +118,7 @@ def recorded(draw: Any) -> Case:
     return record(compute)
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(recorded())
 def test_what_is_printed_gives_the_same_bits(tmp_path: Path, case: Case) -> None:
     assert_same_bits(case, tmp_path)

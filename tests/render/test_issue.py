@@ -26,14 +26,14 @@ from reprokit.render.facts import where
 from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, title_of
 from reprokit.render.script import Script
 from reprokit.render.sources import snapshot_script
-from reprokit.render.templates import find_template, template_names, tidied
+from reprokit.render.templates import find_template, template_names
 from reprokit.render.texts import create_command, write_zip
-from reprokit.shrink.explain import VariedPart
 from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIfResult
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot, save
 from reprokit.snapshot.source import SourceState
+from tests.conftest import run_few_times
 from tests.locate.mechanisms import NAN, sgd
 from tests.render.programs import (
     VERIFIED,
@@ -157,12 +157,6 @@ def test_an_input_is_called_as_the_repro_calls_it() -> None:
     assert "an input of the step, `x`" in text and "input_26" not in text.partition("<details>")[0]
 
 
-def test_an_operand_that_was_found_to_be_free_is_not_named() -> None:
-    snapshot = one_call("torch.matmul", [1e20], [1e20])
-    reduction = diagnosed(snapshot, explain=[VariedPart("x0", free=True), VariedPart("x1")])
-    assert "this operand is an input of the step, `x1`." in expect(snapshot, reduction).remark
-
-
 def test_the_text_says_what_made_the_operand() -> None:
     scope = (Scope("", "Net"), Scope("head", "Head"))
     calls = (
@@ -255,14 +249,6 @@ def test_an_exception_outside_of_the_model_is_not_called_one_of_its_forward_pass
     assert "in the forward pass" not in snapshot_script(snapshot).text
 
 
-def test_a_pass_without_gradients_is_called_so() -> None:
-    snapshot = one_call("torch.log", [-1.0])
-    call = replace(snapshot.program.calls[0], mode=Mode(grad=False))
-    without = replace(snapshot, program=replace(snapshot.program, calls=(call,)))
-    assert where(without) == "in the forward pass, without gradients, outside of any module"
-    assert "without gradients" not in where(snapshot)
-
-
 def test_the_title_says_that_training_ran_under_autocast() -> None:
     snapshot = one_call("torch.log", [-1.0])
     call = replace(snapshot.program.calls[0], mode=Mode(autocast=(("cpu", "torch.bfloat16"),)))
@@ -284,12 +270,6 @@ def test_the_message_of_an_exception_is_short_and_has_no_secrets() -> None:
 
 def issue_of(snapshot: Snapshot, template: str | None = None, **fields: Any) -> Issue:
     return make_issue(snapshot, snapshot_script(snapshot), replace(VERIFIED, **fields), template=template)
-
-
-@pytest.mark.parametrize("libraries", [{"lightning": "2.6.6"}, {"pytorch_lightning": "2.6.6"}])
-def test_the_form_of_lightning_has_the_version_that_ran(libraries: dict[str, str]) -> None:
-    text = issue_of(snapshot_of(masked_softmax(), environment=Environment(libraries=libraries)), "lightning").text
-    assert "problem on?\n\n2.6.6\n" in text
 
 
 def test_every_template_has_its_headings_and_all_sections() -> None:
@@ -338,10 +318,6 @@ def test_the_limit_holds_and_the_cut_shows(template: str) -> None:
     text = issue_of(snapshot, template, error_output="`" * 90_000).text
     assert len(text) <= MAX_CHARACTERS
     assert "... cut here" in text and text.count("<details>") == text.count("</details>")
-
-
-def test_blank_lines_in_code_stay() -> None:
-    assert tidied("a\n\n\n\nb\n```py\nx\n\n\ny\n```\n\n\nc") == "a\n\nb\n```py\nx\n\n\ny\n```\n\nc\n"
 
 
 @pytest.mark.parametrize(
@@ -460,7 +436,9 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a snapshot and, under another name, the results of shrinking it; these have a context."""
     folder = tmp_path_factory.mktemp("attention")
     save(models.masked_attention(), folder / "snap.pt")
-    assert main(["shrink", str(folder / "snap.pt"), "--no-whatif", "-q", "-o", str(folder / "out")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        run_few_times(patch)
+        assert main(["shrink", str(folder / "snap.pt"), "--no-whatif", "-q", "-o", str(folder / "out")]) == 0
     assert (folder / "out" / "repro_module.py").is_file()
     return folder
 

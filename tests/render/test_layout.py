@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reprokit.render.expression import WIDTH, fold
+from reprokit.render.expression import fold
 
 WORDS = ["x", "weight", "hidden_state", "attention_mask", "0.5", "-1", "None", "True", '"a, (b"']
 CALLEES = ["f", "torch.tensor", "F.softmax", "x[0].backward"]
@@ -58,23 +57,3 @@ def test_it_is_what_ruff_would_do(tmp_path: Path, statements: list[str]) -> None
 @given(STATEMENTS.filter(lambda text: not text.startswith("return ")), st.integers(30, 100))
 def test_the_meaning_is_kept(statement: str, width: int) -> None:
     assert ast.dump(ast.parse("\n".join(fold(statement, width)))) == ast.dump(ast.parse(statement))
-
-
-def test_long_lists_of_numbers_are_filled() -> None:
-    lines = fold(f"x = torch.tensor({[round(number * 0.37, 2) for number in range(60)]})")
-    assert len(lines) < 12 and all(len(line) <= WIDTH for line in lines[:-1])
-    assert lines[-1] == ")  # fmt: skip"
-
-
-@pytest.mark.parametrize(
-    ("statement", "lines"),
-    [
-        ("x = f(1, 2)", ["x = f(1, 2)"]),
-        ("assert not x.any(), 'some words'", ["assert not x.any(), (", "    'some words'", ")"]),
-        ("def forward(self, query, key):", ["def forward(", "    self, query, key", "):"]),
-        ("x = torch.full((10, 20), 30.0)", ["x = torch.full(", "    (10, 20), 30.0", ")"]),
-        ("for x in [weight, bias, scale]:", ["for x in [", "    weight,", "    bias,", "    scale,", "]:"]),
-    ],
-)
-def test_shapes(statement: str, lines: list[str]) -> None:
-    assert fold(statement, 28) == lines

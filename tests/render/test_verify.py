@@ -128,23 +128,6 @@ def test_files_that_the_script_names_come_along(write: Write, tmp_path: Path) ->
     assert verify(path, 1).exit_code == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are not forked here")
-def test_a_module_of_torch_that_a_run_loads_is_loaded_once(run: Callable[..., VerifyResult]) -> None:
-    """The new interpreter and the first forked runs load it, the others have it."""
-    result = run("import sys; print('torch.ao.ns' in sys.modules); import torch.ao.ns", 8)
-    assert (result.output, result.exit_code) == ("True\n", 0)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are not forked here")
-def test_what_a_server_that_ends_leaves_undone_is_done_by_new_interpreters(write: Write) -> None:
-    with CleanProcesses() as processes:
-        processes.open()
-        assert processes._server is not None
-        processes._server.kill()
-        processes._server.wait()
-        assert processes.begin_file(write("assert False, 'bad'"), 3).result().verified == "3/3"
-
-
 def test_leaves_no_folders_behind(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()

@@ -13,35 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from reprokit.cli import main
 from reprokit.errors import NotReproduced, UsageError
-from reprokit.locate.blame import locate
-from reprokit.locate.compiled import Compiled
-from reprokit.locate.differences import (
-    Difference,
-    differences,
-    halves_in,
-    is_above_noise,
-    tolerances,
-)
 from reprokit.locate.failure import Failure
-from reprokit.program.interpreter import Outcome
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
-from reprokit.render.script import Script, write_script
+from reprokit.render.script import Script
 from reprokit.render.sources import reduction_script
 from reprokit.render.verify import verify
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks import spec as specs
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.checks.function import FunctionCheck
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
 from reprokit.shrink.checks.references import Double
-from reprokit.shrink.passes.setting import drop_autocast, simplify_precision
-from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.shrink.signature import Signature, SignatureCheck, Signed, Verdict
@@ -219,15 +205,6 @@ def test_the_call_that_is_inexact_by_itself_is_blamed(tmp_path: Path) -> None:
     )
 
 
-def test_complex_numbers_stay_complex_in_float64(tmp_path: Path) -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.inv(x * 1.0).abs().sum()
-
-    reduction = shrink(traced(step, x=hilbert(5) * (0.5 + 1j)), check="mismatch:fp64")
-    cure = ("actual = step(x)", "actual = step(x.cdouble()).cfloat()")
-    assert_shows_the_bug(reduction_script(reduction), tmp_path, "not close", cure)
-
-
 def cancelling(x: torch.Tensor) -> torch.Tensor:
     small = torch.sigmoid(x) * 2e-3
     return torch.log(1 - torch.exp(-small)).sum() * 1.0
@@ -253,102 +230,12 @@ def test_a_gradient_that_differs(tmp_path: Path) -> None:
     assert "not close" in error_of(script, tmp_path), script.text
 
 
-def test_a_mismatch_is_no_overflow() -> None:
-    """A number beside an infinity is another failure than two numbers."""
-    check = MismatchCheck(reference=Double())
-    candidate = Candidate(one_call("torch.linalg.inv"), {0: hilbert(7)})
-    found = check.observe(candidate)
-    assert found is not None and found.way == "fp64"
-    adopted = check.adopted(found, candidate)
-    assert adopted.judge(found, candidate) is Verdict.SAME
-    other = Failure("forward", "mismatch", "fp64, not finite", found.call, 0, value=9)
-    assert adopted.judge(other, candidate) is Verdict.OTHER
-    assert MismatchCheck(reference=Double()).observe(Candidate(one_call("torch.exp"), {0: torch.tensor(1e3)})) is None
-
-
 def test_random_calls_draw_the_same_in_both() -> None:
     rng = torch.get_rng_state()
     call = Call("torch.nn.functional.dropout", (Ref(0), 0.5, True), {}, Ref(9), mode=Mode(rng=Ref(1)))
     program = Program((call,), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
     candidate = Candidate(program, {0: torch.ones(100), 1: rng})
     assert MismatchCheck(reference=Double()).observe(candidate) is None
-
-
-def test_half_precision_is_allowed_its_own_rounding() -> None:
-    program = Program((Call("torch.Tensor.half", (Ref(0),), {}, Ref(9)),), (Input(0, "x"),), (Ref(9),))
-    tensors = {0: torch.ones(2)}
-    assert halves_in(program, tensors) == {torch.float16}
-    assert tolerances(torch.float32, halves_in(program, tensors)) == (1e-3, 1e-5)
-    assert tolerances(torch.float32, frozenset()) == (1.3e-6, 1e-5)
-    assert tolerances(torch.int64, frozenset({torch.float16})) == (0.0, 0.0)
-
-
-def test_a_complex_number_that_differs_counts_once() -> None:
-    one, other = (Outcome({9: torch.tensor([number, 1j])}) for number in (1 + 1j, 2 + 2j))
-    assert list(differences(one, other, frozenset())) == [Difference(9, False, True, (0,), 1, 2)]
-
-
-def test_only_what_is_clearly_above_the_noise_counts() -> None:
-    def outcome(number: float) -> Outcome:
-        return Outcome({9: torch.tensor([1.0, number])})
-
-    (found,) = differences(outcome(1.002), outcome(1.0), frozenset())
-    assert found == Difference(9, False, True, (1,), 1, 2)
-    assert is_above_noise(found, outcome(1.002), outcome(1.0), [outcome(1.002), outcome(1.0021)])
-    assert not is_above_noise(found, outcome(1.002), outcome(1.0), [outcome(1.002), outcome(1.001)])
-    assert not is_above_noise(found, outcome(1.002), outcome(1.0), [outcome(1.002), outcome(NAN)])
-
-
-@pytest.mark.parametrize(
-    ("actual", "expected", "is_different"),
-    [(NAN, NAN, False), (INF, INF, False), (INF, -INF, True), (NAN, 1.0, True), (1.0, 1.0 + 1e-6, False)],
-)
-def test_what_is_equal(actual: float, expected: float, is_different: bool) -> None:
-    one, other = (Outcome({9: torch.tensor([number])}) for number in (actual, expected))
-    assert bool(list(differences(one, other, frozenset()))) == is_different
-
-
-def miscompiling(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """A compiler that takes exponentials for something else."""
-    for node in module.graph.nodes:
-        if node.target in (torch.exp, "exp"):
-            node.op, node.target = "call_function", torch.expm1
-    module.recompile()
-    return module.forward
-
-
-@pytest.fixture
-def backend() -> str:
-    if "miscompiling" not in torch._dynamo.list_backends():
-        torch._dynamo.register_backend(miscompiling, name="miscompiling")
-    return "miscompiling"
-
-
-def test_a_miscompiled_call_is_blamed(backend: str) -> None:
-    layer = nn.Linear(6, 4)
-
-    def step(x: torch.Tensor) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = layer(F.dropout(x, 0.1))
-        parts = torch.split(torch.exp(hidden.float()), 2, dim=1)
-        loss = (parts[0] * parts[1]).mean()
-        loss.backward()
-
-    reduction = shrink(traced(step, x=seeded(5, 6)), check=f"mismatch:compile:{backend}")
-    assert [call.name for call in reduction.program.calls] == ["exp"]
-    assert reduction.signature.call == "torch.Tensor.exp" or reduction.signature.call == "torch.exp"
-    script = reduction_script(reduction)
-    assert f'torch.compile(step, backend="{backend}")' in script.text
-    assert "compiled code differs from eager" in script.text
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the default compiler needs g++")
-def test_a_fused_half_precision_product_differs_from_eager(tmp_path: Path) -> None:
-    snapshot = traced(lambda x: (x * 300.0) / 300.0, x=torch.tensor([2.0, 400.0]).half())
-    check, whole, found = settled("mismatch:compile", snapshot)
-    assert check.signature.call is None and found.way == "compile:inductor, not finite"
-    script = write_script(whole.program, whole.tensors, found)
-    assert_shows_the_bug(script, tmp_path, "not close", ('torch.compile(step, backend="inductor")', "step"))
 
 
 def test_a_backend_that_does_not_work_is_told_in_one_line() -> None:
@@ -421,14 +308,6 @@ def test_a_function_that_has_no_verdict_is_one_clear_error(name: str, file: Path
     with pytest.raises(UsageError, match=f"`my_check.py:{name}` has no verdict") as caught:
         shrink(traced(growing, x=seeded(2, 3), w=seeded(3, 3, grad=True)), check=f"{file}:{name}")
     assert caught.value.hint is not None and ".gradients" in caught.value.hint
-
-
-def test_a_candidate_without_a_verdict_is_invalid(file: Path) -> None:
-    snapshot = grown()
-    check, whole, found = settled(f"{file}:exploded", snapshot)
-    assert check.judge(found, whole) is Verdict.SAME
-    gradients = FunctionCheck(check.wanted, file=file, function="lopsided")
-    assert gradients.judge(gradients.observe(whole), whole) is Verdict.INVALID  # there is no `b`
 
 
 def test_a_repro_that_runs_a_file_is_verified_beside_it_only(exploded: Reduction, tmp_path: Path) -> None:
@@ -507,54 +386,7 @@ def test_both_infinities_are_forbidden_unless_the_snapshot_has_one() -> None:
     assert check.is_clean(Candidate(one_call("torch.abs"), {0: torch.tensor([-INF])}))
 
 
-def test_a_cast_must_not_make_the_infinity() -> None:
-    def problem(dtype: torch.dtype, number: float, mode: Mode) -> Problem:
-        calls = (Call("torch.nn.functional.linear", (Ref(0), Ref(1)), {}, Ref(9), mode=mode),)
-        program = Program(calls, (Input(0, "x"), Input(1, "weight")), (Ref(9),))
-        return Problem(Candidate(program, dict.fromkeys((0, 1), torch.full((1, 1), number, dtype=dtype))), Refuses())
-
-    halved = problem(torch.float32, 1e5, Mode(autocast=(("cpu", "torch.float16"),)))
-    drop_autocast(halved)
-    assert halved.oracle.seen == ["no autocast"]  # type: ignore[attr-defined]
-    single = problem(torch.float64, 1e300, Mode())
-    simplify_precision(single)
-    assert single.oracle.seen == []  # type: ignore[attr-defined]
-
-
-class Refuses:
-    """An oracle that agrees to nothing and notes what it is asked."""
-
-    signature = Signature("forward", "inf", "torch.nn.functional.linear")
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def require_time(self) -> None:
-        """There always is."""
-
-    def first(self, proposals: Any) -> None:
-        self.seen += [change for change, _ in proposals]
-
-
-def test_an_overflow_in_the_batch_is_nobodys_wish() -> None:
-    batch = torch.tensor([[1.0, INF], [2.0, 3.0]])
-    program = Program((Call("torch.Tensor.sub", (Ref(0), Ref(0)), {}, Ref(9)),), (Input(0, "batch"),), (Ref(9),))
-    failure = locate(program, {0: batch})
-    assert failure is not None and (failure.call, failure.input_name) == (None, "batch")
-    failure = locate(program, {0: -batch})  # as in a mask
-    assert failure is not None and failure.call == "torch.Tensor.sub"
-
-
 # -- what may be written ---------------------------------------------------------------------------------------------
-
-
-def test_specs_that_mean_something(file: Path) -> None:
-    assert specs.parse("nonfinite").kind == "nonfinite"
-    assert specs.parse("mismatch:compile").option == "inductor"
-    assert specs.parse("mismatch:compile:aot_eager").option == "aot_eager"
-    assert specs.parse(f"{file}:exploded").detail == "exploded"
-    assert choose_check("mismatch:fp64", failing.zero_by_zero()) == MismatchCheck(reference=Double())
-    assert Compiled("eager").name == "compile:eager"
 
 
 @pytest.mark.parametrize(

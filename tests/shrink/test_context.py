@@ -5,25 +5,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from reprokit.locate.blame import locate
-from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Scope
 from reprokit.program.statement import variables
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.context.changes import module_runs, with_certainty, without_call, without_module, without_unused
 from reprokit.shrink.context.finder import find_context
-from reprokit.shrink.context.growth import is_ordinary, moderate
-from reprokit.shrink.context.layers import LayerRun, layer_of
+from reprokit.shrink.context.growth import is_ordinary
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.tree import Tree, tree_of
+from reprokit.shrink.context.tree import Tree
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Task
 from reprokit.shrink.oracle import Oracle
@@ -32,7 +27,6 @@ from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot
-from tests.render.programs import site_of
 from tests.shrink import models
 
 CASES = (
@@ -131,20 +125,6 @@ def test_what_is_computed_beside_the_origin_goes(is_masked: bool) -> None:
     assert [item.name for item in context.program.inputs if item.role != "gradient"] == ["x"]
 
 
-def test_calls_whose_results_nothing_uses_go() -> None:
-    """In-place calls stay, for they may write through a view."""
-    calls = (
-        Call("torch.Tensor.exp", (Ref(0),), {}, Ref(1)),
-        Call("torch.Tensor.__getitem__", (Ref(1), 0), {}, Ref(2)),
-        Call("torch.Tensor.__getitem__", (Ref(0), 0), {}, Ref(3)),
-        Call("torch.Tensor.zero_", (Ref(3),), {}, Ref(3)),
-        Call("torch.Tensor.log", (Ref(0),), {}, Ref(4)),
-    )
-    program = Program(calls, (Input(0, "x"),), (Ref(4),))
-    found = without_unused(Candidate(program, {0: torch.ones(2)}))
-    assert [call.name for call in found.program.calls] == ["__getitem__", "zero_", "log"]
-
-
 def test_the_gradient_of_a_sum_is_enough_with_plainer_numbers() -> None:
     context = context_of(models.zero_gradient())
     assert context.program.calls[-1].target == "torch.Tensor.backward"
@@ -240,36 +220,6 @@ def test_the_context_costs_the_minimum_no_checks() -> None:
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.tensor([1.0, -900.0]), True),
-        (torch.tensor([2000.0]), False),
-        (torch.tensor([300.0], dtype=torch.float16), False),
-        (torch.tensor([float("-inf")]), False),
-        (torch.tensor([float("nan")]), False),
-        (torch.tensor([10**12]), True),
-        (torch.tensor([True]), True),
-        (torch.zeros(0), True),
-    ],
-)
-def test_ordinary(tensor: torch.Tensor, expected: bool) -> None:
-    assert is_ordinary(tensor) is expected
-    if tensor.is_floating_point():
-        assert is_ordinary(moderate(tensor))
-
-
-def test_a_layer_that_returned_something_else_is_not_one() -> None:
-    weight, x = torch.ones(3, 2), torch.ones(1, 2)
-    call = Call("torch.nn.functional.linear", (Ref(0), Ref(1)), outputs=Ref(2))
-    inputs = {1: Input(1, "fc.weight", "parameter")}
-    given = {0: x, 1: weight}
-    right = layer_of(Scope("fc", "Linear"), LayerRun([call], (2,), given, {2: x @ weight.t()}), inputs, None)
-    assert right is not None
-    assert (right.arguments, dict(right.options), right.state) == ((2, 3), {"bias": False}, {"weight": 1})
-    assert layer_of(Scope("fc", "Linear"), LayerRun([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
-
-
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_the_masks_of_a_model_do_not_become_the_cause(is_hidden: bool) -> None:
     context = context_of(models.causal(is_hidden=is_hidden))
@@ -292,132 +242,3 @@ def test_a_layer_that_raises_is_shown_as_that_layer(layer: nn.Module, batch: tor
     tree = context_of(models.record_model(model, lambda x: model(x), x=batch)).tree
     assert [block.scope.cls for block in tree.layers()] == [type(layer).__name__]
     assert all(call.scope for call in tree.program.calls)
-
-
-@pytest.mark.parametrize("cls", ["BatchNorm1d", "Conv2d", "GRU", "MultiheadAttention"])
-def test_calls_left_of_a_layer_are_no_layer(cls: str) -> None:
-    call = Call("torch.Tensor.add_", (Ref(0), 1), outputs=Ref(0))
-    count = torch.tensor(0)
-    inputs = {0: Input(0, "norm.num_batches_tracked", "buffer")}
-    assert layer_of(Scope("norm", cls), LayerRun([call], (0,), {0: count}, {0: count + 1}), inputs, None) is None
-
-
-@pytest.mark.parametrize(
-    ("small", "noted", "given"),
-    [
-        (nn.Linear(2, 3), {"in_features": 7, "out_features": 9}, (torch.ones(1, 2),)),
-        (
-            nn.Bilinear(2, 3, 1),
-            {"in1_features": 7, "in2_features": 8, "out_features": 9},
-            (torch.ones(1, 2), torch.ones(1, 3)),
-        ),
-        (nn.EmbeddingBag(2, 3), {"num_embeddings": 7, "embedding_dim": 9}, (torch.tensor([[0, 1]]),)),
-        (
-            nn.Conv2d(2, 4, 3, groups=2),
-            {"in_channels": 8, "out_channels": 16, "kernel_size": 3},
-            (torch.ones(1, 2, 3, 3),),
-        ),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-)
-def test_sizes_of_layers_are_those_of_their_weights(
-    small: nn.Module, noted: dict[str, Any], given: tuple[torch.Tensor, ...]
-) -> None:
-    cls = type(small).__name__
-    tensors = {f"x{place}": tensor for place, tensor in enumerate(given)}
-    snapshot = models.record_model(small, lambda **tensors: small(*tensors.values()).mul(0).log(), **tensors)
-    modules = {f"<{cls}>": ModuleNote(cls, arguments=noted)}
-    program = replace(snapshot.program, modules=modules)
-    (block,) = tree_of(Candidate(program, snapshot.tensors)).layers()
-    assert block.layer is not None
-    shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
-    assert {name: tensor.shape for name, tensor in block.layer.build().state_dict().items()} == shapes
-
-
-def test_a_module_is_replaced_by_what_it_was_given() -> None:
-    snapshot = models.growing()
-    candidate = Candidate(snapshot.program, snapshot.tensors)
-    block = next(run for scope, run in module_runs(candidate) if len(scope) > 1)
-    shapes = {
-        value: (2, 3, 8) for call in candidate.program.calls for value in (*call.input_refs(), *call.output_refs())
-    }
-    shorter = next(without_module(candidate, block, shapes))
-    assert shorter.num_calls == candidate.num_calls - len(block)
-    assert locate(shorter.program, shorter.tensors) is not None
-
-
-@pytest.mark.parametrize(
-    ("call", "kwargs"),
-    [
-        (Call("torch.nn.functional.dropout", (Ref(0), 0.5, True), outputs=Ref(9)), {}),
-        (Call("torch.nn.functional.dropout", (Ref(0),), outputs=Ref(9)), {"p": 0.0}),
-        (
-            Call(
-                "torch.nn.functional.scaled_dot_product_attention",
-                (Ref(0), Ref(0), Ref(0)),
-                {"dropout_p": 0.5, "scale": 0.25},
-                Ref(9),
-            ),
-            {"dropout_p": 0.0, "scale": 0.25},
-        ),
-    ],
-    ids=["dropout", "default", "attention"],
-)
-def test_only_the_probability_of_a_random_call_is_changed(call: Call, kwargs: dict[str, float]) -> None:
-    program = Program((replace(call, mode=Mode(rng=Ref(1))),), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
-    candidate = Candidate(program, {0: torch.ones(2, 2), 1: torch.get_rng_state()})
-    certain = with_certainty(candidate, 0)
-    assert certain is not None
-    (changed,) = certain.program.calls
-    assert changed.kwargs == kwargs and changed.mode.rng is None
-    assert changed.args[1:] == ((0.0, True) if len(call.args) == 3 and not call.kwargs else call.args[1:])
-    assert (without_call(candidate, 0) is None) == call.name.endswith("attention")
-
-
-def test_a_random_call_without_a_probability_stays_random() -> None:
-    call = Call("torch.nn.functional.rrelu", (Ref(0), 0.125, 0.5, True), outputs=Ref(9), mode=Mode(rng=Ref(1)))
-    program = Program((call,), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
-    assert with_certainty(Candidate(program, {}), 0) is None
-
-
-def test_variables_are_read_from_assignments() -> None:
-    program = models.masked_attention().program
-    named = {call.name: variables(program.calls).get(call.output_refs()[0]) for call in program.calls}
-    assert named["masked_fill"] == "scores"
-    assert named["tanh"] == "x"
-    assert named["softmax"] is None
-
-
-def test_calls_inside_a_library_have_no_variable() -> None:
-    line = "self.smoother(outputs, labels)"
-    site = site_of(f"loss = {line}", line, library=("transformers/trainer_pt_utils.py", 479))
-    assert variables([Call("torch.Tensor.div", (Ref(0), Ref(1)), outputs=Ref(2), site=site)]) == {}
-
-
-def test_what_is_handed_on_is_not_what_the_line_assigns() -> None:
-    program = models.distances_within().program
-    made = {call.name: call.output_refs()[0] for call in program.calls if call.output_refs()}
-    named = variables(program.calls)
-    assert made["linear"] not in named
-    assert named[made["sum"]] == "squares"
-
-
-@pytest.mark.parametrize(
-    ("code", "part", "name", "is_named"),
-    [
-        ("loss = spread(net(x))", "net(x)", "linear", False),
-        ("loss = spread(torch.tanh(net(x)), y)", "torch.tanh(net(x))", "tanh", False),
-        ("z = self.norm(self.embed(x))", "self.norm(self.embed(x))", "layer_norm", True),
-        ("z = torch.tanh(self.norm(self.embed(x)))", "torch.tanh(self.norm(self.embed(x)))", "tanh", True),
-        ("z = net(x)", "net(x)", "linear", True),
-        ("z = net(x[:, 1:])", "x[:, 1:]", "getitem", False),
-        ("z = net(x / 255)", "x / 255", "div", False),
-        ("z = F.relu(net(x))", "F.relu(net(x))", "relu", True),
-    ],
-)
-def test_what_goes_into_a_function_at_once_has_no_variable(code: str, part: str, name: str, is_named: bool) -> None:
-    calls = [
-        Call(f"torch.{name}", (Ref(0),), outputs=Ref(1), site=site_of(code, part, function="main")),
-        Call("torch.sqrt", (Ref(1),), outputs=Ref(2), site=site_of("return x.sqrt()", "x.sqrt()", 9, "spread")),
-    ]
-    assert (1 in variables(calls)) == is_named

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,10 +17,10 @@ from reprokit.errors import Flaky
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.certainty import Certainty, Majority
+from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.isolation.task import Report
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.signature import Signature, SignatureCheck, Verdict
+from reprokit.shrink.signature import Signature, SignatureCheck
 from reprokit.snapshot.format import Snapshot, save
 from tests.shrink import failing
 from tests.shrink.failing import seeded, traced
@@ -69,22 +68,6 @@ class ScriptedCheck(SignatureCheck):
         return FAILS if next(self.outcomes) else None
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "verdict", "num_runs"),
-    [
-        ([1, 1, 0, 1, 1], Verdict.SAME, 4),  # three of five are there after four
-        ([0, 0, 0, 1, 1], Verdict.PASSES, 3),  # three of five can no longer be reached
-        ([0, 1, 0, 1, 1], Verdict.SAME, 5),
-        ([0, 1, 0, 1, 0], Verdict.PASSES, 5),
-    ],
-)
-def test_runs_end_when_the_answer_is_certain(outcomes: list[int], verdict: Verdict, num_runs: int) -> None:
-    remaining = iter(outcomes)
-    check = Majority(ScriptedCheck(outcomes=remaining))
-    assert check.once.judge(check(EMPTY), EMPTY) is verdict
-    assert len(outcomes) - len(list(remaining)) == num_runs
-
-
 def test_a_failure_that_is_mostly_there_is_reduced_and_its_rate_stated(tmp_path: Path) -> None:
     file = tmp_path / "flaky.py"
     file.write_text(SOMETIMES.format(period=8, sign="!=", place=3))
@@ -125,14 +108,3 @@ def certainty_of(outcomes: Iterator[int]) -> Certainty:
     places: Any = SimpleNamespace(task=None, change=lambda *_: None, report=lambda tried: Report(check.observe(tried)))
     oracle: Any = SimpleNamespace(failure=check.observe)
     return Certainty(oracle, places, check, Settings(), True, FAILS)
-
-
-def test_runs_that_selected_the_program_do_not_raise_its_rate() -> None:
-    with pytest.raises(Flaky, match="fails in 15 of 30 runs"):
-        certainty_of(itertools.cycle((0, 1))).establish(EMPTY, lambda *rate: None, [FAILS])
-
-
-def test_runs_that_selected_the_program_count_when_all_fail() -> None:
-    certainty = certainty_of(iter((1, 1, 1, 1)))
-    certainty.establish(EMPTY, lambda *rate: None, [FAILS])
-    assert certainty.reproduces == "5/5"

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from reprokit.errors import ReprokitError
-from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
-from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.recorded import NonfiniteCheck
 from reprokit.shrink.isolation import apart as isolated
 from reprokit.shrink.isolation import runner
 from reprokit.shrink.isolation.apart import RunLimits
-from reprokit.shrink.isolation.runner import Isolation, Reports
-from reprokit.shrink.isolation.task import Report, Task
-from reprokit.shrink.oracle import Oracle, OutOfBudget
-from reprokit.shrink.problem import Problem
+from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.task import Task
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
-from reprokit.shrink.signature import Signature, Verdict
 from tests.shrink import failing
 from tests.shrink.predicates import by_number
 from tests.shrink.test_isolation import candidate, needs_fork
@@ -36,104 +27,6 @@ from tests.shrink.views import Lines
 
 leaves_nothing_behind = pytest.mark.usefixtures("nothing_is_left_behind")
 STEPS = (failing.masked_softmax, failing.adam_half, failing.gated_recurrence, failing.wrong_shapes)
-
-
-class AtOnce(Isolation):
-    """Runs candidates right here, up to ``jobs`` ahead of what is asked for."""
-
-    @property
-    def num_at_once(self) -> int:
-        return self.jobs
-
-    def reports(self, candidates: Sequence[Candidate]) -> Reports:
-        yield from [self.task.report(one) for one in candidates]
-
-    def report(self, candidate: Candidate) -> Report:
-        return self.task.report(candidate)
-
-
-def as_told(candidate: Candidate) -> Failure | None:
-    """0 fails, 1 passes, 2 fails in another way, 3 raises."""
-    number = int(candidate.tensors[0][0]) % 4
-    if number == 3:
-        raise ValueError
-    kinds = {0: "nan", 2: "inf"}
-    return Failure("forward", kinds[number], call="torch.log") if number in kinds else None
-
-
-def oracle(jobs: int, told: list[tuple[str, str]], **options: Any) -> Oracle:
-    """An oracle that looks ``jobs`` candidates ahead."""
-    places = AtOnce(Task(as_told), jobs=jobs)
-    check = NonfiniteCheck(Signature("forward", "nan", "torch.log"))
-
-    def tell(_: Candidate, verdict: Verdict, change: str) -> None:
-        told.append((verdict.value, change))
-
-    return Oracle(check, places, on_check=tell, **options)
-
-
-numbers = st.lists(st.integers(0, 11), max_size=9)
-
-
-@given(st.lists(numbers, max_size=4), st.integers(2, 5), st.integers(0, 12))
-def test_any_number_at_once_gives_the_same_answers_and_the_same_log(
-    rounds: list[list[int]], jobs: int, max_checks: int
-) -> None:
-    outcomes = []
-    for at_once in (1, jobs):
-        told: list[tuple[str, str]] = []
-        made = oracle(at_once, told, max_checks=max_checks)
-        found: list[object] = []
-        try:
-            for numbers in rounds:
-                proposals = [(str(place), candidate(number)) for place, number in enumerate(numbers)]
-                accepted = made.first(proposals)
-                found.append([accepted is one for _, one in proposals])
-        except OutOfBudget:
-            found.append("out of budget")
-        outcomes.append((found, told, made.checks))
-    assert outcomes[0] == outcomes[1]
-
-
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_the_lowest_of_several_successes_is_accepted(jobs: int) -> None:
-    told: list[tuple[str, str]] = []
-    made = oracle(jobs, told)
-    proposals = [("a", candidate(1)), ("b", candidate(4)), ("c", candidate(8)), ("d", candidate(5))]
-    assert made.first(proposals) is proposals[1][1]
-    assert told == [("passes", "a"), ("same", "b")]
-    assert made.checks == 2
-
-
-@pytest.mark.parametrize("jobs", [1, 3])
-@pytest.mark.parametrize("number", [0, 1])
-def test_an_error_in_making_a_proposal_comes_in_its_turn(jobs: int, number: int) -> None:
-    def proposals() -> Iterator[tuple[str, Candidate]]:
-        yield "first", candidate(number)
-        raise ZeroDivisionError
-
-    told: list[tuple[str, str]] = []
-    made = oracle(jobs, told)
-    if number == 0:
-        assert made.first(proposals()) is not None
-    else:
-        with pytest.raises(ZeroDivisionError):
-            made.first(proposals())
-    assert made.checks == len(told) == 1
-
-
-def test_a_problem_accepts_the_first_that_is_smaller() -> None:
-    made = oracle(2, [])
-    problem = Problem(candidate(8), made)
-    accepted: list[Candidate] = []
-    problem.on_accept = accepted.append
-    larger = Candidate(problem.best.program, {0: torch.full((2,), 4.0)})
-    assert problem.first([("larger", larger), ("passes", candidate(1)), ("plainer", candidate(0))])
-    assert float(problem.best.tensors[0]) == 0.0
-    assert accepted == [problem.best]
-    assert not problem.first([])
-    assert not problem.first([("the same again", candidate(0))])
-    assert made.checks == 2
 
 
 def outcome(run: Callable[..., Reduction], **options: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Results are 1-minimal: no single edit leads to something smaller that fails the same way.
+"""Results are 1-minimal: `assert_minimal` is called with the results of `test_reducer` and `test_multicall`.
 
 The edits are listed here from scratch and by brute force, without the passes, their probes or their oracle: every call,
 every index of every group of equal sizes, every argument, every option, every value. Two things are no improvement: a
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from reprokit.locate.blame import locate
@@ -21,16 +20,15 @@ from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Signature, same
 from tests.shrink import failing
 
 Place = tuple[int, int]
 
 
-@pytest.mark.parametrize("step", failing.STEPS, ids=lambda step: step.__name__)
-def test_no_single_edit_makes_it_smaller(step: failing.Step) -> None:
-    reduction = shrink(step())
+def assert_minimal(reduction: Reduction) -> None:
+    """Claim that no single edit leads to something smaller that fails the same way."""
     best = Candidate(reduction.program, reduction.tensors)
     edits = list(single_edits(best))
     assert len(edits) >= 3

@@ -15,13 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import reprokit
 from reprokit.locate.blame import locate
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, load
 from tests.shrink.executed import ending_of
-from tests.shrink.test_minimal import fails_alike, single_edits
+from tests.shrink.test_minimal import assert_minimal
 
 Hidden = Callable[[torch.Tensor], torch.Tensor]
 BAD_STEP = 2
@@ -198,10 +197,7 @@ def test_captured_failures_become_what_an_expert_would_write(name: str, tmp_path
     assert (summary["calls"], summary["elements"], summary["one_minimal"]) == (calls, elements, True)
     assert summary["checks"] <= checks
     assert ending_of(reduction) == ending
-    best = Candidate(reduction.program, reduction.tensors)
-    for edit, candidate in single_edits(best):
-        is_smaller = candidate.is_smaller_than(best) and candidate.num_calls
-        assert not (is_smaller and fails_alike(candidate, best)), edit
+    assert_minimal(reduction)
 
 
 def test_a_random_outcome_is_the_same_in_every_process(tmp_path: Path) -> None:

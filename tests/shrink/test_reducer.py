@@ -27,6 +27,7 @@ from reprokit.shrink.reduction import LogRow, Reduction, load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, count_elements
 from tests.shrink import failing
+from tests.shrink.test_minimal import assert_minimal
 from tests.shrink.views import Lines
 
 # calls, elements, checks at most
@@ -54,7 +55,6 @@ SIZES = {
     failing.gated_recurrence: (1, 2, 10),
     failing.chosen_column: (1, 1, 8),
 }
-by_name = pytest.mark.parametrize("step", SIZES, ids=lambda step: step.__name__)
 
 
 def signature_of(found: Snapshot | Reduction) -> Signature:
@@ -74,7 +74,7 @@ def size_of(reduction: Reduction) -> tuple[int, int]:
     return reduction.program.num_calls, count_elements(reduction.program, reduction.tensors)
 
 
-@by_name
+@pytest.mark.parametrize("step", SIZES, ids=lambda step: step.__name__)
 def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
     snapshot = step()
     reduction = shrink(snapshot)
@@ -89,9 +89,10 @@ def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
     assert summary["before"] == {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements}
     assert [entry["input"] for entry in summary["explain"]] == [item.name for item in reduction.program.inputs]
     assert len({item.name for item in reduction.program.inputs}) == len(reduction.program.inputs)
+    assert_minimal(reduction)
 
 
-@by_name
+@pytest.mark.parametrize("step", list(SIZES)[::5], ids=lambda step: step.__name__)
 def test_a_reduction_is_deterministic_and_idempotent(step: failing.Step) -> None:
     reduction = shrink(step())
     assert is_alike(shrink(step()), reduction)
@@ -341,7 +342,7 @@ UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     chain=st.lists(st.sampled_from(range(len(UNARY))), min_size=1, max_size=8),
     shape=st.lists(st.integers(1, 4), min_size=2, max_size=3),

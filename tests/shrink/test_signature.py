@@ -10,7 +10,7 @@ import torch
 
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.shrink.signature import Signature, Signed, given_by, is_clean, same
+from reprokit.shrink.signature import Signature, given_by, is_clean, same
 
 INF, NAN = float("inf"), float("nan")
 
@@ -33,11 +33,6 @@ def test_kind_and_origin_count() -> None:
     assert same(signature(division, zero, zero), signature(division, zero[0], zero[0]))
     assert not same(signature(division, zero, zero), signature(division, one, zero))
     assert not same(signature(division, one, zero), signature(one_call("torch.log", Ref(0)), zero))
-
-
-def test_both_infinities_are_one_kind() -> None:
-    division = one_call("torch.div", Ref(0), Ref(1))
-    assert same(signature(division, torch.ones(1), torch.zeros(1)), signature(division, -torch.ones(1), torch.zeros(1)))
 
 
 def test_which_gradient_is_bad_counts() -> None:
@@ -84,20 +79,6 @@ def test_inputs_must_not_be_bad_already(values: list[float], phase: str, role: s
     assert is_clean(program, {0: torch.tensor(values)}, wanted, frozenset({"nan"}), frozenset()) == clean
 
 
-def test_an_infinity_of_the_same_way_is_not_clean() -> None:
-    program = one_call("torch.exp", Ref(0))
-    wanted = Signature("forward", "inf", "torch.exp")
-    assert not is_clean(program, {0: torch.tensor([INF])}, wanted, frozenset({"+inf"}), frozenset())
-    assert is_clean(program, {0: torch.tensor([-INF])}, wanted, frozenset({"+inf"}), frozenset())
-
-
-def test_constants_must_not_be_bad_either() -> None:
-    wanted = Signature("forward", "nan", "torch.Tensor.mul")
-    for constant, clean in ((NAN, False), (-INF, True)):
-        program = one_call("torch.Tensor.mul", Ref(0), constant)
-        assert is_clean(program, {0: torch.ones(1)}, wanted, frozenset({"nan"}), frozenset()) == clean
-
-
 def test_what_was_bad_in_the_snapshot_may_stay_bad() -> None:
     """A missing label, a ruined parameter, an infinity that the origin is told to fill in."""
     program = Program(
@@ -112,10 +93,3 @@ def test_what_was_bad_in_the_snapshot_may_stay_bad() -> None:
         assert is_clean(program, tensors, wanted, frozenset({"nan"}), given) == clean
     other = replace(program, inputs=(Input(7, "batch"), Input(1, "mask")))
     assert not is_clean(other, {7: torch.tensor([NAN, 1.0]), 1: mask}, wanted, frozenset({"nan"}), given)
-
-
-def test_a_bad_input_is_named() -> None:
-    program = Program((Call("torch.exp", (Ref(0),), outputs=Ref(9)),), (Input(0, "batch"),), (Ref(9),))
-    wanted = signature(program, torch.tensor([NAN]))
-    assert (wanted.call, wanted.input) == (None, "batch")
-    assert wanted.summary() == Signed("forward", "nan", input="batch")

@@ -5,7 +5,6 @@ Secrets are made at run time, so that no file of the project looks as if it held
 
 from __future__ import annotations
 
-import ast
 import secrets
 import string
 from dataclasses import replace
@@ -17,7 +16,6 @@ import torch
 
 from reprokit.cli import main
 from reprokit.program.ir import OPAQUE, Call, Input, ModuleNote, Program, Ref, Site
-from reprokit.program.statement import parts
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load, save
@@ -263,23 +261,3 @@ def test_shrinking_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert main(words) == 0
     texts = [file.read_text() for file in Path("snap").iterdir() if file.suffix != ".pt"]
     assert len(texts) == 4 and "1234567" not in "".join(texts)  # ranges of the step are in the report
-
-
-@pytest.mark.parametrize(
-    ("code", "is_kept"),
-    [
-        ("y = f(\n    torch.log(x),  # password: hunter22\n)", True),
-        ('y = f(\n    api_key="hunter22",\n    at=torch.log(x),\n)', False),
-        ('y = f(torch.log(x), password="hunter22")', True),
-        ('y = f("hunter22@example.org", torch.log(x))', False),
-    ],
-)
-def test_a_span_is_kept_while_nothing_before_its_end_is_hidden(code: str, is_kept: bool) -> None:
-    snapshot = with_source()
-    opaque, log = snapshot.program.calls
-    log = replace(log, site=site_of(code, "torch.log(x)"))
-    site = private(replace(snapshot, program=replace(snapshot.program, calls=(opaque, log)))).program.calls[1].site
-    assert site is not None and "hunter22" not in site.text
-    assert (site.span is not None) == is_kept and [ast.unparse(part) for part in parts(site)] == [
-        "torch.log(x)"
-    ] * is_kept

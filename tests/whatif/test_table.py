@@ -8,16 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from reprokit.cli import main
-from reprokit.grammar import plain_of, read
+from reprokit.grammar import read
 from reprokit.program.interpreter import Settings
 from reprokit.render.findings import WORDS
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.isolation.task import pack, unpack
-from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIfResult
+from reprokit.shrink.reduction import Reduction, Size, WhatIfResult
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import Snapshot, read_file, save, write_file
 from reprokit.whatif import table
@@ -49,16 +47,6 @@ def answers(made: WhatIfResult, name: str = "snapshot") -> dict[str, str]:
 def without_slow_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = table.make_table
     monkeypatch.setattr(table, "make_table", lambda *words, **named: whole(*words, variants=QUICK, **named))
-
-
-def test_the_table_is_plain_data() -> None:
-    made = table.make_table(subjects(failing.half_linear_overflow()), Settings(), 300.0, QUICK)
-    assert read(WhatIfResult, json.loads(json.dumps(plain_of(made)))) == made
-    assert answers(made) == {
-        "as_it_is": "same", "float64": "passes", "float32": "passes", "bfloat16": "passes", "float16": "same",
-        "deterministic": "same", "one_thread": "same", "detect_anomaly": "same",
-        "cuda": "same" if torch.cuda.is_available() else "cannot_run",
-    }  # fmt: skip
 
 
 def test_what_the_budget_does_not_reach_says_so() -> None:
@@ -99,32 +87,9 @@ def test_a_reduction_has_its_minimum_and_its_context(monkeypatch: pytest.MonkeyP
     assert answers(made, "context")["float32"] == "same"
 
 
-@pytest.mark.parametrize("is_usable", [True, False])
-def test_a_table_in_the_making(is_usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked where that is possible; the process ends with the block, asked for the table or not."""
-    without_slow_variants(monkeypatch)
-    if not is_usable:
-        monkeypatch.setattr(table.apart, "can_fork", lambda: False)
-        made = WhatIfResult(tables={"minimum": (Answered("float32", "`float32`", "passes", ""),)})
-        monkeypatch.setattr(table, "make_table", lambda *_: made)
-    reduction, before = reduction_of(failing.half_linear_overflow()), children()
-    with table.making_of_reduction(reduction, Settings(), seconds=300.0) as wait:
-        assert answers(wait(), "minimum")["float32"] == "passes"
-    with table.making_of_reduction(reduction, Settings(), seconds=300.0):
-        pass
-    assert children() <= before
-
-
 def children() -> set[str]:
     """The processes that this one has started and not waited for."""
     return {pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
-
-
-def test_the_variant_travels_with_its_candidate() -> None:
-    candidate = replace(next(iter(subjects(failing.masked_softmax()).values()))[0], variant="float64")
-    arrived = unpack(pack(candidate))
-    assert arrived.variant == "float64"
-    assert arrived.digest == candidate.digest
 
 
 def test_a_reduction_keeps_its_table(tmp_path: Path) -> None:
