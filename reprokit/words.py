@@ -52,13 +52,10 @@ def _escape(found: re.Match[str]) -> str:
 _GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
 
 
-def jsonable(value: Any) -> Any:
-    """The value, a number that JSON does not have as text: ``nan``, ``inf``, ``-inf``."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def json_line(row: Mapping[str, Any]) -> str:
-    return json.dumps({name: jsonable(value) for name, value in row.items()}, allow_nan=False)
+    """Numbers that JSON does not have are texts: ``nan``, ``inf``, ``-inf``."""
+    lacking = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({**row, **lacking}, allow_nan=False)
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

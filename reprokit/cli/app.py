@@ -6,6 +6,7 @@ Defaults come from ``[tool.reprokit.<command>]`` in the nearest ``pyproject.toml
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 import threading
@@ -117,20 +118,14 @@ def read_settings(group: click.Group, folder: Path) -> dict[str, dict[str, Any]]
     """Click's ``default_map`` for ``group``; raises `UsageError` for a name that no option has."""
     for parent in (folder, *folder.parents):
         path = parent / "pyproject.toml"
-        tables = _read_tables(path) if path.is_file() else None
-        if tables is not None:
+        content: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # what is wrong with the user's file is for another tool to say
+            content = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        tools = content.get("tool")
+        tables = tools.get("reprokit") if isinstance(tools, dict) else None
+        if isinstance(tables, dict):
             return {name: _options(group, name, table, path) for name, table in tables.items()}
     return {}
-
-
-def _read_tables(path: Path) -> dict[str, Any] | None:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        return None  # the file belongs to the user's project; another tool will complain about it
-    tools = content.get("tool")
-    tables = tools.get("reprokit") if isinstance(tools, dict) else None
-    return tables if isinstance(tables, dict) else None
 
 
 def _options(group: click.Group, name: str, table: Any, path: Path) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Capture:
                 watch.begin(stack)
                 self._run()
         except BaseException as error:
-            watch.ended_with(error)
+            watch.error = error
             if not watch.has_stopped:
                 raise
             if not isinstance(error, SystemExit):
@@ -199,7 +199,7 @@ class Watch:
         self._output = folder / plan.output if plan.output is not None else None
         self._process = os.getpid()
         self._session: Session | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # that ended the script
         self._has_failed = self._has_numbers = self._has_lost_numbers = False
         self._reports = reports
         self.children = Children(plan, reports)
@@ -218,9 +218,6 @@ class Watch:
     def _told_by_children(self) -> list[dict[str, Any]]:
         """Reports of all processes below this one, which only the first one reads."""
         return self.children.reports() if self._reports is None else []
-
-    def ended_with(self, error: BaseException) -> None:
-        self._error = error
 
     def start(self, stack: contextlib.ExitStack) -> None:
         """Begin to watch; if that fails, say so and let the script run."""
@@ -298,9 +295,9 @@ class Watch:
         if self._session is not None:
             for path, result in zip(self._session.snapshots, self._session.results, strict=True):
                 self._tell_result(path, result)
-        closing = self._session.closing if self._session is not None else closing_line(Seen(), self._error)
-        is_checked_elsewhere = self._error is None and is_checked_below
-        is_told = isinstance(self._error, UsageError)  # no such module: nothing ran
+        closing = self._session.closing if self._session is not None else closing_line(Seen(), self.error)
+        is_checked_elsewhere = self.error is None and is_checked_below
+        is_told = isinstance(self.error, UsageError)  # no such module: nothing ran
         is_reported = (
             is_told or self._has_failed or is_checked_elsewhere or any(report["results"] for report in children)
         )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Demo:
     def execute(self) -> int:
         """Capture, shrink, render and verify; says every command and, in the end, every path."""
         started = time.perf_counter()
-        folder = self.folder or free_folder(Path("reprokit-demo"))
+        names = (f"reprokit-demo{suffix}" for suffix in chain([""], (f"-{number}" for number in count(2))))
+        folder = self.folder or next(free for name in names if not (free := Path(name)).exists())
         make_folder(folder, option="--dir", force="")
         shutil.copy(find_example(), folder / EXAMPLE)
         self._run(folder, EXIT_CAPTURED, "capture", "-o", SNAPSHOT, EXAMPLE)
@@ -113,13 +115,3 @@ def found_results(folder: Path) -> dict[str, Path]:
     files = sorted(folder.iterdir())
     known = {name: folder / file for file, name in NAMES.items() if folder / file in files}
     return {**known, **{path.name: path for path in files if path.name not in NAMES}}
-
-
-def free_folder(folder: Path) -> Path:
-    """``folder``, or the first numbered variant of it that does not exist."""
-    number = 1
-    free = folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free

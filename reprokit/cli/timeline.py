@@ -41,7 +41,7 @@ class ShowTimeline:
     def execute(self) -> int:
         from reprokit.snapshot.format import load
 
-        if is_numbers(self.snapshot):
+        if self.snapshot.name.removesuffix(".1").endswith(".jsonl"):  # of `capture --numbers`; `.1` is the older one
             rows = rows_in(self.snapshot)
             recorded: Sequence[RecordedStep] = list(_recorded_in(rows))
         else:
@@ -90,11 +90,6 @@ def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
     for numbers in snapshot.timeline:
         named = {"optimizer": numbers.optimizer} if numbers.optimizer is not None else {}
         yield {**flat(numbers, recorded.pop(numbers.step, None)), **named}
-
-
-def is_numbers(file: Path) -> bool:
-    """True for the name of a file of `capture --numbers`, the older one included."""
-    return file.name.removesuffix(".1").endswith(".jsonl")
 
 
 def rows_in(file: Path) -> list[Numbers]:

@@ -6,6 +6,7 @@ step becomes several statements: gradients set by hand, the optimizer with its u
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import math
@@ -25,7 +26,7 @@ from reprokit.render.literals import as_given, is_same, number_text
 from reprokit.render.names import (
     Identifiers,
     identifier,
-    is_written_as_method,
+    match_of,
     name_for_input,
     name_for_output,
     numbered,
@@ -50,7 +51,9 @@ def write_call(call: Call, leaf: Leaf) -> Expr | Statement:
     """The call in Python; ``leaf`` writes a `Ref`."""
     call = as_method(call)
     if call.target.startswith(_METHOD) and call.args:
-        short = (None if is_written_as_method(call) else _operator(call, leaf)) or _access(call, leaf)
+        match = match_of(call)  # the user may have written ``x.add(y)`` where ``x + y`` would do
+        is_method = match is not None and isinstance(match[0], ast.Call)
+        short = (None if is_method else _operator(call, leaf)) or _access(call, leaf)
         if short is not None:
             return short
     arguments, keywords = _flags_by_name(call, *_needed_arguments(call))

@@ -97,15 +97,6 @@ def _last_uses(program: Program) -> dict[int, int]:
     return last
 
 
-def only_optimized(program: Program) -> frozenset[int]:
-    """Values that optimizers step and that nothing differentiates: written as parameters."""
-    stepped = {
-        ref.value for call in program.calls if call.is_optimizer_step for ref in iter_refs(call.kwargs["params"])
-    }
-    others = [call for call in program.calls if not call.is_optimizer_step]
-    return frozenset(stepped - {value for call in others for value in call.input_refs()})
-
-
 _MAX_PARTS = 6
 
 
@@ -130,7 +121,9 @@ class Targets:
         if not call.output_refs() or not isinstance(outputs, (list, tuple)):
             return None
         if self._is_indexable(call, outputs):
-            name = self._names.unique(names.name_for_list(call))
+            name = self._names.unique(
+                {"where": "places", "nonzero": "places", "chunk": "chunks"}.get(call.name, "parts")
+            )
             for place, part in enumerate(outputs):
                 self._names.adopt(part.value, f"{name}[{place}]")
             return name
@@ -282,7 +275,10 @@ class _Writer:
         self._input_words = names.names_for_inputs(program, {**input_words(program), **self._nouns})
         self._reads = Reads(program, self._keep)
         self._targets = Targets(program, self._reads, self._names, self._nouns, self._keep)
-        self._plain_params = only_optimized(program)
+        # values that optimizers step and that nothing differentiates are written as parameters
+        groups = [call.kwargs["params"] for call in program.calls if call.is_optimizer_step]
+        others = {value for call in program.calls if not call.is_optimizer_step for value in call.input_refs()}
+        self._plain_params = frozenset(ref.value for ref in iter_refs(groups)) - others
 
     def write(self) -> Code:
         for item in self._program.inputs:

@@ -139,10 +139,13 @@ def _index(item: Any, leaf: Callable[[Any], Expr]) -> str:
 def argument(value: Any, leaf: Callable[[Any], Expr]) -> Expr:
     """One argument of a call; ``leaf`` writes what is not plain (a `Ref`)."""
     if isinstance(value, (list, tuple)):
-        return sequence([argument(item, leaf).text for item in value], is_tuple=isinstance(value, tuple))
+        items = [argument(item, leaf).text for item in value]
+        if isinstance(value, tuple):
+            return Expr(f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})")
+        return Expr(f"[{', '.join(items)}]")
     if isinstance(value, Mapping):
-        items = ", ".join(f"{argument(k, leaf).text}: {argument(v, leaf).text}" for k, v in value.items())
-        return Expr("{" + items + "}")
+        pairs = ", ".join(f"{argument(k, leaf).text}: {argument(v, leaf).text}" for k, v in value.items())
+        return Expr("{" + pairs + "}")
     if isinstance(value, Slice):
         return call("slice", [argument(part, leaf) for part in (value.start, value.stop, value.step)])
     if isinstance(value, Symbol):
@@ -177,13 +180,6 @@ def float_text(value: float) -> str:
         return 'float("inf")' if value > 0 else 'float("-inf")'
     mantissa, e, exponent = repr(value).partition("e")
     return f"{mantissa}e{int(exponent)}" if e else mantissa
-
-
-def sequence(parts: Sequence[str], *, is_tuple: bool) -> Expr:
-    """``[a, b]`` or ``(a, b)``."""
-    if not is_tuple:
-        return Expr(f"[{', '.join(parts)}]")
-    return Expr(f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})")
 
 
 def quoted(text: str) -> str:

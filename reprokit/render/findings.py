@@ -178,14 +178,6 @@ def plain_rows(table: WhatIfResult) -> list[list[str]]:
     return [header, *body]
 
 
-def seconds_text(seconds: float | None) -> str:
-    """A time with three digits: ``12.3 µs``; empty for none."""
-    if seconds is None:
-        return ""
-    size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= size), _UNITS[-1])
-    return f"{seconds / size:.3g} {unit}"
-
-
 def _cell_text(text: str) -> str:
     """Markdown that does not end its cell; tables are split before inline code is read."""
     return re.sub(r"(?<!\\)\|", r"\\|", prose(text))
@@ -193,4 +185,7 @@ def _cell_text(text: str) -> str:
 
 def _cell(item: Answered, inputs: Mapping[str, str] | None) -> Cell:
     detail = redact_text(renamed(item.detail, inputs or {}))
-    return Cell(item.answer, detail, seconds_text(item.seconds))
+    if item.seconds is None:
+        return Cell(item.answer, detail, "")
+    size, unit = next(((size, unit) for size, unit in _UNITS if item.seconds >= size), _UNITS[-1])
+    return Cell(item.answer, detail, f"{item.seconds / size:.3g} {unit}")

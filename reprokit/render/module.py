@@ -401,7 +401,7 @@ def _words_for_unnamed(tree: Tree, words: Mapping[int, str]) -> dict[int, str]:
     program, known = tree.program, names.Identifiers(_RESERVED.union(words.values()))
     blocks = [block for block in tree.root.blocks() if block is not tree.root and block.layer is None]
     read = {value for block in blocks for value in block.reads}
-    unnamed = [item for item in program.inputs if item.value in read - words.keys() and not names.has_own_name(item)]
+    unnamed = [item for item in program.inputs if item.value in read - words.keys() and names.own_name(item) is None]
     return {item.value: known.give(item.value, names.name_for_input(item, program)) for item in unnamed}
 
 

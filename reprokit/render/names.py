@@ -165,7 +165,7 @@ def name_for_input(item: Input, program: Program, word: str | None = None) -> st
     """A word for an input: its own name unless that is generic, the user's ``word``, the parameter that takes it."""
     if item.role == "gradient":
         return "grad"
-    own, users = _own_name(item), identifier(word) if word is not None else None
+    own, users = own_name(item), identifier(word) if word is not None else None
     if own is not None and item.role in ("parameter", "buffer"):
         return own
     taking = (parameter_taking(call, item.value) for call in program.calls)
@@ -175,11 +175,8 @@ def name_for_input(item: Input, program: Program, word: str | None = None) -> st
     return users or parameter
 
 
-def has_own_name(item: Input) -> bool:
-    return _own_name(item) is not None
-
-
-def _own_name(item: Input) -> str | None:
+def own_name(item: Input) -> str | None:
+    """The name of an input unless that is generic."""
     parametrized = _PARAMETRIZED.search(item.name)
     if parametrized is not None:
         return None if parametrized[2] else identifier(str(parametrized[1]))
@@ -274,11 +271,6 @@ def _readable(parameter: str) -> str:
     return "x" if word is None or parameter in _PLAIN_PARAMETERS or word in _PLAIN_PARAMETERS else word
 
 
-def name_for_list(call: Call) -> str:
-    """A noun for all parts of a result together."""
-    return {"where": "places", "nonzero": "places", "chunk": "chunks"}.get(call.name, "parts")
-
-
 _METHOD = "torch.Tensor."
 _UNNAMED = re.compile(r"input(_\d+)?")
 # What these return is still called what they were given.
@@ -298,12 +290,6 @@ def match_of(call: Call) -> Match | None:
     """The expression of the user's that is a call, ``None`` where something else makes it, such as a layer."""
     found = ((part, given) for part in parts(call.site) if (given := _operands(part, call)) is not None)
     return next(found, None)
-
-
-def is_written_as_method(call: Call) -> bool:
-    """True if the user wrote ``x.add(y)`` where ``x + y`` would do."""
-    match = match_of(call)
-    return match is not None and isinstance(match[0], ast.Call)
 
 
 def is_inside_another(call: Call) -> bool:

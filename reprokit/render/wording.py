@@ -44,11 +44,6 @@ _REFERENCES = {
 }
 
 
-def reference_words(failure: Failure) -> str:
-    """The reference of a mismatch: ``float64``."""
-    return _REFERENCES.get(failure.reference[0], (failure.way, ""))[0]
-
-
 def event_words(failure: Failure) -> str:
     """``the loss was 1.2e+09, 10^8 times its median of 12.3; rows 0-7 of `y` ``, or nothing."""
     return words.event_words(asdict(failure.event)) if failure.event is not None else ""
@@ -110,7 +105,7 @@ def headline(failure: Failure, *, is_reduced: bool = False) -> str:
         return f"{failure.kind}: {event_words(replace(failure, event=event))}"
     if failure.kind == "mismatch":
         what = "compiled code" if failure.reference[0] == "compile" else "the result" if failure.call is None else call
-        return f"{what} differs from {reference_words(failure)}"
+        return f"{what} differs from {_REFERENCES.get(failure.reference[0], (failure.way, ''))[0]}"
     if failure.call is None:
         return f"{call} is {kind} before the first call"
     if failure.is_derivative:
