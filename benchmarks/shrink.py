@@ -43,7 +43,7 @@ from reprokit.render.verify import verify
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load
-from reprokit.whatif.table import NOT_DONE
+from reprokit.whatif import NOT_DONE
 
 SIZES = (50, 200, 800)
 PARTS = ("graphs", "kinds", "large", "answers")

@@ -17,12 +17,11 @@ from reprokit.locate.diagnosis import Diagnosis, resting_on_replay
 from reprokit.program.ir import Program
 from reprokit.render.fix_code import fix_code
 from reprokit.render.names import in_users_words
-from reprokit.shrink import reducer
+from reprokit.shrink import View, reducer
 from reprokit.shrink.reducer import MAX_TIME, SearchStopped
 from reprokit.shrink.reduction import Reduction, WhatIfResult
-from reprokit.shrink.view import View
 from reprokit.snapshot.format import Snapshot
-from reprokit.whatif.table import making_of_reduction
+from reprokit.whatif import making_of_reduction
 
 WHATIF_SECONDS = 5.0
 MISMATCH_SECONDS = 30.0  # where every row compiles the program

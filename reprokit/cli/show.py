@@ -100,7 +100,7 @@ def print_frames(snapshot: Snapshot, number: int) -> None:
     """The frames before the failure on stderr, the last one at the end."""
     from rich.console import Console
 
-    from reprokit.measure.rows import table
+    from reprokit.locate.ranges import table
     from reprokit.render.module_ranges import recorded_rows
 
     rows = recorded_rows(snapshot, last=number)

@@ -29,10 +29,8 @@ from reprokit.cli.console import (
 )
 from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
 from reprokit.render.wording import listed, nearest_words
-from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
-from reprokit.shrink.isolation.executors import SYNTAX as EXECUTORS
-from reprokit.shrink.isolation.executors import check_name, open_executor
-from reprokit.shrink.view import View
+from reprokit.shrink import View
+from reprokit.shrink.options import CHECKS, EXECUTORS, Spec, check_name, open_executor, parse
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE
 from reprokit.snapshot.redact import redact_text
 from reprokit.snapshot.source import SOURCES
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from reprokit.render.sources import Opened
     from reprokit.render.verify import CleanProcesses
     from reprokit.shrink.reduction import Reduction
-    from reprokit.shrink.view import View
     from reprokit.snapshot.source import Source as SourcePolicy
 
 MAX_TIME = 120.0  # as in the reducer, which imports torch
@@ -236,7 +233,7 @@ class Shrink:
 @click.argument("file", type=FilePath(), metavar="FILE")
 @click.option("-o", "--output", type=FilePath(), metavar="DIR", help="Folder for the results.")
 @click.option("-f", "--force", is_flag=True, help="Write into DIR even if it holds something.")
-@click.option("--check", metavar="SPEC", help=f"What counts as the failure: {SYNTAX}. Default: what was captured.")
+@click.option("--check", metavar="SPEC", help=f"What counts as the failure: {CHECKS}. Default: what was captured.")
 @max_time_option(MAX_TIME, "Search for S seconds at most, after the replays.")
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option(

@@ -32,8 +32,8 @@ from reprokit.errors import UsageError
 from reprokit.words import counted
 
 if TYPE_CHECKING:
-    from reprokit.measure.live import FrameRecorder
-    from reprokit.measure.rows import FrameRow
+    from reprokit.locate.ranges import FrameRow
+    from reprokit.measure import FrameRecorder
 
 Format = Literal["table", "jsonl", "csv", "html"]
 MOST_NAMES = 6  # in one line
@@ -75,7 +75,7 @@ class Output:
 
     def write(self, rows: list[FrameRow]) -> None:
         """Print rows; a page is written at the end."""
-        from reprokit.measure.rows import csv_lines, json_lines
+        from reprokit.locate.ranges import csv_lines, json_lines
 
         if self.to == "html":
             self._waiting += rows
@@ -90,7 +90,7 @@ class Output:
     def _print_table(self, rows: list[FrameRow]) -> None:
         from rich.console import Console
 
-        from reprokit.measure.rows import table
+        from reprokit.locate.ranges import table
 
         if rows:
             console = Console(file=self._file, stderr=self._file is None, highlight=False)
@@ -134,7 +134,7 @@ class TraceScript:
         return 0
 
     def _start(self, stack: contextlib.ExitStack, tracers: list[FrameRecorder]) -> None:
-        from reprokit.measure.live import FrameRecorder
+        from reprokit.measure import FrameRecorder
 
         tracer = FrameRecorder(
             self.steps,

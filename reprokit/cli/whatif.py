@@ -24,13 +24,13 @@ from reprokit.cli.console import (
 from reprokit.cli.shrink import open_view
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
-from reprokit.shrink.view import View
+from reprokit.shrink import View
 from reprokit.snapshot.files import REDUCTION_FILE
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Opened
     from reprokit.shrink.reduction import WhatIfResult
-    from reprokit.whatif.trial import Trial, Variant
+    from reprokit.whatif import Trial, Variant
 
 DEFAULT_SECONDS = 60.0
 SECONDS_FOR_ALL = 60.0  # to open the file, to start processes, and for the first run
@@ -104,7 +104,7 @@ def _table(opened: Opened, seconds: float, view: View) -> WhatIfResult:
     """The table; every answer is shown as soon as it is there."""
     from reprokit.program.interpreter import Settings
     from reprokit.render.findings import WORDS
-    from reprokit.whatif.table import of_reduction, of_snapshot
+    from reprokit.whatif import of_reduction, of_snapshot
 
     def show_trial(program: str, variant: Variant, trial: Trial) -> None:
         view.say(f"{program}, {variant.name.replace('`', '')}: {WORDS[trial.answer.value]}")

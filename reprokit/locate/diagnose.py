@@ -18,13 +18,13 @@ from reprokit.locate.catalogue import CONFIDENCES, TIERS, CatalogueEntry, Remedy
 from reprokit.locate.diagnosis import UNKNOWN, Also, Diagnosis, Fix
 from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
 from reprokit.locate.scene import CapturedStep, Scene, observe
-from reprokit.locate.signs import Numbers, edges, labels, off_course, operands, precision, seen, training
+from reprokit.locate.signs import Numbers, operands, precision, seen, training
 from reprokit.locate.trials import TrialBudget, WriteCode, attempt
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Phase
 
 MAX_ALSO = 3
-_MODULES_OF_SIGNS = (edges, labels, off_course, operands, precision, training)  # each registers its own
+_MODULES_OF_SIGNS = (operands, precision, training)  # each registers its own
 _KINDS = ("nan", "inf", EXCEPTION, *EVENTS)
 _VERB = re.compile(r"\b(?:are|have|divide|hold|overflow|raise)\b")
 _SINGULAR = {"are": "is", "have": "has"}

@@ -17,7 +17,7 @@ import torch
 from reprokit.locate.failure import Failure, kind_of
 from reprokit.locate.notes import BadValue, failure_of_call
 from reprokit.locate.ways import NAN, Badness, examine
-from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, is_accumulation, reachable
+from reprokit.program.dataflow import Edge, Node, NodeOwners, edge_of, is_accumulation, reachable
 from reprokit.program.functions import GRAD_WRITES
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Phase, Program, iter_refs

@@ -20,14 +20,12 @@ from reprokit.locate.catalogue import Remedy
 from reprokit.locate.diagnosis import Fix
 from reprokit.locate.edits import REWRITES, Edited
 from reprokit.locate.failure import EXCEPTION, Failure
-from reprokit.locate.rewrites import arguments, replacements
 from reprokit.locate.scene import Scene, observe
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome
 from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program, Ref, iter_refs
 from reprokit.story import StepNumbers
 
-_MODULES_OF_REWRITES = (arguments, replacements)  # each registers its own
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
 _FAR = 1000.0  # how many times the usual loss of the steps before
 _FAR_FROM_ALL = 10.0  # how many times the second largest of them

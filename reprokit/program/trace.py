@@ -5,6 +5,8 @@ A `Tracer` is a torch-function mode. It sees calls at the level a person writes 
 with its module scope, source line and thread modes. Tensors nobody in the step made become inputs with the value they
 had when they were first used. Random outcomes that carry no gradient become inputs too, so a program seldom draws
 numbers.
+
+Arguments are held as plain data, torch's constants by name, tensors by number.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from torch.overrides import TorchFunctionMode
 from reprokit import torch_private
 from reprokit.program import functions
 from reprokit.program.custom import CustomFunctions
-from reprokit.program.encode import CannotRecord, encode, with_indexes
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     AUTOGRAD_GRAD,
     BACKWARD,
     OPAQUE,
     Call,
+    Device,
     Input,
     Mode,
     ModuleNote,
@@ -37,11 +39,60 @@ from reprokit.program.ir import (
     Ref,
     Scope,
     Site,
+    Slice,
+    Symbol,
 )
 from reprokit.program.memory import copies_of, copy_of, is_bad
 from reprokit.program.sites import find_frames, make_site, note_of
 from reprokit.program.transforms import Transforms
 from reprokit.words import user_path
+
+
+class CannotRecord(TypeError):
+    """An argument that a program cannot hold."""
+
+
+def encode(value: Any, ref_of: Callable[[torch.Tensor], Ref]) -> Any:
+    """Arguments as a program holds them, tensors by ``ref_of``; raises `CannotRecord`."""
+    if isinstance(value, torch.Tensor):
+        return ref_of(value)
+    if value is None or value is Ellipsis or type(value) in (bool, int, float, complex, str):
+        return value
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return Symbol(str(value))
+    if isinstance(value, torch.device):
+        return Device(str(value))
+    if isinstance(value, slice):
+        return Slice(*(encode(part, ref_of) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple):
+        return tuple(encode(item, ref_of) for item in value)
+    if isinstance(value, list):
+        return [encode(item, ref_of) for item in value]
+    if isinstance(value, Mapping):
+        return {key: encode(item, ref_of) for key, item in value.items()}
+    if isinstance(value, type) and value in (bool, int, float):
+        return Symbol({bool: "torch.bool", int: "torch.int64", float: "torch.float64"}[value])
+    # NumPy scalars, enums and number-like objects as plain numbers and texts
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    raise CannotRecord(f"a program cannot hold a `{type(value).__name__}`")
+
+
+def with_indexes(value: Any) -> Any:
+    """The argument of `__getitem__`, with NumPy arrays as the tensors that torch makes of them."""
+    if isinstance(value, tuple):
+        return tuple(with_indexes(item) for item in value)
+    if type(value).__module__ != "numpy" or getattr(value, "ndim", 0) == 0 or value.dtype.kind not in "biu":
+        return value
+    index = torch.tensor(value)
+    return index if index.dtype in (torch.bool, torch.uint8) else index.long()
+
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
 _LAYERS = frozenset({"torch.nn.functional.multi_head_attention_forward", "torch.nn.functional.gumbel_softmax"})

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reprokit.errors import pass_on
-from reprokit.program.backward import is_accumulation, reachable
+from reprokit.program.dataflow import is_accumulation, reachable
 from reprokit.program.memory import is_bad, same_bits
 from reprokit.torch_private import (
     HAS_TRANSFORMS,

@@ -23,8 +23,8 @@ from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
 from reprokit.render.code import Code, write_program
 from reprokit.render.expression import fold, quoted
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.function import loss_of, outcome_of
-from reprokit.shrink.checks.references import in_dtype, on_device
+from reprokit.shrink.checks.mismatch import in_dtype, on_device
+from reprokit.shrink.checks.predicate import loss_of, outcome_of
 from reprokit.words import number_words
 
 _MAX_MESSAGE = 70

@@ -20,7 +20,7 @@ from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.whatif.table import MINIMUM
+from reprokit.whatif import MINIMUM
 
 OWN, TORCH = "own", "torch"
 _TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}

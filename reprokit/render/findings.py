@@ -17,7 +17,7 @@ from reprokit.render.templates import fence
 from reprokit.render.wording import prose, renamed
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.redact import redact_source, redact_text
-from reprokit.whatif.table import MINIMUM, NOT_DONE
+from reprokit.whatif import MINIMUM, NOT_DONE
 
 _SURE = {
     "certain": "the values at the origin leave no other reading",

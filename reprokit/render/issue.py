@@ -20,8 +20,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
-from reprokit.whatif.table import MINIMUM
-from reprokit.whatif.trial import home_of
+from reprokit.whatif import MINIMUM, home_of
 from reprokit.words import counted
 
 MAX_CHARACTERS = 65_536

@@ -26,9 +26,19 @@ from reprokit.render.literals import Literal, is_same, literal, number_text
 from reprokit.render.names import identifier, input_words, name_for_input, numbered, operand_words, result_words
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
-from reprokit.shrink.context.piece import SEED, Context, initial, modules_in_order, own_values
 from reprokit.shrink.context.step import is_container
-from reprokit.shrink.context.tree import ROOT, Block, Key, Tree, calls_of
+from reprokit.shrink.context.tree import (
+    ROOT,
+    SEED,
+    Block,
+    Context,
+    Key,
+    Tree,
+    calls_of,
+    initial,
+    modules_in_order,
+    own_values,
+)
 from reprokit.shrink.plainness import constant_of, seed_of
 from reprokit.snapshot.files import write_text
 from reprokit.snapshot.redact import redact_text

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
-from reprokit.locate.ranges import Range
-from reprokit.measure.rows import FrameRow, Role
+from reprokit.locate.ranges import FrameRow, Range, Role
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Phase, Program, Scope
 from reprokit.render.call_code import labels
 from reprokit.render.survey import Survey, survey, written_by

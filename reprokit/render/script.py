@@ -21,7 +21,7 @@ from reprokit.render.code import SIDE_FILE, write_program
 from reprokit.render.gate import require_closed
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
-from reprokit.shrink.checks.function import FUNCTION
+from reprokit.shrink.checks.predicate import FUNCTION
 from reprokit.snapshot.files import REPRO_FILE, replaced, write_text
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted, visible_line

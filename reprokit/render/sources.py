@@ -25,8 +25,7 @@ from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import require_reproducible
 from reprokit.shrink.checks.predicate import missing_cause
-from reprokit.shrink.context.piece import initial
-from reprokit.shrink.context.tree import Block
+from reprokit.shrink.context.tree import Block, initial
 from reprokit.shrink.given import given_input
 from reprokit.shrink.plainness import constant_of, ladder, num_digits
 from reprokit.shrink.reduction import Reduction, fingerprint

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from reprokit.errors import Flaky, NotReproduced
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
+from reprokit.shrink.apart import Task
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import Task
+from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.signature import SignatureCheck, Verdict
 

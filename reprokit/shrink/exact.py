@@ -23,7 +23,7 @@ from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.memory import copy_of
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.references import default_dtype, in_dtype
+from reprokit.shrink.checks.mismatch import default_dtype, in_dtype
 from reprokit.shrink.plainness import is_number
 
 

@@ -16,12 +16,11 @@ import torch
 from reprokit.grammar import Count, Name, left_out
 from reprokit.program.ir import Call, Input
 from reprokit.program.memory import contents
-from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.candidate import Candidate, is_safe, trusts_arguments
 from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
 from reprokit.shrink.oracle import OutOfBudget
 from reprokit.shrink.plainness import constant_of, is_number, shortened
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.risks import is_safe, trusts_arguments
 from reprokit.shrink.signature import Verdict
 
 _MAX_ELEMENTS = 16  # each may cost a bisection

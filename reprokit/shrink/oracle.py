@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from reprokit.locate.failure import Failure
+from reprokit.shrink.apart import Report
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import Report
+from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.signature import Signature, SignatureCheck, Verdict
 
 

@@ -21,30 +21,26 @@ from reprokit.locate.compiled import Compiled
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import determinism
 from reprokit.program.statement import variables
+from reprokit.shrink import View
+from reprokit.shrink.apart import Observe, RunLimits, Task
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.checks.function import FunctionCheck
 from reprokit.shrink.checks.mismatch import MismatchCheck
-from reprokit.shrink.checks.predicate import PredicateCheck, missing_cause
+from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, missing_cause
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
 from reprokit.shrink.context.finder import find_context
-from reprokit.shrink.context.piece import Context
+from reprokit.shrink.context.tree import Context
 from reprokit.shrink.explain import Explanation, explain
-from reprokit.shrink.isolation.apart import RunLimits
-from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import Observe, Task
+from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle, OutOfBudget
-from reprokit.shrink.passes.cut import cuts, slice_to
-from reprokit.shrink.passes.recurrent import simplify_recurrent
-from reprokit.shrink.passes.removal import remove_calls
+from reprokit.shrink.passes.cut import cuts, remove_calls, slice_to
 from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, simplify_setting
-from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes
+from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes, simplify_recurrent
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reduction import LogRow, Origin, Reduction, Size, origin_of
 from reprokit.shrink.signature import Verdict
-from reprokit.shrink.view import View
 from reprokit.snapshot.files import REDUCTION_FILE
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import counted
@@ -90,7 +86,7 @@ def shrink(
     replays) and ``max_checks`` bound the search. Raises `NotReproduced` or `Flaky` when the snapshot itself, or the
     earlier reduction, does not fail reliably.
 
-    ``check`` says what counts as the failure (`checks.spec.SYNTAX`), by default what the snapshot recorded.
+    ``check`` says what counts as the failure (`options.CHECKS`), by default what the snapshot recorded.
     ``executor``, any of ``concurrent.futures``, takes the candidates that do not run in this process. ``jobs`` is how
     many run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by
     default in terms of the first run. ``observe`` runs candidates in place of the check. ``on_replayed`` is called when

@@ -16,7 +16,7 @@ from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.ir import Program
 from reprokit.program.memory import contents
-from reprokit.shrink.context.piece import Context
+from reprokit.shrink.context.tree import Context
 from reprokit.shrink.explain import Nearest, VariedPart
 from reprokit.shrink.plainness import raw_bytes
 from reprokit.shrink.signature import Signed

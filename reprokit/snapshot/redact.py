@@ -1,10 +1,14 @@
 """Taking secrets and personal names out of what is stored or printed: text, command lines, remotes, variables.
 
-A value is a secret if it has the shape of a key (`reprokit.snapshot.keys`), if its place is one of passwords only, or
+A value is a secret if it has the shape of a key, if its place is one of passwords only, or
 if the word or flag before it names a secret *and* the value could be one: ``--max-tokens 512``, ``pad_token_id`` and a
 git hash are none. In source code only literals and comments are secrets: a variable may be called ``token`` or ``key``.
 The domain of an e-mail address ends in an existing name: ``q@k.T`` is a product. ``git@`` is no person.
 Home folders become ``~``. Redacting twice gives the same as once.
+
+``key_shapes.toml`` has the formats of keys, taken from a maintained set of rules (`tests/snapshot/key_shapes.py` writes
+it). A key of any other service is a long run in which small letters, capitals and digits take turns as in no word or
+identifier.
 """
 
 from __future__ import annotations
@@ -16,11 +20,77 @@ import functools
 import getpass
 import re
 import socket
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from reprokit.snapshot.keys import hide_keys, is_words
+_LONG = re.compile(r"[A-Za-z0-9_+/=.-]{14}")  # the shortest shape, a Slack token, has 15
+_REST = re.compile(r"[A-Za-z0-9_-]*={0,2}")
+_CANDIDATE = re.compile(r"[A-Za-z0-9_+/-]{20,}={0,2}")
+_RUN = re.compile(r"[A-Za-z0-9]{20,}")
+_TURN = re.compile(r"(?=[a-z][A-Z0-9]|[A-Z][a-z0-9]|[0-9][A-Za-z])")
+_ALONE = re.compile(r"(?<![a-z0-9])[a-z](?![a-z])")
+_LONG_RUN = 32  # with / and + inside, as in paths
+_WORD = (  # atomic: without it, a long text that is none would take exponential time
+    r"(?>[A-Z]?[a-z]+(?:[A-Z]{1,4}[a-z]{2,})*[0-9]{0,4}[A-Za-z]?|[A-Z]{1,12}[0-9]{0,4}[a-z]?|v?[0-9]{1,8}[A-Za-z]{0,2})"
+)
+_LETTERS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_WORDS = re.compile(rf"{_WORD}(?:[-_./:+ ]{_WORD})*")
+
+
+def hide_keys(text: str, hidden: str) -> str:
+    """Text with ``hidden`` in the place of each key."""
+    if not _LONG.search(text):
+        return text
+    patterns = dict.fromkeys([pattern for part, pattern in _shapes() if part in text])
+    for pattern in patterns:
+        text = _replaced(text, pattern, "value", lambda key: not (is_words(key) and key.islower()), hidden)
+    return _replaced(text, _CANDIDATE, 0, _is_random, hidden)
+
+
+def is_words(text: str, readable: float = 0.5) -> bool:
+    """True if ``text`` consists of words, numbers and names as models have: `bert-base-uncased`, `Llama-2-7b`.
+
+    With capitals in it, at least ``readable`` of the letters are in words of four and more.
+    """
+    if not _WORDS.fullmatch(text):
+        return False
+    words = [len(word) for word in _LETTERS.findall(text)]
+    return text == text.lower() or sum(length for length in words if length >= 4) >= readable * sum(words)
+
+
+@functools.cache
+def _shapes() -> list[tuple[str, re.Pattern[str]]]:
+    """Texts, one of which is in every key of a shape, and its pattern."""
+    text = resources.files("reprokit.snapshot").joinpath("key_shapes.toml").read_text(encoding="utf-8")
+    shapes = [(shape["contains"], re.compile(shape["pattern"])) for shape in tomllib.loads(text)["shape"]]
+    return [(part, pattern) for contains, pattern in shapes for part in contains]
+
+
+def _replaced(text: str, pattern: re.Pattern[str], group: str | int, is_key: Callable[[str], bool], hidden: str) -> str:
+    pieces, end = [], 0
+    for match in pattern.finditer(text):
+        start, stop = match.span(group)
+        if start >= end and is_key(match[group]):
+            pieces += [text[end:start], hidden]
+            end = _REST.match(text, stop).end()  # type: ignore[union-attr]  # it matches the empty text
+    return "".join((*pieces, text[end:]))
+
+
+def _is_random(text: str) -> bool:
+    if text.startswith("_Z"):  # a C++ symbol
+        return False
+    runs = _RUN.findall(text)
+    return any(map(_is_mixed, [*runs, text] if len(text) >= _LONG_RUN else runs))
+
+
+def _is_mixed(run: str) -> bool:
+    """True if kinds of characters change at least every second time or small letters stand alone: no CamelCase."""
+    kinds = all(re.search(kind, run) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
+    return kinds and (len(_ALONE.findall(run)) >= 2 or len(_TURN.findall(run)) >= 0.55 * len(run))
+
 
 REDACTED = "***"
 

@@ -192,7 +192,7 @@ import os, signal, sys
 from collections import Counter
 from reprokit.cli import main
 from reprokit.render import verify
-from reprokit.shrink import view
+import reprokit.shrink as view
 
 moment, times = sys.argv[1], int(sys.argv[2])
 seen = Counter()

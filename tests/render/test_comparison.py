@@ -11,7 +11,7 @@ from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.render.script import write_script
-from reprokit.shrink.checks.function import FUNCTION
+from reprokit.shrink.checks.predicate import FUNCTION
 
 WORDS = ["step", "reference", "actual", "expected", "outcome", "check", "verdict", "exception", "error", "runpy"]
 

@@ -19,7 +19,7 @@ from reprokit.render.module import MAX_LINES, ModuleScript, write_module_script
 from reprokit.render.sources import context_script
 from reprokit.render.texts import render_context
 from reprokit.render.verify import verify
-from reprokit.shrink.context.piece import Context
+from reprokit.shrink.context.tree import Context
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot

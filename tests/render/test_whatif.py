@@ -9,7 +9,7 @@ from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import snapshot_script
 from reprokit.shrink.reduction import Answered, WhatIfResult
-from reprokit.whatif.table import NOT_DONE
+from reprokit.whatif import NOT_DONE
 from tests.render.programs import VERIFIED
 from tests.render.test_texts import attention_step, reduced
 

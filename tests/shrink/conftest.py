@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reprokit.shrink.isolation import apart as isolated
+from reprokit.shrink import apart as isolated
 from tests.conftest import ROOT
 
 

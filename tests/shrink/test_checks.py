@@ -22,12 +22,11 @@ from reprokit.program.ir import Call, Input, Mode, Program, Ref
 from reprokit.render.script import Script
 from reprokit.render.sources import reduction_script
 from reprokit.render.verify import verify
+from reprokit.shrink import options as specs
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks import spec as specs
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.checks.mismatch import MismatchCheck
+from reprokit.shrink.checks.mismatch import Double, MismatchCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
-from reprokit.shrink.checks.references import Double
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.shrink.signature import Signature, SignatureCheck, Signed, Verdict

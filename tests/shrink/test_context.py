@@ -13,14 +13,13 @@ from torch import nn
 
 from reprokit.locate.blame import locate
 from reprokit.program.statement import variables
+from reprokit.shrink.apart import Task
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.finder import find_context
 from reprokit.shrink.context.growth import is_ordinary
-from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.tree import Tree
-from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import Task
+from reprokit.shrink.context.tree import Context, Tree
+from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.plainness import seed_of
 from reprokit.shrink.reducer import shrink

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from reprokit.cli import main
-from reprokit.shrink.isolation import executors
-from reprokit.shrink.isolation.executors import open_executor
+from reprokit.shrink import options as executors
+from reprokit.shrink.options import open_executor
 from reprokit.snapshot.format import save
 from tests.conftest import server
 from tests.processes import IS_POSSIBLE, MODULES
@@ -47,7 +47,7 @@ def shrink_through(executor: str, folder: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("word", ["", "ray", "dask", "dask://", "dask://host", "dask://host:x", "slurm"])
 def test_an_unknown_word(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = shrink_through(word, tmp_path, capsys)
-    assert f"`{word}` is not an executor" in said and executors.SYNTAX in said
+    assert f"`{word}` is not an executor" in said and executors.EXECUTORS in said
 
 
 @pytest.mark.parametrize(("executor", "package"), [("dask://host:1", "distributed"), ("mpi", "mpi4py")])

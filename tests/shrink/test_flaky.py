@@ -16,9 +16,9 @@ from reprokit.cli import main
 from reprokit.errors import Flaky
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
+from reprokit.shrink.apart import Report
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
-from reprokit.shrink.isolation.task import Report
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.signature import Signature, SignatureCheck
 from reprokit.snapshot.format import Snapshot, save

@@ -21,13 +21,19 @@ from torch.nn import functional as F
 from reprokit.errors import ReprokitError
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.shrink import reducer
+from reprokit.shrink import apart, reducer
+from reprokit.shrink.apart import (
+    NotObserved,
+    Observe,
+    Report,
+    RunLimits,
+    Task,
+    pack_report,
+    unpack_report,
+)
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.recorded import NonfiniteCheck
-from reprokit.shrink.isolation import apart
-from reprokit.shrink.isolation.apart import RunLimits
-from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task, pack_report, unpack_report
+from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.signature import Signature, Verdict
@@ -216,8 +222,8 @@ def two_calls_among_many() -> Snapshot:
 SCRIPT = """
 import signal, sys
 import torch
-from reprokit.shrink.isolation import apart
-from reprokit.shrink.isolation.apart import RunLimits
+from reprokit.shrink import apart
+from reprokit.shrink.apart import RunLimits
 from reprokit.shrink.reducer import shrink
 from tests.shrink import failing
 from tests.shrink.predicates import LeavesTraces

@@ -13,11 +13,10 @@ import pytest
 
 from reprokit.errors import ReprokitError
 from reprokit.program.interpreter import Settings
-from reprokit.shrink.isolation import apart as isolated
-from reprokit.shrink.isolation import runner
-from reprokit.shrink.isolation.apart import RunLimits
-from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import Task
+from reprokit.shrink import apart as isolated
+from reprokit.shrink import isolation as runner
+from reprokit.shrink.apart import RunLimits, Task
+from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from tests.shrink import failing

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.dimensions import Class, InputAxis, shrink_to
+from reprokit.shrink.problem import Class, InputAxis, shrink_to
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing

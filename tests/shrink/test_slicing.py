@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from reprokit.render.sources import context_script
+from reprokit.shrink.apart import RunLimits
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
-from reprokit.shrink.isolation.apart import RunLimits
 from reprokit.shrink.passes.cut import slice_to
 from reprokit.shrink.reducer import shrink
 from tests.shrink import failing, models

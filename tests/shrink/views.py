@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reprokit.shrink.view import View
+from reprokit.shrink import View
 
 
 class Lines(View):

@@ -1,4 +1,4 @@
-"""Generate ``shapes.toml`` from the rules of CredSweeper (MIT licence), a maintained scanner for credentials.
+"""Generate ``key_shapes.toml`` from the rules of CredSweeper (MIT licence), a maintained scanner for credentials.
 
     pip download --no-deps credsweeper
     python -m tests.snapshot.key_shapes credsweeper-*.whl
@@ -84,7 +84,7 @@ def main(wheel: Path) -> None:
     for name, contains, pattern in shapes_of(rules):
         quoted = ", ".join(f"'{text}'" for text in contains)
         lines += ["", "[[shape]]", f"name = '{name}'", f"contains = [{quoted}]", f"pattern = '''{pattern}'''"]
-    file = Path(reprokit.__file__).parent / "snapshot" / "keys" / "shapes.toml"
+    file = Path(reprokit.__file__).parent / "snapshot" / "key_shapes.toml"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

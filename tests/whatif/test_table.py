@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from reprokit import whatif as table
 from reprokit.cli import main
 from reprokit.grammar import read
 from reprokit.program.interpreter import Settings
@@ -18,8 +19,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reduction import Reduction, Size, WhatIfResult
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import Snapshot, read_file, save, write_file
-from reprokit.whatif import table
-from reprokit.whatif.trial import AS_IT_IS, BY_KEY, VARIANTS, Variant
+from reprokit.whatif import AS_IT_IS, BY_KEY, VARIANTS, Variant
 from tests.shrink import failing
 
 QUICK = [variant for variant in VARIANTS if not variant.is_slow]

@@ -16,8 +16,7 @@ from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.snapshot.format import Snapshot
-from reprokit.whatif.table import check_of
-from reprokit.whatif.trial import BY_KEY, VARIANTS, Answer, Trial, Trials
+from reprokit.whatif import BY_KEY, VARIANTS, Answer, Trial, Trials, check_of
 from tests.shrink import failing
 
 Make = Callable[[], Snapshot]

@@ -20,7 +20,7 @@ from reprokit.capture.record.structure import is_leaf, iter_tensors
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.exceptions import backward_from
 from reprokit.locate.ways import is_finite_sum
-from reprokit.program.backward import edge_of, is_accumulation, reachable
+from reprokit.program.dataflow import edge_of, is_accumulation, reachable
 from reprokit.program.functions import GRAD_WRITES
 
 

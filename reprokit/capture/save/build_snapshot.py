@@ -41,10 +41,9 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Phase
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer
 from reprokit.snapshot.environment import collect_environment
-from reprokit.snapshot.format import CaptureSettings, Snapshot
+from reprokit.snapshot.format import CaptureSettings, Snapshot, StateBefore
 from reprokit.snapshot.rng import Generators, get_rng_state
 from reprokit.snapshot.source import describe_source
-from reprokit.snapshot.training_state import StateBefore
 from reprokit.story import RecordedStep
 
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"

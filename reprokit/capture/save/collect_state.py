@@ -15,8 +15,7 @@ from reprokit.capture.record.entry import unwrapped
 from reprokit.capture.record.state import options_of
 from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES
 from reprokit.errors import pass_on
-from reprokit.snapshot.format import storable
-from reprokit.snapshot.training_state import OptimizerGroup, StateBefore, is_state_value
+from reprokit.snapshot.format import OptimizerGroup, StateBefore, is_state_value, storable
 
 Owner = TypeVar("Owner")
 Kept = TypeVar("Kept")

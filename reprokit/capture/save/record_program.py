@@ -23,13 +23,12 @@ from reprokit.capture.record.tensor_names import is_unfollowed
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_close, is_same, step_without_hooks
 from reprokit.errors import pass_on
 from reprokit.locate.blame import GRAD_SCALER
-from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.interpreter import Modes
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Phase, Program, Ref
 from reprokit.program.memory import copies_of, overlapping, same_bits
 from reprokit.program.sites import make_site
-from reprokit.program.trace import InputName, Tracer, recording
+from reprokit.program.trace import CannotRecord, InputName, Tracer, recording
 
 
 @dataclass

@@ -1,4 +1,10 @@
-"""Signs in operands of the origin: their values, what makes them, zeros that are divided, infinities that meet."""
+"""Signs in operands of the origin: their values, what makes them, zeros that are divided, infinities that meet, and
+the edges of functions, where a value or a derivative does not exist.
+
+For zeros that float64 would not have made the program is run once more, and the calls close to the origin are done in
+float64 beside it, on what the calls before them gave in float64. Only calls in which nothing cancels count: a
+difference of rounded numbers is zero by chance.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,94 @@ import ast
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from reprokit.locate.calls import Slot, short_name, slot_of
-from reprokit.locate.domains import compare
-from reprokit.locate.scene import ObservedCall, Scene
+from reprokit.locate.calls import VIEWS, Slot, short_name, slot_of
+from reprokit.locate.domains import DOMAINS, SPECTRA, compare, spectrum_of
+from reprokit.locate.scene import Branch, ObservedCall, Scene, recompute
 from reprokit.locate.signs import Numbers, dtype_name, is_wanted, places, sign
-from reprokit.locate.underflow import find_underflow
+from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import function_named
-from reprokit.program.ir import Call, iter_refs
+from reprokit.program.interpreter import bind_arguments, run
+from reprokit.program.ir import Call, Ref, iter_refs
 from reprokit.program.statement import parts
+
+REACH = 32  # calls behind the origin that are looked at
+_SUMS = frozenset({"sum", "mean", "add", "cumsum", "matmul", "mm", "bmm", "mv"})  # nothing cancels above zero
+_OTHERS = VIEWS | {
+    "exp", "exp2", "softmax", "sigmoid", "mul", "div", "cat", "stack", "sqrt", "abs", "neg", "square", "pow",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Underflow:
+    """A mask of the zeros in a value that float64 would not have made.
+
+    ``maker`` is the call that first made zeros, and ``num_zeros`` how many.
+    """
+
+    lost: torch.Tensor
+    maker: int
+    num_zeros: int
+
+
+def find_underflow(scene: Scene, role: Slot) -> Underflow | None:
+    """The zeros in an argument of the origin that float64 would not have made; ``None`` if there are none."""
+    return scene.once(role, lambda: _find(scene, role))
+
+
+def _find(scene: Scene, role: Slot) -> Underflow | None:
+    try:
+        argument, values = scene.recorded(role), scene.tensor(role)
+    except KeyError:
+        return None
+    if not isinstance(argument, Ref) or not bool((values == 0).any()):
+        return None
+    watch = _Watch(frozenset(scene.behind()[-REACH:]))
+    run(scene.program, scene.tensors, observer=watch, keep=frozenset(), only=range(scene.index))
+    return watch.found.get(argument.value)
+
+
+@dataclass
+class _Watch:
+    """Keeps ``exact``, what values are in float64, and the zeros ``found``, by value."""
+
+    reach: frozenset[int]
+    exact: dict[int, torch.Tensor] = field(default_factory=dict)
+    found: dict[int, Underflow] = field(default_factory=dict)
+    _made: torch.Tensor | None = None
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Do the call in float64, before it writes into its arguments."""
+        self._made = None
+        name, refs = short_name(call), call.input_refs()
+        if index not in self.reach or not refs or call.mode.rng is not None:
+            return
+        if name in _OTHERS or (name in _SUMS and all(bool((values[v] >= 0).all()) for v in refs)):
+            given = {v: self.exact[v].clone() if v in self.exact else values[v].detach() for v in call.input_refs()}
+            self._made = recompute(ObservedCall(call, *bind_arguments(call, given)))
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Compare with what it made."""
+        for value in written_in_place(call):
+            self.exact.pop(value, None)
+        if index not in self.reach or not isinstance(call.outputs, Ref):
+            return
+        value, exact, result = call.outputs.value, self._made, values[call.outputs.value].detach()
+        if exact is None or exact.shape != result.shape:
+            return
+        self.exact[value] = exact
+        known = next((self.found[v] for v in call.input_refs() if v in self.found), None)
+        lost = (result == 0) & (exact != 0)
+        if known is None:
+            lost &= exact.abs() < (torch.finfo(result.dtype).tiny if result.is_floating_point() else 0.0)
+        if bool(lost.any()):
+            first = (known.maker, known.num_zeros) if known else (index, int(lost.sum()))
+            self.found[value] = Underflow(lost, *first)
+
 
 _TESTS = frozenset([
     "eq", "ne", "gt", "ge", "lt", "le", "logical_and", "logical_or", "logical_not", "logical_xor", "isfinite", "isnan",
@@ -220,3 +302,106 @@ def multiplies_zero_by_infinity(scene: Scene) -> Numbers | None:
     x, y, multiply = scene.tensor("x"), scene.tensor("y"), function_named(scene.origin.call.target)
     meetings = [multiply((x == 0).double(), y.isinf().double()), multiply(x.isinf().double(), (y == 0).double())]
     return places((meetings[0] + meetings[1]) > 0)
+
+
+def danger(scene: Scene) -> torch.Tensor:
+    """A mask of the origin's argument: at or beyond the edge of what it, or its derivative, is defined for."""
+    domain = DOMAINS[short_name(scene.origin.call)]
+    values = scene.tensor(domain.operand)
+    if not values.is_floating_point():
+        return torch.zeros_like(values, dtype=torch.bool)
+    mask = domain.places(values)
+    exponent = scene.tensor_if_given("exponent") if domain.operand == "base" else None
+    if exponent is not None:  # x ** 2 has a derivative everywhere
+        mask = mask & ((exponent < 1) | (exponent != exponent.round()))
+    return mask
+
+
+@sign
+def is_dangerous(scene: Scene) -> Numbers | None:
+    """True if any element is at or beyond the edge of what the origin is defined for."""
+    return places(danger(scene))
+
+
+@sign
+def dropped_later(scene: Scene) -> Numbers | None:
+    """True if every dangerous element of the origin is dropped by a later ``where`` or mask."""
+    mask, drop = danger(scene), scene.failure.drop
+    if not bool(mask.any()) or (drop is not None and drop.is_given):
+        return None
+    for branch in scene.branches:
+        kept = _like(branch, mask) if short_name(branch.call) != "mul" else None
+        if kept is not None and not bool((kept & mask).any()):
+            return places(mask, dropper=short_name(branch.call))
+    return None
+
+
+@sign
+def drops_nan(scene: Scene, given: bool) -> Numbers | None:
+    """True if the forward pass drops NaN values, which the data or the code marks missing numbers with (``given``) or
+    the origin made."""
+    drop, result = scene.failure.drop, scene.tensor_if_given("result")
+    if drop is None or drop.is_given is not given:
+        return None
+    found = places(result.isnan()) if result is not None else None
+    holder = f"`{scene.failure.input_name}`" if scene.failure.input_name else "the data"
+    return {**(found or {}), "holder": holder, "dropper": drop.call.rpartition(".")[2]}
+
+
+@sign
+def meets_zero_factor(scene: Scene) -> Numbers | None:
+    """True if the origin's infinities are multiplied by zeros later."""
+    result = scene.tensor("result")
+    for branch in scene.branches:
+        kept = _like(branch, result) if short_name(branch.call) == "mul" else None
+        if kept is not None and bool((result.isinf() & ~kept).any()):
+            return {"zeros": int((result.isinf() & ~kept).sum())}
+    return None
+
+
+def _like(branch: Branch, mask: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return branch.kept.expand(mask.shape)
+    except RuntimeError:
+        return None
+
+
+@sign
+def is_normalised_later(scene: Scene) -> Numbers | None:
+    """True if the origin's result is divided, later, by a sum over itself."""
+    calls = scene.program.calls[scene.index :]
+    known, summed = set(calls[0].output_refs()), set[int]()
+    for call in filter(scene.leads_to_loss, calls[1:]):
+        if short_name(call) in ("sum", "mean", "amax", "max") and known.intersection(call.input_refs()):
+            summed.update(call.output_refs())
+        elif short_name(call) == "div" and known & set(call.input_refs()) and summed & set(call.input_refs()):
+            return {}
+        elif known.intersection(call.input_refs()):
+            known.update(call.output_refs())
+        elif summed.intersection(call.input_refs()):
+            summed.update(call.output_refs())
+    return None
+
+
+@sign
+def equal_values(scene: Scene) -> Numbers | None:
+    """True if a decomposition has eigenvalues or singular values that are equal, or zero, up to rounding."""
+    name = short_name(scene.origin.call)
+    found = spectrum_of(name, scene.tensor("x"))
+    if not found:
+        return None
+    values = SPECTRA[name][0]
+    words = f"one of the {values} is zero" if found == "zero" else f"some {values} are equal up to rounding"
+    return {"values": values, "spectrum": words}
+
+
+@sign
+def is_not_positive(scene: Scene) -> Numbers | None:
+    """True if a symmetric matrix has an eigenvalue that is not above zero."""
+    x, exception = scene.tensor("x"), scene.failure.exception
+    is_about_shape = exception is not None and "LinAlgError" not in exception[0]
+    if is_about_shape or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not bool(x.isfinite().all()):
+        return None
+    lowest = float(torch.linalg.eigvalsh(x.detach().double()).min())
+    eps = torch.finfo(x.dtype).eps * float(x.abs().max()) * x.shape[-1]
+    return {"lowest": lowest, "size": x.shape[-1]} if lowest <= eps else None

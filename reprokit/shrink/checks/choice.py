@@ -9,13 +9,11 @@ from reprokit.locate.compiled import Compiled
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, Reference
 from reprokit.locate.failure import EVENTS, Failure
 from reprokit.locate.failure import EXCEPTION as RAISED
+from reprokit.shrink import options as specs
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks import spec as specs
-from reprokit.shrink.checks.function import FunctionCheck
-from reprokit.shrink.checks.mismatch import MismatchCheck
-from reprokit.shrink.checks.predicate import PredicateCheck, jumped_rate, odd_rows
+from reprokit.shrink.checks.mismatch import Double, MismatchCheck, OtherDevice
+from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, jumped_rate, odd_rows
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
-from reprokit.shrink.checks.references import Double, OtherDevice
 from reprokit.shrink.signature import SignatureCheck
 from reprokit.snapshot.format import Snapshot
 

@@ -1,24 +1,35 @@
-"""The event of a run as a check: a quantity of the step, such as its loss, is not below the recorded threshold.
+"""Two predicates of a whole run as checks. That of an event: a quantity of the step, such as its loss, is not below the
+recorded threshold.
 
 Any large number exceeds a threshold, so a candidate has to keep the cause as well: an odd row of the batch with its
 recorded values, or the learning rate that jumped. Without such a cause there is no search and no repro.
+
+The user's own: a function that gets the outcome of a run and says whether the bug is in it. It sees what a whole step
+left behind, so its failure has no origin among the calls. Two guards keep such a predicate from slipping to something
+trivial: results must be computed, not given, and no input may hold a number larger than any that the snapshot was
+given, so that a loss of 1e4 stays one that grew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
+from reprokit.errors import ReprokitError, UsageError
+from reprokit.locate.compiled import variable_of
 from reprokit.locate.differences import results_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import observed
-from reprokit.locate.signs.off_course import rate_jump
-from reprokit.program.ir import Program
+from reprokit.locate.signs.training import rate_jump
+from reprokit.program.interpreter import run
+from reprokit.program.ir import Phase, Program
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.signature import SignatureCheck
+from reprokit.shrink.plainness import largest_of
+from reprokit.shrink.signature import SignatureCheck, Verdict
 from reprokit.snapshot.format import Snapshot
 
 _Rows = list[list[float]]
@@ -112,3 +123,131 @@ def _numbers(words: str) -> list[int]:
         first, _, last = stretch.strip().partition("-")
         found += range(int(first), int(last or first) + 1)
     return found
+
+
+FUNCTION = "function"
+NO_VERDICT = "no verdict"
+_WORDS = {verdict.value: verdict for verdict in Verdict}
+_LEAST_BOUND = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a user's function is called with.
+
+    ``outputs`` are the tensors the program ends with, ``loss`` is what its first differentiation starts from (else the
+    single output), ``gradients`` has the ``.grad`` of leaf inputs by name, ``exception`` what a call raised; then there
+    is nothing else.
+    """
+
+    outputs: tuple[torch.Tensor, ...]
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor]
+    exception: Exception | None
+
+
+@dataclass(frozen=True)
+class FunctionCheck(SignatureCheck):
+    """``FILE.py:function``. ``largest`` bounds what candidates are given; ``may_raise``: the snapshot raises too."""
+
+    file: Path = Path()
+    function: str = ""
+    largest: float = float("inf")
+    may_raise: bool = False
+
+    @property
+    def spec(self) -> str:
+        """The file's name and the function; the folder is nobody's business."""
+        return f"{self.file.name}:{self.function}"
+
+    def observe(self, candidate: Candidate) -> Failure | None:
+        """Run, and ask the function; that it has no answer is an observation too, as errors do not leave a worker."""
+        outcome = outcome_of(candidate)
+        error = outcome.exception
+        raised = (type(error).__name__, str(error)) if error is not None else None
+        try:
+            verdict = _verdict_of(variable_of(str(self.file), self.function)(outcome))
+        except Exception as trouble:  # the function is anybody's code
+            said = f"{type(trouble).__name__}: {trouble}" if str(trouble) else type(trouble).__name__
+            return Failure(Phase.FORWARD, FUNCTION, said, NO_VERDICT, exception=raised)
+        if verdict is Verdict.PASSES:
+            if raised is None:
+                return None
+            verdict = Verdict.INVALID  # nothing passes that does not run to its end
+        return Failure(
+            Phase.FORWARD, FUNCTION, self.spec, None if verdict is Verdict.SAME else verdict.value, exception=raised
+        )
+
+    def complaint(self, observation: Failure | None) -> ReprokitError | None:
+        """The function has to have a verdict on the recorded step."""
+        if observation is None or observation.call != NO_VERDICT:
+            return None
+        return UsageError(
+            f"`{self.spec}` has no verdict on the recorded step: {observation.way}",
+            hint="it is called with .outputs, .loss, .gradients (by name) and .exception, and returns True, False, "
+            f"or one of {', '.join(_WORDS)}",
+        )
+
+    def recognises(self, failure: Failure) -> bool:
+        """True if the function said so, not that it saw another failure."""
+        return failure.call is None
+
+    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+        """This check for a whole program; what it raised may have any words."""
+        made = super().adopted(failure, whole)
+        wanted = replace(made.signature, exception=None)
+        return replace(made, wanted=wanted, largest=_largest_given(whole), may_raise=failure.exception is not None)
+
+    def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
+        """An exception is a crash unless the snapshot raised one too."""
+        if observation is None:
+            return Verdict.PASSES
+        is_crash = observation.exception is not None and not self.may_raise
+        if is_crash or observation.call in (NO_VERDICT, Verdict.INVALID.value):
+            return Verdict.INVALID
+        return super().judge(replace(observation, exception=None), candidate)
+
+    def is_clean(self, candidate: Candidate) -> bool:
+        """Nothing bad is given, nothing too large, and no result."""
+        given = {item.value for item in candidate.program.inputs}
+        is_computed = self.may_raise or not given.intersection(results_of(candidate.program))
+        return is_computed and _largest_given(candidate) <= self.largest and super().is_clean(candidate)
+
+
+def outcome_of(candidate: Candidate) -> StepOutcome:
+    """Run a candidate and gather what a user's function is shown."""
+    program = candidate.program
+    outcome = run(program, candidate.tensors, keep=frozenset(results_of(program)))
+    if outcome.error is not None:
+        return StepOutcome((), None, {}, outcome.error)
+    names = {item.value: item.name for item in program.inputs}
+    outputs = tuple(outcome.values[ref.value] for ref in program.outputs if ref.value in outcome.values)
+    place = loss_of(candidate)
+    loss = outcome.values.get(place) if place is not None else None
+    gradients = {names[value]: outcome.gradients[value] for value in names if value in outcome.gradients}
+    return StepOutcome(outputs, loss, gradients, None)
+
+
+def loss_of(candidate: Candidate) -> int | None:
+    """The value that counts as the loss: the first start of a differentiation, else the single output."""
+    program = candidate.program
+    if any(call.is_differentiation for call in program.calls):
+        ended = replace(program, outputs=())
+        return next(iter(results_of(ended)), None)
+    return program.outputs[0].value if len(program.outputs) == 1 else None
+
+
+def _verdict_of(answer: Any) -> Verdict:
+    if isinstance(answer, str):
+        if answer not in _WORDS:
+            raise ValueError(f"it returned {answer!r}")
+        return _WORDS[answer]
+    is_flag = isinstance(answer, bool) or (isinstance(answer, torch.Tensor) and answer.dtype is torch.bool)
+    if is_flag or type(answer).__name__ in ("bool", "bool_"):  # the latter is NumPy's
+        return Verdict.SAME if bool(answer) else Verdict.PASSES
+    raise ValueError(f"it returned `{type(answer).__name__}`")
+
+
+def _largest_given(candidate: Candidate) -> float:
+    """The largest finite number among the inputs, at least one, so that ones are always plain enough."""
+    return max([_LEAST_BOUND, *(largest_of(candidate.tensors[item.value]) for item in candidate.number_inputs)])

@@ -16,20 +16,23 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Scope
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.context.changes import (
+from reprokit.shrink.context.growth import (
+    Choice,
     ending_earlier,
+    extraordinary,
     is_written,
+    keeps_biases,
+    keeps_masks,
     module_runs,
+    uniform_rows,
     with_certainty,
     with_sum,
     without_call,
     without_module,
     without_unused,
 )
-from reprokit.shrink.context.growth import Choice, extraordinary, keeps_biases, keeps_masks, uniform_rows
-from reprokit.shrink.context.piece import Context, initial
 from reprokit.shrink.context.step import StepGraph
-from reprokit.shrink.context.tree import tree_of
+from reprokit.shrink.context.tree import Context, initial, tree_of
 from reprokit.shrink.oracle import Oracle, OutOfBudget
 from reprokit.shrink.passes.setting import simplify_precision
 from reprokit.shrink.passes.sizes import shrink_sizes

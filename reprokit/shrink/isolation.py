@@ -1,4 +1,6 @@
-"""The policy: which candidates run where, how many at once, and when the limits are known.
+"""Where candidates run: in this process what cannot crash it, a millisecond each, else in a child (`shrink.apart`).
+
+The policy: which candidates run where, how many at once, and when the limits are known.
 
 An executor of ``concurrent.futures`` runs each candidate in a child of its own process, so that a crash ends a
 candidate and not the executor.
@@ -15,11 +17,20 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from reprokit.errors import ReprokitError
-from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.isolation import apart
-from reprokit.shrink.isolation.apart import Child, RunLimits, wait_for
-from reprokit.shrink.isolation.task import NotObserved, Report, Task, pack, pack_report, unpack, unpack_report
-from reprokit.shrink.risks import trusts_arguments
+from reprokit.shrink import apart
+from reprokit.shrink.apart import (
+    Child,
+    NotObserved,
+    Report,
+    RunLimits,
+    Task,
+    pack,
+    pack_report,
+    unpack,
+    unpack_report,
+    wait_for,
+)
+from reprokit.shrink.candidate import Candidate, trusts_arguments
 
 Reports = Generator[Report, None, None]
 _SECONDS_ON_THE_WAY = 60.0  # a large model's tensors over a slow network, or a queue; a worker may be gone for good

@@ -31,8 +31,7 @@ from reprokit.capture.record.structure import ATOMS
 from reprokit.capture.record.tensor_names import root_names
 from reprokit.capture.run.timeline import Iterations
 from reprokit.errors import pass_on
-from reprokit.locate.ranges import measure
-from reprokit.measure.rows import FrameRow, Pass, Role
+from reprokit.locate.ranges import FrameRow, Pass, Role, measure
 
 _MAX_TENSORS = 32  # of one role in one call: the cache of a language model has two for each layer
 _MAX_DEPTH = 4
