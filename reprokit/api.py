@@ -105,7 +105,7 @@ def render(
     with, if that is a function of your own, which the repro runs.
     """
     from reprokit.render.texts import render_all
-    from reprokit.shrink.options import parse
+    from reprokit.shrink.spec import parse
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

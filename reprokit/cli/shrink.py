@@ -30,7 +30,7 @@ from reprokit.cli.console import (
 from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
 from reprokit.render.wording import listed, nearest_words
 from reprokit.shrink import View
-from reprokit.shrink.options import CHECKS, EXECUTORS, Spec, check_name, open_executor, parse
+from reprokit.shrink.spec import CHECKS, EXECUTORS, Spec, check_name, open_executor, parse
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE
 from reprokit.snapshot.redact import redact_text
 from reprokit.snapshot.source import SOURCES

@@ -86,7 +86,7 @@ def shrink(
     replays) and ``max_checks`` bound the search. Raises `NotReproduced` or `Flaky` when the snapshot itself, or the
     earlier reduction, does not fail reliably.
 
-    ``check`` says what counts as the failure (`options.CHECKS`), by default what the snapshot recorded.
+    ``check`` says what counts as the failure (`spec.CHECKS`), by default what the snapshot recorded.
     ``executor``, any of ``concurrent.futures``, takes the candidates that do not run in this process. ``jobs`` is how
     many run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by
     default in terms of the first run. ``observe`` runs candidates in place of the check. ``on_replayed`` is called when

@@ -22,7 +22,7 @@ from reprokit.program.ir import Call, Input, Mode, Program, Ref
 from reprokit.render.script import Script
 from reprokit.render.sources import reduction_script
 from reprokit.render.verify import verify
-from reprokit.shrink import options as specs
+from reprokit.shrink import spec as specs
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import Double, MismatchCheck

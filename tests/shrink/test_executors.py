@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from reprokit.cli import main
-from reprokit.shrink import options as executors
-from reprokit.shrink.options import open_executor
+from reprokit.shrink import spec as executors
+from reprokit.shrink.spec import open_executor
 from reprokit.snapshot.format import save
 from tests.conftest import server
 from tests.processes import IS_POSSIBLE, MODULES

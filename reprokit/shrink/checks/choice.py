@@ -9,7 +9,7 @@ from reprokit.locate.compiled import Compiled
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, Reference
 from reprokit.locate.failure import EVENTS, Failure
 from reprokit.locate.failure import EXCEPTION as RAISED
-from reprokit.shrink import options as specs
+from reprokit.shrink import spec as specs
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import Double, MismatchCheck, OtherDevice
 from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, jumped_rate, odd_rows
