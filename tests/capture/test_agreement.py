@@ -1,4 +1,4 @@
-"""The three ways of watching give one answer, over loops that hypothesis makes of every feature a training has."""
+"""Both ways of watching give one answer, over loops that hypothesis makes of every feature a training has."""
 
 from __future__ import annotations
 
