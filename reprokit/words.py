@@ -111,10 +111,8 @@ def verdict_words(counts: Mapping[str, int]) -> str:
 
 def times_words(value: float, usual: float) -> str:
     """``, 10^8 times its median of 12.3``."""
-    if not (math.isfinite(value) and usual > 0 and value > 0):
-        return f", its median {number_words(usual)}"
-    ratio = value / usual
-    if ratio == math.inf:
+    ratio = value / usual if usual > 0 else math.inf
+    if not 0 < ratio < math.inf:
         return f", its median {number_words(usual)}"
     shown = f"10^{round(math.log10(ratio))}" if ratio >= 1e4 else number_words(ratio)
     return f", {shown} times its median of {number_words(usual)}"
@@ -155,8 +153,12 @@ def difference_words(
     began_at: int,
     is_exact: bool,
     cause: str,
+    hashes: object,
 ) -> str:
-    """A difference between ranks: ``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step 13: ...``."""
+    """A difference between ranks: ``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step 13: ...``.
+
+    Its ``hashes`` are not said.
+    """
     subject = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} differ"
     others = f" and {counted(num_alike - 1, 'other')}" if num_alike > 1 else ""
     more = f" and {counted(num_parameters - 1, 'more parameter')}" if num_parameters > 1 else ""

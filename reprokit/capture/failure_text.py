@@ -46,9 +46,7 @@ def event_words(result: Mapping[str, Any]) -> str:
     Gradients of zeros may be older than any kept step, so of those it is not said that they began.
     """
     if "difference" in result["failure"]:
-        known = dict(result["failure"]["difference"])
-        del known["hashes"]
-        return words.difference_words(**known)
+        return words.difference_words(**result["failure"]["difference"])
     event = result["failure"]["event"]
     lead = "" if event["quantity"] == "share of zeros" else f"began at step {event['began_at']}: "
     return f"{lead}{words.event_words(event)}"

@@ -131,7 +131,7 @@ def render_all(
     beside = _beside(script, Path(context["path"]).read_text(encoding="utf-8")) if context is not None else ""
     issue = make_issue(snapshot, script, result, reduction=reduction, context=beside)
     texts = {
-        "issue.md": issue.text,
+        ISSUE_FILE: issue.text,
         REPORT_FILE: write_report(snapshot, script, result, reduction=reduction, title=issue.title),
     }
     if not script.reason:
@@ -157,7 +157,7 @@ def write_given(snapshot: Snapshot, out_dir: Path, *, source: Source = "all") ->
     snapshot = private(snapshot, source)
     script = snapshot_script(snapshot)
     issue = make_issue(snapshot, script, _verified(script))
-    write_text(out_dir / "issue.md", issue.text)
+    write_text(out_dir / ISSUE_FILE, issue.text)
     write_text(out_dir / REPORT_FILE, write_report(snapshot, script, _verified(script), title=issue.title))
 
 

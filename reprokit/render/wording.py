@@ -51,11 +51,7 @@ def event_words(failure: Failure) -> str:
 
 def difference_words(failure: Failure) -> str:
     """``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step 13``, or nothing."""
-    if failure.difference is None:
-        return ""
-    known = plain_of(failure.difference)
-    del known["hashes"]
-    return words.difference_words(**known)
+    return words.difference_words(**plain_of(failure.difference)) if failure.difference is not None else ""
 
 
 def kind_words(failure: Failure) -> str:

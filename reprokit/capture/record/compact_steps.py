@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from reprokit.capture.record import kinds
-from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry
-from reprokit.capture.record.function_facts import facts_of
+from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry, facts_of
 from reprokit.capture.record.state import num_bytes
 from reprokit.capture.record.structure import ATOMS, iter_tensors, map_tensors
 

@@ -19,15 +19,19 @@ from reprokit import torch_private
 from reprokit.capture.record import kinds
 from reprokit.capture.record.current_step import Listener, RunningStep
 from reprokit.capture.record.entry import (
+    FACTS,
+    OPERATORS,
     TENSORS,
+    UNKNOWN,
     Entry,
+    Facts,
     PlainEntry,
+    facts_of,
     generator_states,
     own_and_stamped,
     stamps_of,
     versions_of,
 )
-from reprokit.capture.record.function_facts import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
 from reprokit.capture.record.kinds import EntryKind
 from reprokit.capture.record.roots import RootCalls, caller_of, first_user_frame, plain_caller
 from reprokit.capture.record.screens import is_telling
