@@ -38,6 +38,7 @@ class WrittenMemory:
         self.on_rebound_write: Callable[[], None] = lambda: None
         self._rebound: set[int] = set()
         self._format: tuple[torch.dtype, torch.Size, torch.device] | None = None
+        self._moves_from: int | None = None
         self._by_memory: dict[int, list[torch.Tensor]] = {}
         self._num_counted = self._scanned = 0
         self._differentiated: set[int] = set()
@@ -185,15 +186,15 @@ class WrittenMemory:
         return False
 
     def before_move(self, target: torch.Tensor) -> None:
-        """State is about to get other memory; what it had may come back as that of a batch."""
-        pointer = address_of(target)
-        if pointer in self._state and self._state[pointer]() is target:
-            del self._state[pointer]
+        """State is about to get other memory, or with ``p.data -= ...`` the memory that it has."""
+        self._moves_from = address_of(target)
         self._format = (target.dtype, target.shape, target.device)
 
     def moved(self, target: torch.Tensor) -> None:
-        """State has got other memory, perhaps of another type or shape."""
-        pointer = address_of(target)
+        """State has got other memory, perhaps of another shape; what it had may come back as that of a batch."""
+        pointer, before = address_of(target), self._moves_from
+        if before != pointer and before in self._state and self._state[before]() is target:
+            del self._state[before]
         if pointer is not None:
             self._state.setdefault(pointer, weakref.ref(target))
         if self._format != (target.dtype, target.shape, target.device):
