@@ -107,7 +107,7 @@ def broken_promises(how, fault, folder):
         "nothing was saved and nothing was said": bool(said) or bool(session.snapshots),
         "half a file was left": sorted(folder.glob("*.pt*")) == sorted(session.snapshots),
         "something was left in torch": torch._C._len_torch_function_stack() == 0 and Session.active is None,
-        "it took long": time.monotonic() - started < 30,
+        "it took long": time.monotonic() - started < 150,  # every wait is far shorter, on a busy machine too
     }
     return [promise for promise, is_kept in promises.items() if not is_kept]
 
@@ -140,9 +140,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parts", [("rewind.meeting",), ("save.event_step",), ("run.ranks",)]
-)
+@pytest.mark.parametrize("parts", [("rewind.meeting",), ("save.event_step",), ("run.ranks",)])
 def test_a_fault_on_one_rank(parts: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     done = run_python_in(

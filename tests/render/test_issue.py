@@ -444,6 +444,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_runs")
 def test_a_zip_holds_the_piece_of_the_model(attention: Path, tmp_path: Path) -> None:
     assert main(["render", str(attention / "out"), "--zip", "-q", "-o", str(tmp_path / "x.zip")]) == 0
     with zipfile.ZipFile(tmp_path / "x.zip") as archive:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,21 +18,16 @@ from reprokit.render import facts
 from reprokit.render.issue import make_issue, title_of
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script, snapshot_script
-from reprokit.render.templates import fence
 from reprokit.render.texts import render_all, render_one
-from reprokit.render.wording import code_span, headline, observed
 from reprokit.shrink.explain import Nearest, VariedPart
 from reprokit.shrink.reduction import LogRow, Size, WhatIfResult
 from reprokit.snapshot.format import Snapshot, save
 from tests.locate.mechanisms import bad_input
 from tests.render.programs import (
     VERIFIED,
-    failing_cholesky,
-    half_precision_adam,
     masked_softmax,
     site_of,
     snapshot_of,
-    square_root_at_zero,
 )
 
 
@@ -131,28 +124,10 @@ def test_secrets_are_hidden_again() -> None:
     assert secret not in write_report(snapshot, script, leaky, reduction=reduction)
 
 
-def test_backticks_never_end_a_fence() -> None:
-    assert fence("no ticks") == "```"
-    assert fence("a ```` b") == "`````"
-    assert code_span("a `b` c") == "``a `b` c``"
-    assert code_span("`b`") == "`` `b` ``"
-
-
-def test_headlines() -> None:
-    words = [
-        headline(snapshot_of(case).failure) for case in (masked_softmax(), square_root_at_zero(), failing_cholesky())
-    ]
-    assert words == ["softmax returns nan", "gradient of sqrt is inf", "cholesky raises _LinAlgError"]
-    assert headline(snapshot_of(half_precision_adam()).failure) == "Adam.step makes a parameter nan"
-    assert observed(snapshot_of(failing_cholesky()).failure).startswith(
-        "`torch.linalg.cholesky` raises `_LinAlgError`: `"
-    )
-
-
 # -- everything ----------------------------------------------------------------------------------------------------
 
 
-def test_all_of_it_is_written_and_runs(tmp_path: Path) -> None:
+def test_all_of_it_is_written(tmp_path: Path) -> None:
     snapshot = attention_step()
     made = render_all(reduced(snapshot), snapshot, tmp_path, times=3)
     assert made["context"] is None
@@ -164,14 +139,6 @@ def test_all_of_it_is_written_and_runs(tmp_path: Path) -> None:
         "verified": "3/3",
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["issue.md", "report.html", "repro.py", "test_repro.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_repro.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "1 failed" in done.stdout and "AssertionError: F.softmax(x, dim=0) is nan" in done.stdout
 
 
 def test_one_text_from_a_snapshot(tmp_path: Path) -> None:

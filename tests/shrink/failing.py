@@ -281,32 +281,6 @@ def chosen_column() -> Snapshot:
     return record(lambda x: x[:, 7].log().mean(), x=x)
 
 
-STEPS: tuple[Step, ...] = (
-    masked_softmax,
-    asked_for_infinity,
-    zero_times_log_zero,
-    zero_by_zero,
-    half_linear_overflow,
-    half_sum_overflow,
-    sqrt_gradient,
-    logsumexp_gradient,
-    eigh_gradient,
-    where_gradient,
-    label_smoothing,
-    adam_half,
-    layer_norm_half,
-    in_place_gradient,
-    gradients_added_up,
-    accumulated_gradients,
-    loss_scaled_twice,
-    gradient_penalty,
-    singular_matrix,
-    wrong_shapes,
-    gated_recurrence,
-    chosen_column,
-)
-
-
 def missing_label(function: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot:
     """A NaN marks labels that are missing; `where` drops it in the forward pass and not in the backward pass."""
 

@@ -150,20 +150,6 @@ def centred(x: torch.Tensor) -> torch.Tensor:
     return x / x.abs().mean()
 
 
-class ScaledByNorm(nn.Module):
-    """A root of zero whose gradient is NaN where the one that arrives is zero, else infinite."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        energy = x.square().sum(-1, keepdim=True) * 0.0
-        return x * (energy.sqrt() + 1.0)
-
-
-def zero_gradient() -> Snapshot:
-    """A gradient that is NaN because zero arrives."""
-    model = ScaledByNorm()
-    return record_model(model, lambda x: (model(x) * 0.0).sum().backward(), x=seeded(2, 3).requires_grad_())
-
-
 def constant_batch() -> Snapshot:
     """A function of the loop's that fails on a constant."""
     model = nn.Linear(4, 2)
@@ -194,29 +180,6 @@ def huge_input() -> Snapshot:
     return record_model(model, lambda x: (model(x) + x.square()).sum(), x=torch.full((2, 2), 1e30))
 
 
-class LayerAndSkip(nn.Module):
-    """Torch's layer comes first, then a call of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.fc(x), x * 0
-
-
-class Ratio(nn.Module):
-    """A division by zero of what another module returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = LayerAndSkip()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        above, below = self.inner(x)
-        return above / below
-
-
 class Convolutional(nn.Module):
     """A chain of torch's layers in front of a division."""
 
@@ -227,25 +190,6 @@ class Convolutional(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         pooled = self.body(x).mean((2, 3)) * 0
         return pooled / pooled.sum()
-
-
-class RecurrentRatio(nn.Module):
-    """A norm of zero behind a recurrent layer of two layers and directions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, _ = self.rnn(x)
-        hidden = hidden[:, -1] * 0
-        return hidden / hidden.pow(2).sum()
-
-
-def layer_and_skip() -> Snapshot:
-    """A division by zero, with a layer on the way that does not matter."""
-    model = Ratio()
-    return record_model(model, lambda x: model(x).sum(), x=seeded(2, 4))
 
 
 class Aggregates(nn.Module):
@@ -301,13 +245,6 @@ def convolutional() -> Snapshot:
     torch.manual_seed(1)
     model = Convolutional()
     return record_model(model, lambda x: model(x).sum(), x=seeded(2, 3, 6, 6))
-
-
-def recurrent_ratio() -> Snapshot:
-    """A division by zero behind a recurrent layer."""
-    torch.manual_seed(1)
-    model = RecurrentRatio()
-    return record_model(model, lambda x: model(x).sum(), x=seeded(2, 3, 4))
 
 
 def sparse_overflow() -> Snapshot:

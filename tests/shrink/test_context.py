@@ -124,12 +124,6 @@ def test_what_is_computed_beside_the_origin_goes(is_masked: bool) -> None:
     assert [item.name for item in context.program.inputs if item.role != "gradient"] == ["x"]
 
 
-def test_the_gradient_of_a_sum_is_enough_with_plainer_numbers() -> None:
-    context = context_of(models.zero_gradient())
-    assert context.program.calls[-1].target == "torch.Tensor.backward"
-    assert [item.role for item in context.program.inputs] == ["batch"]
-
-
 def test_functions_of_the_loop_are_functions() -> None:
     assert classes(found_for(models.constant_batch).tree) == ["centred"]
 
@@ -137,10 +131,6 @@ def test_functions_of_the_loop_are_functions() -> None:
 def test_what_is_not_ordinary_anywhere_is_said() -> None:
     context = found_for(models.huge_input)
     assert not context.is_ordinary
-
-
-def test_a_layer_that_does_not_matter_goes_though_its_module_begins_with_it() -> None:
-    assert classes(context_of(models.layer_and_skip()).tree) == ["Ratio", "LayerAndSkip"]
 
 
 def test_randomness_that_matters_comes_from_a_seed() -> None:
@@ -153,13 +143,6 @@ def test_randomness_that_matters_comes_from_a_seed() -> None:
 def test_a_chain_of_layers_stays_one() -> None:
     tree = context_of(models.convolutional()).tree
     assert classes(tree) == ["Convolutional", "Sequential", "Conv2d", "BatchNorm2d", "ReLU"]
-
-
-def test_integers_that_are_no_sizes_stay_as_the_user_wrote_them() -> None:
-    context = context_of(models.recurrent_ratio())
-    assert [block.scope.cls for block in context.tree.layers()] == ["LSTM"]
-    (power,) = (call for call in context.program.calls if call.name == "pow")
-    assert power.args[1:] == (2,)
 
 
 def test_an_exponent_is_no_index_and_a_layer_that_the_loop_calls_stays() -> None:

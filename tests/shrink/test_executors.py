@@ -16,13 +16,11 @@ import pytest
 
 from reprokit.cli import main
 from reprokit.shrink import spec as executors
-from reprokit.shrink.spec import open_executor
 from reprokit.snapshot.format import save
 from tests.conftest import server
 from tests.processes import IS_POSSIBLE, MODULES
 from tests.shrink import failing
 from tests.shrink.test_isolation import needs_fork
-from tests.shrink.test_jobs import Counting, outcome, reduce
 
 needs_dask = pytest.mark.skipif(importlib.util.find_spec("distributed") is None, reason="`distributed` is absent")
 without_warnings = pytest.mark.filterwarnings("default")  # Dask's own, about sockets and loops
@@ -111,17 +109,6 @@ def wait_for_workers(address: str, num_workers: int) -> None:
         except OSError:  # no scheduler yet
             time.sleep(0.2)
     pytest.fail("no cluster has started")
-
-
-@on_a_cluster
-def test_a_dask_cluster_changes_no_result() -> None:
-    run = reduce(failing.half_sum_overflow)
-    alone = outcome(run)
-    with cluster() as (address, _), open_executor(f"dask://{address}") as (executor, num_slots):
-        assert num_slots == 2
-        counting = Counting(executor)
-        assert outcome(run, executor=counting, jobs=num_slots) == alone
-    assert counting.num_submitted > 0
 
 
 @on_a_cluster

@@ -27,6 +27,7 @@ from reprokit.shrink.reduction import LogRow, Reduction, load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, count_elements
 from tests.shrink import failing
+from tests.shrink.test_explain import assert_explained
 from tests.shrink.test_minimal import assert_minimal
 from tests.shrink.views import Lines
 
@@ -90,12 +91,18 @@ def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
     assert [entry["input"] for entry in summary["explain"]] == [item.name for item in reduction.program.inputs]
     assert len({item.name for item in reduction.program.inputs}) == len(reduction.program.inputs)
     assert_minimal(reduction)
+    assert_explained(reduction)
 
 
 @pytest.mark.parametrize("step", list(SIZES)[::5], ids=lambda step: step.__name__)
 def test_a_reduction_is_deterministic_and_idempotent(step: failing.Step) -> None:
-    reduction = shrink(step())
-    assert is_alike(shrink(step()), reduction)
+    reduction, other = shrink(step()), shrink(step())
+    assert is_alike(other, reduction)
+    assert (other.explain, other.constants, other.nearest) == (
+        reduction.explain,
+        reduction.constants,
+        reduction.nearest,
+    )
     again = shrink(failing.snapshot_of(reduction.program, reduction.tensors))
     first, second = (Candidate(found.program, found.tensors) for found in (reduction, again))
     assert (second.size_key, second.value_key) == (first.size_key, first.value_key)
