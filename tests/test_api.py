@@ -55,16 +55,6 @@ def test_the_functions_stay_when_packages_of_the_same_names_are_imported() -> No
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_module_of_a_package_with_a_function_of_its_name_can_be_imported_under_another_name() -> None:
-    code = (
-        "import reprokit.capture.hooks.on_failure as a, reprokit.locate.blame as b, reprokit.shrink.reducer as c\n"
-        "import pickle, reprokit, reprokit.render.issue as d\n"
-        "assert [item.__name__.count('.') for item in (a, b, c, d)] == [3, 2, 2, 2]\n"
-        "assert pickle.loads(pickle.dumps(reprokit.shrink)) is reprokit.shrink\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'captures'"):
         reprokit.captures  # noqa: B018
@@ -100,12 +90,6 @@ def test_an_exception_of_on_snapshot_is_printed_and_the_file_stays(
 def test_on_snapshot_is_not_called_for_a_healthy_run(tmp_path: Path) -> None:
     with reprokit.capture(tmp_path / "a.pt", on_snapshot=lambda path: pytest.fail("called")):
         torch.ones(2, requires_grad=True).sum().backward()
-
-
-@pytest.mark.parametrize("option", ["on_snapshot", "on_numbers", "on_event"])
-def test_what_is_called_is_a_function(option: str, tmp_path: Path) -> None:
-    with pytest.raises(reprokit.ReprokitError, match=f"`{option}` cannot be 'move'"):
-        reprokit.Session(tmp_path / "a.pt", **{option: "move"})  # type: ignore[arg-type]
 
 
 def test_an_exception_of_on_snapshot_takes_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,23 +57,6 @@ def test_a_layer_that_does_not(quantity: str, values: dict[int, float]) -> None:
     assert chapters(rows("a", quantity, values), 20) == []
 
 
-def test_within_a_step_the_first_layer_in_the_direction_of_the_pass_comes_first() -> None:
-    def jump(module: str, quantity: str, value: float) -> list[LayerNumbers]:
-        return rows(module, quantity, dict.fromkeys(range(15, 20), value))
-
-    layers = [*jump("a", "activation", 5.0), *jump("b", "activation", 500.0)]
-    layers += [*jump("a", "gradient", 500.0), *jump("b", "gradient", 5.0)]
-    layers += [*jump("a", "update", 5.0), *jump("b", "update", 500.0)]
-    assert [(chapter.module, chapter.quantity) for chapter in chapters(layers, 20)] == [
-        ("a", "largest activation"),
-        ("b", "largest activation"),
-        ("b", "gradient norm"),
-        ("a", "gradient norm"),
-        ("b", "update over weight"),
-        ("a", "update over weight"),
-    ]
-
-
 @given(st.lists(st.floats() | st.none(), max_size=30), st.sampled_from(["gradient", "update", "activation", "zeros"]))
 def test_any_numbers(values: list[float | None], quantity: str) -> None:
     given_rows = [LayerNumbers(step, "a", **{quantity: value}) for step, value in enumerate(values)]

@@ -236,19 +236,6 @@ def gradients_whose_norm_overflows() -> list[torch.Tensor]:
 
 
 @healthy
-def half_gradients_whose_norm_overflows() -> list[torch.Tensor]:
-    weight = nn.Parameter(torch.zeros(100_000, dtype=torch.float16))
-    optimizer = torch.optim.SGD([weight], lr=1e-6)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = (weight.float() * 300).mean() * 1e5
-        loss.backward()
-        assert torch.isfinite(weight.grad).all() and not torch.isfinite(weight.grad.sum())
-        optimizer.step()
-    return ending(weight)
-
-
-@healthy
 def clipping_of_a_norm_that_overflows() -> list[torch.Tensor]:
     weight = nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.SGD([weight], lr=1e-3)
@@ -286,30 +273,6 @@ def evaluation_and_generation_between_steps() -> list[torch.Tensor]:
                 token = token + drawn
         model.train()
     return ending(model, written)
-
-
-@healthy
-def inference_mode_around_a_frozen_model() -> list[torch.Tensor]:
-    frozen, model = net(1).eval(), plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _, x, y in batches():
-        with torch.inference_mode():
-            hint = frozen(x).argmax(1)
-        update(optimizer, F.cross_entropy(model(x), torch.where(x[:, 0] > 0, hint.clone(), y)))
-    return ending(model, frozen)
-
-
-@healthy
-def sanity_validation_before_training() -> list[torch.Tensor]:
-    model, optimizer = training()
-    model.eval()
-    with torch.no_grad():
-        for _, x, y in batches(2, seed=9):
-            assert torch.isnan(classify(model, x, y) * torch.full((), math.nan))
-    model.train()
-    for _, x, y in batches():
-        update(optimizer, classify(model, x, y))
-    return ending(model)
 
 
 @healthy
@@ -390,18 +353,6 @@ def a_layer_added_during_training() -> list[torch.Tensor]:
             new = nn.Linear(2, 2)
             model.append(new)
             optimizer.add_param_group({"params": new.parameters(), "lr": 1e-2})
-        update(optimizer, classify(model, x, y))
-    return ending(model, optimizer)
-
-
-@healthy
-def layers_unfrozen_during_training() -> list[torch.Tensor]:
-    model = net()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step, x, y in batches(10):
-        if step == 5:
-            model[0].requires_grad_(True)
         update(optimizer, classify(model, x, y))
     return ending(model, optimizer)
 

@@ -59,25 +59,8 @@ SCRIPTS = {
         print("before")
         outer(0)
     """,
-    "group": """
-        def fail():
-            raise ValueError("one")
-        errors = []
-        for _ in range(2):
-            try:
-                fail()
-            except ValueError as error:
-                errors.append(error)
-        raise ExceptionGroup("several", errors)
-    """,
     "syntax_error": "print('never')\nif True print(1)",
     "keyboard_interrupt": "raise KeyboardInterrupt",
-    "argparse_bad": """
-        import argparse
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--lr", type=float)
-        parser.parse_args(["--lr", "fast"])
-    """,
     "atexit": """
         import atexit, sys
         atexit.register(print, "goodbye")

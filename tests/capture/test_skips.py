@@ -366,18 +366,6 @@ def logged_and_used() -> list[torch.Tensor]:
     return []
 
 
-def clipped_by_value() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, x, y in batches():
-        loss = classify(model, x, y) / torch.full((), 0.0 if step == BAD_STEP else 1.0)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        optimizer.step()
-    return []
-
-
 def another_optimizer_is_cleared() -> list[torch.Tensor]:
     model, critic = plain_net(), plain_net(1)
     optimize, criticize = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(critic.parameters(), lr=0.1)
@@ -420,25 +408,9 @@ def adversaries(is_skipped: bool, loss_of: Callable[..., torch.Tensor] = divided
     return ending(model)
 
 
-def other_parameters() -> list[torch.Tensor]:
-    """Gradients of parameters that no optimizer updates are never cleared."""
-    model = nn.Sequential(plain_net(), nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    for step, x, y in batches():
-        optimizer.zero_grad()
-        loss = infinite_loss(model(x), y, step == BAD_STEP)
-        loss.backward()
-        if loss.isinf():
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-    return ending(model)
-
-
 TWO_SKIPS: dict[str, Loop] = {
     "adversaries": lambda: adversaries(is_skipped=True),
     "adversaries_infinite": lambda: adversaries(is_skipped=True, loss_of=infinite_loss),
-    "other_parameters": other_parameters,
 }
 USES: dict[str, Loop] = {
     "adversaries": lambda: adversaries(is_skipped=False),
@@ -476,7 +448,6 @@ def with_a_bad_metric() -> list[torch.Tensor]:
     "loop",
     [
         logged_and_used,
-        clipped_by_value,
         another_optimizer_is_cleared,
         updated_by_hand,
     ],

@@ -17,7 +17,7 @@ from torch import nn
 import reprokit
 from reprokit.cli.app import main
 from reprokit.errors import UsageError
-from tests.capture.traps_checks import update
+from tests.capture.traps_checks import described_once, update
 
 
 def train(steps: int = 8, bad: int | None = None) -> None:
@@ -54,7 +54,7 @@ def test_a_working_folder_that_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with reprokit.capture(tmp_path / "s.pt") as absolute:
+    with described_once(), reprokit.capture(tmp_path / "s.pt") as absolute:
         folder.rmdir()
         train(bad=3)
     assert [path.name for path in absolute.snapshots] == ["s.pt"]
@@ -62,7 +62,7 @@ def test_a_working_folder_that_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     monkeypatch.setattr(sys, "stderr", said := io.StringIO())
     assert main(["capture", str(tmp_path / "train.py")]) == 2
-    assert said.getvalue().startswith("reprokit: error: the current folder does not exist any more\n")
+    assert "reprokit: error: the current folder does not exist any more\n" in said.getvalue()
     os.chdir(tmp_path)
 
 

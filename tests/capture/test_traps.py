@@ -23,7 +23,6 @@ from reprokit.shrink.reducer import shrink
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
-    STEPS,
     WATCHES,
     Loop,
     batches,
@@ -318,25 +317,6 @@ def an_overflow_that_has_no_part_in_the_loss() -> list[torch.Tensor]:
     return ending(model)
 
 
-# -- a teacher beside the optimizer -----------------------------------------------------------------------------
-
-
-@failing("forward", DIVISION, micro_step=1)
-def a_teacher_averaged_between_accumulated_batches() -> list[torch.Tensor]:
-    """Its averages are no steps of their own, and each batch is played with the teacher that it had."""
-    student, teacher = plain_net(), plain_net().requires_grad_(False)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    for step in range(STEPS):
-        for micro, x, _ in batches(3, seed=step):
-            for mine, yours in zip(student.parameters(), teacher.parameters(), strict=True):
-                yours.data.mul_(0.5).add_(mine.detach(), alpha=0.5)
-            count = torch.full((), 0.0 if (step, micro) == (BAD_STEP, 1) else 1.0)
-            (F.mse_loss(student(x), teacher(x)) * (count / count)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return ending(student, teacher)
-
-
 # -- buffers --------------------------------------------------------------------------------------------------------
 
 NORM = ("torch.nn.functional.batch_norm", "torch.batch_norm", "torch.nn.functional.linear")
@@ -462,18 +442,6 @@ def autograd_backward_of_two_losses() -> list[torch.Tensor]:
         optimizer.zero_grad()
         torch.autograd.backward(losses)
         optimizer.step()
-    return ending(model)
-
-
-@failing("backward", ("torch.Tensor.sqrt", "torch.sqrt"))
-def lazy_modules() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(2))
-    optimizer: Any = None
-    for step, x, y in batches():
-        logits = model(x)
-        optimizer = optimizer or torch.optim.Adam(model.parameters())
-        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
     return ending(model)
 
 

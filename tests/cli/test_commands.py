@@ -399,13 +399,10 @@ def test_a_disk_that_is_full(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that takes nothing")
-@pytest.mark.parametrize("words", [["show", "--json"], ["render"]])
-def test_an_output_that_takes_nothing(
-    words: list[str], captured: tuple[Path, subprocess.CompletedProcess[str]]
-) -> None:
+def test_an_output_that_takes_nothing(captured: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "reprokit", *words, str(captured[0] / "train-step3.repro.pt")],
+            [sys.executable, "-m", "reprokit", "render", str(captured[0] / "train-step3.repro.pt")],
             env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
         )  # fmt: skip
     assert done.returncode == 1

@@ -246,22 +246,6 @@ def assert_whole(folder: Path, names: set[str]) -> None:
         assert (folder / "report.html").read_text().rstrip().endswith("</html>")
 
 
-def test_what_a_killed_run_leaves_goes_with_the_next_one(snapshot: Path, shrink: Any) -> None:
-    save(failing.masked_softmax(), snapshot)
-    for target, words in (
-        (Path("snap", "reduction.pt"), ["shrink", "snap.pt", "-f", "-q", "--no-whatif", "--max-checks", "1"]),
-        (Path("x.md"), ["render", "snap", "--as", "issue", "-o", "x.md"]),
-    ):
-        Path("snap").mkdir(exist_ok=True)
-        with files.replaced(target):
-            (left,) = files.unfinished(target)
-        left.touch()
-        target.unlink()
-        assert main(words) == 0
-        assert not left.exists() and target.exists()
-    assert not list(Path("snap").glob(".*"))
-
-
 KILLED = """
 import os, signal, sys
 from reprokit.cli import main

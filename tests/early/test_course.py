@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 from hypothesis import given, settings
@@ -30,13 +29,3 @@ def test_a_rise_is_found_whenever_it_comes(num_steps: int, rate: float, seed: in
     risen = [max(numbers) * 10**exponent] * 3
     found = _departures(Course(), numbers + risen)
     assert [(one.severity, one.began.step) for one in found] == [("error", num_steps)]
-
-
-def _halved(length: int) -> list[float]:
-    """A loss that falls from 3 to 0.02, by half in 14 steps, and varies by a fifth."""
-    noise = random.Random(0)
-    return [(3 * math.exp(-step / 20) + 0.02) * noise.lognormvariate(0, 0.2) for step in range(length)]
-
-
-def test_a_loss_that_falls_and_returns_to_its_start_is_no_error() -> None:
-    assert all(one.severity == "warning" for one in _departures(Course(), _halved(60) * 3))

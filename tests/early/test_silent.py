@@ -98,20 +98,6 @@ def test_a_gradient_of_zero_by_design_gives_no_event(tmp_path: Path) -> None:
     assert not watched.events
 
 
-def _train_a_dead_layer(rank: int, folder: str) -> None:
-    with _watched(Path(folder), "dead") as watched:
-        model = mlp(16, 8, 1)
-        nn.init.constant_(model[0].bias, -1e3)
-        _train(model, 40)
-    assert len(watched.events) == 1
-
-
-def test_each_spawned_process_has_an_event_log_of_its_own(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_train_a_dead_layer, (str(tmp_path),), nprocs=2)
-    logs = sorted(tmp_path.glob("run.pid*.events.jsonl"))
-    assert [len(log.read_text().splitlines()) for log in logs] == [1, 1]
-
-
 class _Branches(nn.Module):
     """Two branches, of which one can be cut off."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +180,6 @@ def test_a_value_that_only_the_next_call_reads_is_written_there() -> None:
     assert lines_of(program, tensors, keep=(program.outputs[-1].value,))[-1] == "out = (1 - torch.sigmoid(x)) ** 0.5"
 
 
-def test_results_are_unpacked() -> None:
-    program, tensors = one_call("torch.max", Ref(0), dim=0, tensors={0: torch.ones(2, 2)})
-    call = program.calls[0]
-    program = Program((Call(call.target, call.args, call.kwargs, (Ref(1), Ref(2))),), program.inputs, (Ref(1),))
-    assert lines_of(program, tensors, keep=(1,))[-1] == "values, _ = torch.max(x, dim=0)"
-
-
 def test_neighbours_share_a_block() -> None:
     half = Mode(autocast=(("cpu", "torch.bfloat16"),))
     quiet = Mode(grad=False, autocast=half.autocast)
@@ -214,16 +206,6 @@ def test_optimizer_shows_only_unusual_options() -> None:
         "opt = torch.optim.Adam([weight], weight_decay=0.5)",
         "opt.step()",
     ]
-
-
-def test_options_that_a_class_refuses_are_set_afterwards(tmp_path: Path) -> None:
-    program, tensors = half_precision_adam(lr=float("nan"))
-    body = lines_of(program, tensors, keep=(0,))
-    assert body[-3:-1] == [
-        "opt = torch.optim.Adam([weight])",
-        'opt.param_groups[0].update(lr=float("nan"))',
-    ]
-    assert_same_bits((replace(program, outputs=(Ref(0),)), tensors), tmp_path)
 
 
 OPTIMIZERS = sorted(
@@ -307,17 +289,3 @@ def test_many_numbers_go_to_a_side_file(tmp_path: Path) -> None:
     code = write_program(program, tensors)
     assert list(code.side) == ["x"]
     assert_same_bits((program, tensors), tmp_path)
-
-
-def test_names_come_from_the_user_and_are_unique() -> None:
-    inputs = (
-        Input(0, "encoder.layers.3.weight", "parameter"),
-        Input(1, "decoder.weight", "parameter"),
-        Input(2, "batch"),
-    )
-    calls = (
-        Call("torch.nn.functional.linear", (Ref(2), Ref(0)), {}, Ref(3)),
-        Call("torch.nn.functional.linear", (Ref(3), Ref(1)), {}, Ref(4)),
-    )
-    code = write_program(Program(calls, inputs, (Ref(4),)), {n: torch.ones(1, 1) for n in range(3)}, keep=[3, 4])
-    assert code.names == {0: "layers3_weight", 1: "decoder_weight", 2: "x", 3: "hidden", 4: "out"}

@@ -19,10 +19,9 @@ from reprokit.cli import main
 from reprokit.errors import UsageError
 from reprokit.locate.diagnose import diagnose
 from reprokit.locate.diagnosis import Diagnosis, Fix
-from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
+from reprokit.program.ir import Call, Input, Mode, Program, Ref, Site
 from reprokit.render import findings
 from reprokit.render.expectation import expect
-from reprokit.render.facts import where
 from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, title_of
 from reprokit.render.script import Script
 from reprokit.render.sources import snapshot_script
@@ -148,31 +147,6 @@ def test_what_passes_in_float64_and_has_no_known_reason_goes_upstream(answer: st
     assert ("In float64 the minimum passes." in found.expected) is (owner == "torch")
 
 
-def test_an_input_is_called_as_the_repro_calls_it() -> None:
-    snapshot = one_call("torch.exp", [100.0])
-    named = replace(snapshot.program, inputs=(Input(0, "input_26"),))
-    snapshot = replace(snapshot, program=named)
-    script = replace(snapshot_script(snapshot), names={"input_26": "x"})
-    text = make_issue(snapshot, script, VERIFIED, reduction=diagnosed(snapshot)).text
-    assert "an input of the step, `x`" in text and "input_26" not in text.partition("<details>")[0]
-
-
-def test_the_text_says_what_made_the_operand() -> None:
-    scope = (Scope("", "Net"), Scope("head", "Head"))
-    calls = (
-        Call("torch.Tensor.sub", (Ref(0), 2.0), {}, Ref(1), scope, Site("train.py", 12, "margin = x - 2  # key=abc")),
-        Call("torch.Tensor.view", (Ref(1), -1), {}, Ref(2), scope, Site("train.py", 13)),
-        Call("torch.log", (Ref(2),), {}, Ref(3), (), Site("train.py", 14)),
-    )
-    program = Program(calls, (Input(0, "x"),), (Ref(3),))
-    snapshot = snapshot_of((program, {0: torch.ones(2)}))
-    alone = replace(program, calls=calls[2:], inputs=(Input(2, "margin"),))
-    reduced = replace(diagnosed(snapshot), program=alone)
-    found = expect(snapshot, reduced)
-    assert "made by `torch.Tensor.sub` at `train.py:12` in `head`: `margin = x - 2  # key=abc`" not in found.remark
-    assert "made by `torch.Tensor.sub` at `train.py:12` in `head`: `margin = x - 2 # key=abc`" in found.remark
-
-
 @pytest.mark.parametrize(
     ("file", "template"),
     [
@@ -239,14 +213,6 @@ def test_the_message_that_training_had_is_quoted_beside_the_reduced_one() -> Non
     said = "In training it was: `Input batch size 10 doesn't match hidden0 batch size 16`."
     assert expect(recorded, reduction_of(reduced)).observed.endswith(f"`. {said}")
     assert "In training" not in expect(reduced, reduction_of(reduced)).observed
-
-
-def test_an_exception_outside_of_the_model_is_not_called_one_of_its_forward_pass() -> None:
-    snapshot = snapshot_of(failing_cholesky())
-    inside = replace(snapshot, failure=replace(snapshot.failure, module="layers.1"))
-    assert where(snapshot) == "outside of any module"
-    assert where(inside) == "in the forward pass, in module `layers.1`"
-    assert "in the forward pass" not in snapshot_script(snapshot).text
 
 
 def test_the_title_says_that_training_ran_under_autocast() -> None:
@@ -393,6 +359,7 @@ def test_a_zip_has_the_same_bytes_every_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_runs")
 def test_the_command_names_a_file_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

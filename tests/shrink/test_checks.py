@@ -119,12 +119,6 @@ def two_dtypes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(torch.relu(x).half() * 1.0, w).sum()
 
 
-def after_a_nan(x: torch.Tensor) -> torch.Tensor:
-    hidden = torch.log(x - 100)
-    hidden.sum().backward()
-    return torch.linalg.cholesky((x * 0).detach())
-
-
 EXCEPTIONS: list[tuple[Callable[..., Any], dict[str, torch.Tensor], int, str, tuple[str, str]]] = [
     (
         changed_in_place,
@@ -142,13 +136,6 @@ EXCEPTIONS: list[tuple[Callable[..., Any], dict[str, torch.Tensor], int, str, tu
     ),
     (out_of_range, {"x": seeded(10, 3), "i": torch.arange(9)}, 1, "index out of range in self", ("[1]", "[0]")),
     (two_dtypes, {"x": seeded(4, 3), "w": seeded(5, 3)}, 1, "same dtype", (", dtype=torch.float16", "")),
-    (
-        after_a_nan,
-        {"x": seeded(4, 4, grad=True)},
-        1,
-        "not positive-definite",
-        ("torch.zeros(1, 1)", "torch.ones(1, 1)"),
-    ),
 ]
 
 
@@ -436,10 +423,9 @@ for reduction, snapshot, out in made:
 """
 
 
-def test_the_same_input_gives_the_same_bytes(file: Path, tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     cases = [
         ("nonfinite", failing.masked_softmax()),
-        (f"{file}:exploded", grown()),
         ("mismatch:fp64", traced(cancelling, x=seeded(4, 8))),
     ]
     for number, (_, snapshot) in enumerate(cases):

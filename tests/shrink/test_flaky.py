@@ -71,7 +71,7 @@ class ScriptedCheck(SignatureCheck):
 def test_a_failure_that_is_mostly_there_is_reduced_and_its_rate_stated(tmp_path: Path) -> None:
     file = tmp_path / "flaky.py"
     file.write_text(SOMETIMES.format(period=8, sign="!=", place=3))
-    reduction = shrink(snapshot_of_growth(), check=f"{file}:sometimes", max_checks=40)
+    reduction = shrink(snapshot_of_growth(), check=f"{file}:sometimes", max_checks=20)
     failed, runs = map(int, reduction.reproduces.split("/"))
     assert runs == 30 and 0 < failed < 30
     assert reduction.program.num_calls < snapshot_of_growth().program.num_calls

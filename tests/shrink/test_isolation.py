@@ -48,14 +48,6 @@ needs_fork = pytest.mark.skipif(not apart.can_fork(), reason="candidates cannot 
 pytestmark = pytest.mark.usefixtures("importable_tests", "nothing_is_left_behind")
 
 
-@pytest.fixture(params=[pytest.param("forked", marks=needs_fork), "spawned"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both kinds of children."""
-    if request.param == "spawned":
-        monkeypatch.setattr(apart, "can_fork", lambda: False)
-    return str(request.param)
-
-
 def candidate(number: float) -> Candidate:
     """A program of one call whose input tells `by_number` what to do."""
     program = Program((Call("torch.log", (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
@@ -73,7 +65,7 @@ def reason(report: Report) -> str:
     return report.error.reason
 
 
-@pytest.mark.usefixtures("way")
+@needs_fork
 def test_whatever_a_candidate_does_is_reported() -> None:
     with closing(isolation()) as places:
         reports = [places.report(candidate(number)) for number in range(7)]
@@ -174,9 +166,8 @@ def test_reports_carry_nothing_but_data() -> None:
 
 
 @needs_fork
-@pytest.mark.parametrize("jobs", [1, 3])
 def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_minimum(
-    jobs: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used: list[Isolation] = []
 
@@ -192,7 +183,7 @@ def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_mini
         snapshot,
         observe=Hostile(num_calls=snapshot.program.num_calls),
         limits=RunLimits(seconds=3.0),
-        jobs=jobs,
+        jobs=3,
         max_time=600.0,  # each hang costs its limit
         view=view,
     )
@@ -237,7 +228,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("way", "number"), [pytest.param("forked", signal.SIGINT, marks=needs_fork), ("spawned", signal.SIGKILL)]
+)
 def test_an_interrupted_reduction_leaves_no_process_behind(tmp_path: Path, way: str, number: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path), way]

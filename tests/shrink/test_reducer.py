@@ -138,17 +138,16 @@ def test_a_branch_that_is_not_taken_keeps_the_call_that_drops_it(
     assert size_of(reduction) <= (3, 3)
 
 
-@pytest.mark.parametrize(("cls", "elements"), [(nn.LSTM, 21), (nn.GRU, 15)])
-def test_of_a_recurrent_layer_one_feature_of_the_first_layer_is_left(cls: Any, elements: int) -> None:
+def test_of_a_recurrent_layer_one_feature_of_the_first_layer_is_left() -> None:
     torch.manual_seed(0)
-    layer = cls(5, 7, num_layers=2, bidirectional=True, dtype=torch.float64)
+    layer = nn.LSTM(5, 7, num_layers=2, bidirectional=True, dtype=torch.float64)
     x = failing.seeded(4, 3, 5).double()
     x[2, 1] = torch.tensor([1e308, -1e308, 1e308, -1e308, 1e308], dtype=torch.float64)
     with torch.no_grad():
         for weight in layer.parameters():
             weight.mul_(1e3)
     reduction = shrink(failing.record(lambda x: layer(x)[0].sum(), x=x))
-    assert size_of(reduction) == (1, elements)
+    assert size_of(reduction) == (1, 21)
 
 
 def test_a_backward_pass_from_a_nan_that_nothing_computes_is_no_reproduction() -> None:

@@ -35,19 +35,6 @@ def test_kind_and_origin_count() -> None:
     assert not same(signature(division, one, zero), signature(one_call("torch.log", Ref(0)), zero))
 
 
-def test_which_gradient_is_bad_counts() -> None:
-    def program(wanted: int) -> Program:
-        power = Call("torch.pow", (Ref(0), Ref(1)), outputs=Ref(2))
-        backward = Call("torch.Tensor.backward", (Ref(2),), phase="backward")
-        return Program((power, backward), tuple(Input(n, f"x{n}", requires_grad=n == wanted) for n in (0, 1)))
-
-    base = signature(program(0), torch.tensor(0.0), torch.tensor(0.5))
-    assert base.position == (0, 0)
-    exponent = signature(program(1), torch.tensor(-1.0), torch.tensor(0.5))
-    assert exponent.position in ((0, 1), None)
-    assert not same(base, exponent)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "is_same"),
     [((2, 3), (4, 5), True), ((2, 3), (4, 3), True), ((2, 3), (2, 3, 4), False)],

@@ -125,10 +125,3 @@ def test_indexes_lengths_and_parts_follow_their_size() -> None:
     assert lengths[1].tolist() == [3, 2]
     parts = shrunk(3, InputAxis(1, 0), [0, 2], {0: torch.arange(6.0), 1: torch.tensor([2, 1, 3])})
     assert (parts[0].tolist(), parts[1].tolist()) == ([0, 1, 3, 4, 5], [2, 2])
-
-
-def test_slices_keep_the_order_in_memory() -> None:
-    whole = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
-    smaller = shrunk(4, InputAxis(0, 0), [1, 3], {0: whole})[0]
-    assert torch.equal(smaller, whole[[1, 3]])
-    assert smaller.stride() == (1, 6, 2)

@@ -272,12 +272,6 @@ def test_addresses_go(address: str, around: str) -> None:
     assert address not in select_variables({"TORCH_HOME": text})["TORCH_HOME"]
 
 
-@pytest.mark.parametrize("end", ["com", "org", "edu"])
-def test_what_follows_a_sure_end_does_not_matter(end: str) -> None:
-    assert redact_text(f"run_ada@example.{end}_1") == f"{REDACTED}_1"
-    assert redact_text(f"ada@example.{end}(Ada)") == f"{REDACTED}(Ada)"
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -379,12 +373,6 @@ def test_harmless_lines_stay(secrets_corpus: ModuleType) -> None:
 def test_the_corpus_finds_leaks(secrets_corpus: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(secrets_corpus.REDACTIONS, "text", lambda text: text)
     assert {check.place for check in secrets_corpus.checks() if check.is_leak} >= {"netrc", "JSON", "diff", "colored"}
-
-
-def test_redacting_the_corpus_twice_is_redacting_it_once(secrets_corpus: ModuleType) -> None:
-    for check in secrets_corpus.checks(2):
-        once = redact_text(check.text)
-        assert redact_text(once) == once
 
 
 @pytest.mark.parametrize(
