@@ -59,7 +59,7 @@ def test_the_benchmark_of_graphs(
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("cause", ["mask", "gradient"])
+@pytest.mark.parametrize("cause", ["mask"])
 def test_a_large_step(shrink: ModuleType, graphs: ModuleType, tmp_path: Path, cause: str) -> None:
     file = str(tmp_path / "snapshot.pt")
     captured = shrink.run_one({"do": "capture", "cause": cause, "file": file, **shrink.TINY})

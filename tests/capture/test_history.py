@@ -60,7 +60,7 @@ def words(x: torch.Tensor, rare: bool) -> torch.Tensor:
     return rows
 
 
-# -- the thousand-step runs -----------------------------------------------------------------------------------------
+# -- runs of hundreds of steps ---------------------------------------------------------------------------------------
 
 
 def row_poisoned_by_sparse_adam() -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ def row_poisoned_by_sparse_adam() -> list[torch.Tensor]:
     model = Words(sparse=True)
     rare = torch.optim.SparseAdam(list(model.table.parameters()), lr=1e-3, eps=1e-60)
     common = torch.optim.Adam(model.head.parameters(), lr=1e-3)
-    for step, x, y in batches(1000):
+    for step, x, y in batches(450):
         weights = torch.full((8, 4), 0.5)
         if step == 400:
             weights[0, 0] = 0.0
@@ -88,7 +88,7 @@ def test_a_row_poisoned_by_the_optimizer_and_used_31_steps_later(tmp_path: Path)
     check_exact((400, "optimizer", "torch.optim.SparseAdam.step"), row_poisoned_by_sparse_adam, tmp_path)
 
 
-def row_poisoned_by_its_own_rate(steps: int = 1000, poisoned: int = 400, used: int = 431) -> list[torch.Tensor]:
+def row_poisoned_by_its_own_rate(steps: int = 450, poisoned: int = 400, used: int = 431) -> list[torch.Tensor]:
     """The schedule of the rare rows is infinite at one step, and infinity times a zero gradient is NaN."""
     torch.manual_seed(0)
     model, rare, total = Words(), nn.Parameter(torch.randn(3, 4)), torch.zeros(())

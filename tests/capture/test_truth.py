@@ -118,12 +118,11 @@ class Raising(Run):
         update(self.optimizer, F.cross_entropy(self.model(x), y + (2 if step == BAD else 0)))
 
 
-def run_with(run: Run, folder: Path, *, is_sharded: bool = False, **options: Any) -> tuple[Snapshot, Snapshot]:
+def run_with(run: Run, folder: Path, **options: Any) -> tuple[Snapshot, Snapshot]:
     """The snapshot in memory, which must share none with live tensors, and the one in the file."""
     made: list[Snapshot] = []
 
     def snapshot_of(training: Any, *arguments: Any) -> BuiltSnapshot:
-        training.ranks.is_sharded = is_sharded
         found = original(training, *arguments)
         made.append(replace(found.snapshot, tensors=dict(found.snapshot.tensors)))
         live = {tensor.untyped_storage().data_ptr() for tensor in run.live()}

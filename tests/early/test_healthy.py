@@ -15,7 +15,7 @@ HEALTHY = import_benchmark("healthy_runs")
 
 
 RUNS = (
-    "warm_restarts", "gan", "reinforce", "tiny_batches", "dropout_heavy", "fine_tuning", "gaussian_likelihood",
+    "warm_restarts", "gan", "tiny_batches", "dropout_heavy", "fine_tuning", "gaussian_likelihood",
     "loss_to_zero", "wgan_gp", "lstm_clipped", "batch_norm_one_cycle", "mixed_precision", "sparse_activations",
 )  # fmt: skip
 
