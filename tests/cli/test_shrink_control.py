@@ -192,7 +192,7 @@ import os, signal, sys
 from collections import Counter
 from reprokit.cli import main
 from reprokit.render import verify
-import reprokit.shrink as view
+from reprokit.shrink import View
 
 moment, times = sys.argv[1], int(sys.argv[2])
 seen = Counter()
@@ -210,7 +210,7 @@ def show(self, line):
     if any(part in line and seen[part] == 1 for part in moment.split(";")):
         press()
 
-view.View.say = view.View.show = show
+View.say = View.show = show
 verify.CleanProcesses.open = lambda self: None  # what they would say
 verify.CleanProcesses.begin_file = lambda self, script, times: verify.Verification(self, 0, script, times, 1.0)
 verify.CleanProcesses.runs = lambda self, *job: [verify.CleanRun(1, "", "")]
