@@ -189,8 +189,13 @@ class _Change:
     # -- the expressions alone -----------------------------------------------------------------------------------
 
     def _expressions(self) -> list[str]:
-        """The new calls of the first module by the names of their operands, each inside of the one that reads it."""
+        """The new calls of the first module by the names of their operands, each inside of the one that reads it.
 
+        None if a statement runs other modules too that were changed, as `self.wo(relu(self.wi(x)))` does.
+        """
+        modules = {_LAYER.sub("[]", call.scope[-1].path) for call in self._new if call.scope}
+        if len(modules) > 1:
+            return []
         new = [call for call in self._new if call.scope == self._new[0].scope]
         reads = Counter(ref.value for call in new for ref in iter_refs((call.args, call.kwargs)))
         written = {ref.value for call in new if is_in_place(call.target) for ref in iter_refs(call.args[:1])}
