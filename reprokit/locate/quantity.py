@@ -17,11 +17,10 @@ import torch
 from reprokit.locate.blame import exception_failure
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.notes import starts_of
+from reprokit.locate.ways import HALVES
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def loss_of(program: Program) -> int | None:
@@ -128,7 +127,7 @@ def number_of(value: Any) -> float | None:
 
 def norms_of(tensors: list[torch.Tensor]) -> list[float]:
     """The Euclidean norm of each tensor, of half precision in float32; fused if that can be done for all together."""
-    dtype = torch.float32 if any(tensor.dtype in _HALVES for tensor in tensors) else None
+    dtype = torch.float32 if any(tensor.dtype in HALVES for tensor in tensors) else None
     try:
         return numbers_of(torch._foreach_norm(tensors, 2, dtype=dtype)) if tensors else []
     except RuntimeError:  # half and double precision

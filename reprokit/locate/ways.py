@@ -15,7 +15,7 @@ import torch
 
 NAN, PLUS, MINUS = "nan", "+inf", "-inf"
 CLEAN: frozenset[str] = frozenset()
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:
 
 def is_finite_sum(values: torch.Tensor) -> bool:
     """True if the float32 sum is finite, which means that every element is."""
-    dtype = torch.float32 if values.dtype in _HALVES else None
+    dtype = torch.float32 if values.dtype in HALVES else None
     return cmath.isfinite(values.sum(dtype=dtype).item())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from reprokit.locate.domains import COMPARISONS
+from reprokit.locate.ways import HALVES
 
 Numbers = dict[str, Any]
 Sign = Callable[..., Numbers | None]
@@ -46,7 +47,7 @@ def is_wanted(number: Any, wanted: dict[str, float]) -> bool:
 
 def is_half(tensor: torch.Tensor) -> bool:
     """True if a tensor is in half precision."""
-    return tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.dtype in HALVES
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

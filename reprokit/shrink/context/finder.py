@@ -101,7 +101,6 @@ class _Search:
         self._drop_layers()
         self._plain_together()
         self._shrink_sizes()
-        self._make_contiguous()
         simplify_precision(self.problem)
         self._sum_outputs()
         self._plain_values()
@@ -191,15 +190,6 @@ class _Search:
     def _drop_autocast(self) -> None:
         if any(call.mode.autocast for call in self._best.program.calls):
             self._try(self._best.with_modes(lambda mode: replace(mode, autocast=())), "no autocast")
-
-    def _make_contiguous(self) -> None:
-        tensors = {
-            value: tensor.contiguous()
-            for value, tensor in self._best.tensors.items()
-            if tensor.layout is torch.strided and not tensor.is_contiguous()
-        }
-        if tensors:
-            self._try(self._best.with_tensors(tensors), "contiguous inputs")
 
     def _sum_outputs(self) -> None:
         """Differentiate the sum of what comes out, instead of giving gradients."""

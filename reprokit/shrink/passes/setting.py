@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from reprokit.locate.ways import HALVES
 from reprokit.program.functions import is_random, symbol_named
 from reprokit.program.interpreter import run
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Ref
@@ -67,9 +68,6 @@ def delete_adaptively(items: Sequence[Item], try_keeping: Callable[[list[Item]],
     return kept
 
 
-_HALVES = (torch.float16, torch.bfloat16)
-
-
 def simplify_setting(problem: Problem) -> None:
     """Drop modes, arguments, precision and state."""
     drop_autocast(problem)
@@ -102,7 +100,7 @@ def drop_autocast(problem: Problem) -> None:
 
 def simplify_precision(problem: Problem) -> None:
     """Use float32 instead of any other floating-point format."""
-    for kind, dtypes in (("half precision", _HALVES), ("float64", (torch.float64,))):
+    for kind, dtypes in (("half precision", HALVES), ("float64", (torch.float64,))):
         tensors = {value: t.float() for value, t in problem.best.tensors.items() if t.dtype in dtypes}
         if tensors and not _overflows(problem.best, tensors):
             problem.consider(problem.best.with_tensors(tensors), f"float32 instead of {kind}")
