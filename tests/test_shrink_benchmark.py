@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from reprokit.cli import main
+from reprokit.program import interpreter
+from reprokit.snapshot.format import load
 from tests.conftest import import_benchmark
 
 PARTS = ("masked_softmax", "zero_times_log_zero", "zero_by_zero")
@@ -71,3 +74,34 @@ def test_a_large_step(shrink: ModuleType, graphs: ModuleType, tmp_path: Path, ca
     assert cause in shrink.table_of_large([row])
     over = {**row, "above_model_bytes": 5 * shrink.GIB, "shrink_s": 1.0}
     assert shrink.misses({"large": [over]}) == [f"GPT-2, {cause}: above_model_bytes {5 * shrink.GIB}"]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("cause", "most"), [("mask", 2.4), ("gradient", 4.1)])
+def test_the_command_runs_the_whole_step_once(
+    shrink: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str, most: float
+) -> None:
+    """Where the fix is tried. The runs of large parts of it are ``most`` whole steps altogether."""
+    file = tmp_path / "snapshot.pt"
+    shrink.run_one({"do": "capture", "cause": cause, "file": str(file), **shrink.TINY})
+    size, runs = len(load(file).program.calls), list[int]()
+    execute, modes = interpreter.execute, interpreter.Modes
+
+    class CountedModes(modes):  # type: ignore[misc, valid-type]
+        """Entered once in each run."""
+
+        def __enter__(self) -> Any:
+            runs.append(0)
+            return super().__enter__()
+
+    def counted(*arguments: Any) -> Any:
+        runs[-1] += 1
+        return execute(*arguments)
+
+    monkeypatch.setattr(interpreter, "execute", counted)
+    monkeypatch.setattr(interpreter, "Modes", CountedModes)
+    assert main(["shrink", str(file), "-o", str(tmp_path / "results"), "--no-whatif", "-q"]) == 0
+    assert sum(number >= size for number in runs) == 1
+    large = [number for number in runs if number >= size // 8]  # half a micro-batch: more than any candidate has
+    assert sum(large) <= most * size
+    assert "A fix was tried on the captured step and helped" in (tmp_path / "results" / "issue.md").read_text()

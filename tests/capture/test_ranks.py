@@ -254,6 +254,13 @@ def test_all_ranks_go_back_to_a_loss_that_one_sees_late(tmp_path: Path) -> None:
     assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
 
 
+def test_a_late_loss_of_which_a_scaler_made_no_update(tmp_path: Path) -> None:
+    done = train(tmp_path, f"{AVERAGED}{LATE}", "loss", "scaled")
+    assert done.returncode == 0 and "the loop skipped it" in done.stderr
+    assert list(tmp_path.glob("*.pt")) == []
+    assert all(len(lines) == 6 for lines in losses(tmp_path))
+
+
 def test_a_healthy_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     plain, watched = tmp_path / "plain", tmp_path / "watched"
     for folder, captured in ((plain, False), (watched, True)):

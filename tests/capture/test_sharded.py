@@ -272,3 +272,53 @@ def test_a_step_without_program_says_why(tmp_path: Path) -> None:
         snapshot = load(tmp_path / f"{name}.rank1.pt")
         assert (snapshot.step, snapshot.program.calls) == (3, ())
         assert reason in str(snapshot.fidelity_note)
+
+
+COUNTED = (
+    MODEL
+    + """
+from pathlib import Path
+import reprokit
+
+class Deep(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+    def forward(self, x):
+        return self.layers(x)
+
+OWN = str(Path(reprokit.__file__).parent)
+MARKS = ("__enter__", "__exit__")  # of `record_function`, which torch enters for every unit and collective
+
+def calls_of_a_step(depth):
+    model = Deep(depth)
+    for part in (*model.layers, model):
+        fully_shard(part)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    num_calls = 0
+    def count(frame, event, value):
+        nonlocal num_calls
+        code = frame.f_code
+        num_calls += event == "call" and code.co_filename.startswith(OWN) and code.co_name not in MARKS
+    fewest = []
+    with reprokit.capture(f"{depth}.pt"):
+        for step in range(60):  # on a busy machine many of them take a copy
+            num_calls = 0
+            sys.setprofile(count if step > 8 else None)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            sys.setprofile(None)
+            fewest += [num_calls] if step > 8 else []
+    return min(fewest)
+
+assert 0 < calls_of_a_step(2) == calls_of_a_step(12) < 200
+dist.barrier()
+dist.destroy_process_group()
+"""
+)
+
+
+def test_a_healthy_step_costs_as_many_calls_however_many_units_there_are(tmp_path: Path) -> None:
+    done = launch(tmp_path, COUNTED, 2, "train.py")
+    assert done.returncode == 0, done.stderr

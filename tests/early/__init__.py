@@ -7,7 +7,5 @@ import torch.nn as nn
 
 def mlp(*sizes: int) -> nn.Sequential:
     """A perceptron with ReLU between its layers."""
-    layers: list[nn.Module] = []
-    for given, made in itertools.pairwise(sizes):
-        layers += [nn.Linear(given, made), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    pairs = itertools.pairwise(sizes)
+    return nn.Sequential(*[layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())][:-1])

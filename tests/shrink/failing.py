@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +16,8 @@ from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.trace import InputName, Tracer, recording
+from reprokit.render.script import write_script
+from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 
 INF = float("inf")
@@ -318,3 +322,16 @@ def labels_in_one_row() -> Snapshot:
     lengths = torch.tensor([3, 4, 12, 4])
     labels = torch.arange(int(lengths.sum())) % 10 + 1
     return record(step, x=seeded(10, 4, 11), labels=labels, sizes=torch.full((4,), 10), lengths=lengths)
+
+
+def ending_of(reduction: Reduction) -> str:
+    """How the repro ends: the name of the exception it ends with, or ``passes``. It may need no side file."""
+    script = write_script(reduction.program, reduction.tensors, reduction.failure)
+    assert not script.side
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            exec(compile(script.text, "repro.py", "exec"), {"__name__": "__main__"})
+        except (Exception, SystemExit) as error:
+            return type(error).__name__
+    return "passes"

@@ -19,7 +19,7 @@ from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, load
-from tests.shrink.executed import ending_of
+from tests.shrink.failing import ending_of
 from tests.shrink.test_minimal import assert_minimal
 
 Hidden = Callable[[torch.Tensor], torch.Tensor]

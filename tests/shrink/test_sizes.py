@@ -14,8 +14,7 @@ from reprokit.shrink.problem import Class, InputAxis, shrink_to
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing
-from tests.shrink.executed import ending_of
-from tests.shrink.failing import record, seeded
+from tests.shrink.failing import ending_of, record, seeded
 from tests.shrink.test_reducer import signature_of
 
 HALF = torch.float16
