@@ -87,7 +87,7 @@ def normalised_batch() -> Snapshot:
 # calls, elements, checks at most
 SIZES: dict[Callable[[], Snapshot], tuple[int, int, int]] = {
     unreachable_alignment: (1, 12, 60),
-    class_out_of_range: (1, 4, 35),
+    class_out_of_range: (1, 2, 35),
     row_out_of_range: (1, 3, 35),
     added_rows: (1, 3, 30),
     grouped_normalisation: (1, 2, 50),
