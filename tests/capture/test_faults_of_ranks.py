@@ -33,10 +33,10 @@ from reprokit.capture.session import Session
 from tests.capture.test_fail_open import HOME, NTH, fault_in, functions_of
 from tests.capture.traps_checks import same_bits
 
-ranks.AT_COPY = ranks.AT_END = 1.5
+ranks.AT_COPY = ranks.AT_END = 0.8
 ranks.TO_SEE = 10.0
-meeting.Meeting.exchange.__defaults__ = (3.0,)
-ranks._PATIENCE = 5.0
+meeting.Meeting.exchange.__defaults__ = (1.5,)
+ranks._PATIENCE = 2.5
 ON = {  # what fails in each run: that of `--on`
     "rate": ("nonfinite", "ranks"),
     "written": ("ranks",),

@@ -182,7 +182,7 @@ def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_mini
     hostile = shrink(
         snapshot,
         observe=Hostile(num_calls=snapshot.program.num_calls),
-        limits=RunLimits(seconds=3.0),
+        limits=RunLimits(seconds=2.0),
         jobs=3,
         max_time=600.0,  # each hang costs its limit
         view=view,
