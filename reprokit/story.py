@@ -9,6 +9,7 @@ the name of its optimizer only if there are several; the last one is the step th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,13 @@ def _series(rows: Iterable[LayerNumbers]) -> dict[tuple[str, str], list[tuple[in
 def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[_Ranked]:
     """The first step from which on a quantity stays far above its median before, if there is one."""
     name, values = f"{QUANTITIES[quantity]} of `{module}`", [value for _, value in series]
+    # a start that is too large grows from step 0 on and has no usual value before it: watching case `wrong_start`
+    rate = _growth(values) if series[0][0] == 0 and _rises_throughout(values) else None
+    if rate is not None:
+        ends = f"{number_words(values[0])} to {number_words(values[-1])}"
+        said = f"the {name} grows {rate:.2g} times a step from the first step on ({ends})"
+        yield math.inf, Chapter(0, module, QUANTITIES[quantity], said)
+        return
     place = next((place for place in range(_LEAST_STEPS, len(series)) if _has_left(values, place)), None)
     if place is None:
         return
@@ -177,6 +185,11 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
     else:
         text = f"the {name} is {value:g} at step {step}; before it was about {number_words(usual)}"
     yield value / usual if math.isfinite(value) else math.inf, Chapter(step, module, QUANTITIES[quantity], text)
+
+
+def _rises_throughout(values: Sequence[float]) -> bool:
+    """True if every value is above the one before, and the last one far above the first."""
+    return values[-1] > _FACTOR * values[0] and all(before < value for before, value in itertools.pairwise(values))
 
 
 def _has_left(values: Sequence[float], place: int) -> bool:
