@@ -10,7 +10,6 @@ import functools
 import math
 import pickle
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
@@ -391,9 +390,7 @@ def a_model_that_is_traced_between_steps() -> list[torch.Tensor]:
     for step, x, y in batches(6):
         update(optimizer, classify(model, x, y))
         if step % 2:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                traced = torch.jit.trace(model, x)
+            traced = torch.jit.trace(model, x)
             outputs.append(traced(x).sum())
     return ending(model, outputs)
 

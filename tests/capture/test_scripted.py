@@ -23,10 +23,7 @@ from tests.capture.traps_checks import (
     where,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 
 
 def share(x: torch.Tensor, weight: float = 1.0) -> torch.Tensor:

@@ -125,7 +125,6 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
 @pytest.mark.parametrize("case", CASES)
 def test_the_origin_is_inside_of_the_transform(case: str, tmp_path: Path) -> None:
     loss, (phase, call) = CASES[case]
@@ -210,7 +209,6 @@ def of_a_root(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Te
 
 @pytest.mark.parametrize("is_copied", [False, True], ids=["parameters", "plain tensors"])
 @pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, of_samples, of_a_root])
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
 def test_updates_that_the_loop_makes_of_the_results(slopes_of: Slopes, is_copied: bool, tmp_path: Path) -> None:
     """Such a loop has no backward pass and no optimizer; a buffer of its own that it writes is no step."""
 
@@ -235,7 +233,6 @@ def test_updates_that_the_loop_makes_of_the_results(slopes_of: Slopes, is_copied
 
 @pytest.mark.parametrize("watch", ["sampled", "every-step"])
 @pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, of_samples])
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
 def test_a_marked_step_of_a_loop_that_writes_nothing(slopes_of: Slopes, watch: Watch, tmp_path: Path) -> None:
     """The loop skips its first bad step by itself, and does not mark it."""
     model = Net()
@@ -309,7 +306,6 @@ def of_a_linear_map(model: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # by torch.func.linearize
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by it, too
 @pytest.mark.parametrize("loss", [of_data_of_an_operator, of_a_linear_map])
 def test_the_result_of_a_call_that_is_not_noted_is_no_data(loss: Loss, tmp_path: Path) -> None:
     snapshot = saved(loss, tmp_path)
