@@ -14,7 +14,7 @@ import reprokit.locate
 import reprokit.render
 import reprokit.shrink  # noqa: F401
 from reprokit.api import Rendered, capture, load, locate, render, shrink, verify
-from reprokit.capture.early.alarm import TrainingEvent
+from reprokit.series.events import TrainingEvent
 from reprokit.errors import ReprokitError
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from reprokit import torch_private
-from reprokit.capture.record.state import parameters_of
-from reprokit.capture.record.structure import ATOMS
-from reprokit.capture.record.tensor_names import root_names
-from reprokit.capture.run.timeline import Iterations
+from reprokit.series.timeline import parameters_of
+from reprokit.capture.structure import ATOMS
+from reprokit.capture.names import root_names
+from reprokit.series.timeline import Iterations
 from reprokit.errors import pass_on
 from reprokit.locate.ranges import FrameRow, Pass, Role, measure
 

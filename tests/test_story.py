@@ -15,7 +15,7 @@ from torch import nn
 import reprokit
 from reprokit import Snapshot
 from reprokit.cli.app import main as command
-from reprokit.story import LayerNumbers, chapters
+from reprokit.series.story import LayerNumbers, chapters
 
 STEPS = range(20)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprokit import words
-from reprokit.story import StepNumbers, by_optimizer, titled
+from reprokit.series.story import StepNumbers, by_optimizer, titled
 from reprokit.words import counted, in_root
 
 _STEPS = 6

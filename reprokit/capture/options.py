@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, get_args
 
-from reprokit.capture.early.alarm import EventKind
+from reprokit.series.events import EventKind
 from reprokit.errors import UsageError, ignored_errors
 from reprokit.snapshot.source import SOURCES
 

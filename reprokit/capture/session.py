@@ -18,15 +18,15 @@ from typing import ClassVar, Literal
 import torch
 
 from reprokit import torch_private
-from reprokit.capture.early.alarm import LineLog, TrainingEvent
+from reprokit.capture.budget import Budget
+from reprokit.capture.early_warning import EarlyWarning
+from reprokit.capture.exceptions import ends_training
 from reprokit.capture.failure_text import Seen, closing_line
-from reprokit.capture.hooks.compiled_calls import CompiledCalls
-from reprokit.capture.hooks.composite_calls import WholeCalls
-from reprokit.capture.hooks.early_warning import EarlyWarning
-from reprokit.capture.hooks.on_failure import Failures
-from reprokit.capture.hooks.policy import Policy
-from reprokit.capture.hooks.stepping import Stepping
-from reprokit.capture.hooks.torch_hooks import Hooks
+from reprokit.capture.failures import Failures
+from reprokit.capture.hooks import Hooks
+from reprokit.capture.loop import Loop
+from reprokit.capture.mode import CaptureStop
+from reprokit.capture.names import parameter_names
 from reprokit.capture.options import (
     DEFAULT_ON,
     DEFAULT_PERCENT,
@@ -37,20 +37,15 @@ from reprokit.capture.options import (
     current_folder,
     events_in,
 )
-from reprokit.capture.record.stack import CaptureStop
-from reprokit.capture.record.tape import Tape
-from reprokit.capture.record.tensor_names import parameter_names
-from reprokit.capture.rewind.checkpoint import History
-from reprokit.capture.rewind.meeting import Replicas
-from reprokit.capture.run.budget import Budget
-from reprokit.capture.run.run_state import RunState
-from reprokit.capture.run.timeline import NormMeter, read_pace
-from reprokit.capture.save.choose_step import Place, SkippedLoss
-from reprokit.capture.save.exceptions import ends_training
+from reprokit.capture.recorder import Recorder
+from reprokit.capture.save import Place, SkippedLoss
+from reprokit.capture.world import World
 from reprokit.errors import UsageError, ignored_errors, pass_on
 from reprokit.locate.quantity import number_of
+from reprokit.series.events import LineLog, TrainingEvent
+from reprokit.series.record import NormMeter, read_pace
+from reprokit.series.story import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.source import Source
-from reprokit.story import RecordedStep, StepNumbers, flat
 from reprokit.words import print_line, visible_line
 
 
@@ -116,39 +111,35 @@ class Session:
         self.closing: str | None = None
         self._has_complained = self._has_said_lacking = False
         self._paused_at: float | None = None
-        self._tape = Tape(self.switch_off)
-        self._tape.on_other_thread = lambda: self.say("a second thread trains, which is not watched")
-        copies = History(1 if watch == "every-step" and history is None else history)
+        self._recorder = Recorder(self.switch_off)
+        self._recorder.on_other_thread = lambda: self.say("a second thread trains, which is not watched")
+        world = World(1 if watch == "every-step" and history is None else history)
         percent = None if watch == "every-step" or budget == "off" else budget
-        self._run_state = RunState(self._tape, copies, Budget(percent, from_step))
-        self._policy = Policy(self._run_state, watch, matter=not {"nonfinite", "skipped"}.isdisjoint(on))
+        matter = not {"nonfinite", "skipped"}.isdisjoint(on)
+        self._loop = Loop(self._recorder, world, Budget(percent, from_step), watch, matter=matter)
         place = Place(output, directory or current_folder(), name, overwrite, source, part)
         self._failures = Failures(
             self,
-            self._run_state,
-            self._policy,
+            self._loop,
             place,
             command,
             takes_exceptions="exception" in on,
             takes_skipped="skipped" in on,
         )
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
-        self._stepping = Stepping(self._run_state, self._policy, self._failures)
-        self._compiled = CompiledCalls(self._run_state, self._policy, self._failures, self._stepping)
         self._on_numbers = on_numbers
         if record is not None or on_numbers is not None:
-            self._run_state.norms = NormMeter(read_pace(record or "auto"), self._parameter_names)
-            self._run_state.norms.say = self.say
-            self._run_state.norms.hand_over = self._hand_over_numbers
+            self._loop.norms = NormMeter(read_pace(record or "auto"), self._parameter_names)
+            self._loop.norms.say = self.say
+            self._loop.norms.hand_over = self._hand_over_numbers
         if "ranks" in on:
-            self._run_state.replicas = Replicas(lambda: copies.modules)
+            self._loop.ranks.compare()
         if kinds:
             log = LineLog(lambda: place.log)
-            self._early = EarlyWarning(self, self._run_state, kinds, self._failures, log, on_event)
-            self._stepping.early = self._failures.early = self._early
-        self._run_state.budget.say = self.say
-        self._run_state.choose()
-        self._hooks = Hooks(self._tape, self._stepping, WholeCalls(self._run_state, self._policy), self._compiled)
+            self._early = EarlyWarning(self, self._loop, kinds, self._failures, log, on_event)
+            self._loop.early = self._failures.early = self._early
+        self._loop.budget.say = self.say
+        self._hooks = Hooks(self._loop)
 
     def __enter__(self) -> Session:
         try:
@@ -167,12 +158,12 @@ class Session:
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
         path = None
         try:
-            if self._tape.enabled and not isinstance(exc, CaptureStop):
+            if self._recorder.enabled and not isinstance(exc, CaptureStop):
                 try:
                     self._meet_others_at_end(exc)
-                    if self._tape.enabled:  # and they have found nothing
+                    if self._recorder.enabled:  # and they have found nothing
                         path = self._failures.look_back(exc)
-                        self._tell_of_ranks()
+                        self._loop.ranks.tell_at_end()
                         is_told = self.snapshots or self._has_complained
                         self.closing = None if is_told else closing_line(self._seen(), exc)
                 except Exception as error:
@@ -185,31 +176,18 @@ class Session:
     def _meet_others_at_end(self, error: BaseException | None) -> None:
         """The last moment for going back together, in a script that leaves the process group to the end."""
         is_normal = error is None or (isinstance(error, SystemExit) and not ends_training(error))
-        with self._tape.paused():
-            self._stepping.check_at_end(has_failed=not is_normal)
-
-    def _tell_of_ranks(self) -> None:
-        """With ``--on ranks`` print why nothing was compared, if it was not."""
-        ranks, replicas = self._run_state.ranks, self._run_state.replicas
-        if replicas is None or replicas.num_compared or not self._run_state.iterations.total:
-            return
-        if ranks.is_sharded or ranks.is_apart:
-            reason = "parameters are spread over the ranks"
-        elif ranks.is_alone:
-            reason = "this process trains by itself"
-        else:
-            reason = "the ranks have not met, or gradients are averaged over a part of them"
-        self.say(f"`--on ranks` has compared nothing: {reason}")
+        with self._recorder.paused():
+            self._loop.ranks.check_at_end(has_failed=not is_normal)
 
     def take_away(self) -> None:
         """Take everything away, the mode on torch's stack included, also if an exception arrives meanwhile."""
         try:
             self.leave()
-            self._tape.leave_stack()
-            self._do_all(self._run_state.ranks.close)
+            self._recorder.leave_stack()
+            self._do_all(self._loop.ranks.close)
         except BaseException:
             self.leave()
-            self._tape.leave_stack()
+            self._recorder.leave_stack()
             raise
 
     @property
@@ -220,19 +198,19 @@ class Session:
     @property
     def has_checked(self) -> bool:
         """True if a backward pass was seen."""
-        return self._tape.is_claimed
+        return self._recorder.is_claimed
 
     def _seen(self) -> Seen:
-        run_state, tape = self._run_state, self._tape
+        loop, recorder = self._loop, self._recorder
         return Seen(
             has_torch=True,
-            has_forward=bool(run_state.history.modules),
-            has_backward=tape.is_claimed or (tape.has_transform and run_state.iterations.total > 0),
-            num_steps=run_state.iterations.total,
+            has_forward=bool(loop.world.modules),
+            has_backward=recorder.is_claimed or (recorder.has_transform and loop.iterations.total > 0),
+            num_steps=loop.iterations.total,
             num_skipped=self._failures.num_skipped,
-            has_other_thread=tape.has_other_thread,
-            has_transform=tape.has_transform,
-            unseen=tuple(run_state.unseen),
+            has_other_thread=recorder.has_other_thread,
+            has_transform=recorder.has_transform,
+            unseen=tuple(loop.unseen),
             on=self._on,
         )
 
@@ -247,7 +225,7 @@ class Session:
             self.say("another capture watches already, so this one does not")
             return
         if self._paused_at is not None:
-            self._run_state.skip(time.perf_counter() - self._paused_at)
+            self._loop.skip(time.perf_counter() - self._paused_at)
             self._paused_at = None
         torch_private.require()
         Session.active = self
@@ -256,24 +234,23 @@ class Session:
         if lacking is not None and not self._has_said_lacking:
             self._has_said_lacking = True
             self.say(lacking)
-        self._tape.install(self._stepping)
-        self.is_watching = self._tape.enabled = True
+        self._recorder.install()
+        self.is_watching = self._recorder.enabled = True
 
     def pause(self) -> None:
         """Take every hook away and keep what is known of the training; what happens until `resume` is not seen."""
         if not self.is_watching:
             return
         self._do_all(*self._unhooking)
-        self._tape.leave_stack()
+        self._recorder.leave_stack()
         self._paused_at = time.perf_counter()
 
     @property
     def _unhooking(self) -> tuple[Callable[[], None], ...]:
-        self.is_watching = self._tape.enabled = False
+        self.is_watching = self._recorder.enabled = False
         if Session.active is self:
             Session.active = None
-        leaving = (self._tape.uninstall, self._stepping.leave, self._unhook)
-        return (*leaving, self._run_state.running.restart)
+        return (self._recorder.uninstall, self._loop.leave, self._unhook, self._loop.interrupt)
 
     def _unhook(self) -> None:
         self._do_all(*self._hooks.removals())
@@ -284,9 +261,8 @@ class Session:
         Does it once more if it was interrupted.
         """
         self._is_over = True
-        parts = (self._stepping, self._failures, self._run_state, self._policy)
         early = (self._early.forget,) if self._early is not None else ()
-        self._do_all(*self._unhooking, *(part.forget for part in parts), *early)
+        self._do_all(*self._unhooking, self._failures.forget, self._loop.forget, *early)
 
     def stop(self) -> None:
         """Stop the loop, if it is to."""
@@ -298,19 +274,19 @@ class Session:
         """A context in which a step may be replayed: nobody watches meanwhile; the session is over then if it
         ``ends``."""
         self.is_watching, has_grad = False, torch.is_grad_enabled()
-        with self._tape.paused():
+        with self._recorder.paused():
             try:
-                self._tape.enabled = False
+                self._recorder.enabled = False
                 yield
             except SkippedLoss as skipped:
                 ends = False
-                self._failures.count_skipped("loss", skipped.step)
+                self._failures.count_skipped(skipped.step)
             finally:
                 torch_private.set_grad_enabled(has_grad)
                 if ends:
                     self.leave()
                 elif not self._is_over:
-                    self.is_watching = self._tape.enabled = True
+                    self.is_watching = self._recorder.enabled = True
 
     def _do_all(self, *parts: Callable[[], None]) -> None:
         """Run every part; an error in one is printed and does not stop the others."""
@@ -343,7 +319,7 @@ class Session:
         except BaseException:
             if self.is_watching:
                 try:
-                    self._run_state.begin_over()
+                    self._loop.begin_over()
                 except Exception:
                     self.leave()
             raise
@@ -351,7 +327,7 @@ class Session:
             self.complain("switched off after an error of its own", error)
             self.leave()
             with ignored_errors():
-                self._run_state.ranks.leave()
+                self._loop.ranks.leave()
 
     def hand_over(self, path: Path) -> None:
         """Call ``on_snapshot``, after which the file may be elsewhere."""
@@ -369,8 +345,8 @@ class Session:
 
         Steps of an optimizer, and updates that are written into parameters, need no mark.
         """
-        if self._tape.is_outermost:
-            self._tape.guard(self._stepping.finish_marked_step)
+        if self._recorder.is_outermost:
+            self._recorder.guard(self._loop.finish_marked_step)
 
     def note(self, **numbers: float) -> None:
         """Add numbers of the loop's own to the timeline, such as ``note(accuracy=0.9)``.
@@ -383,17 +359,17 @@ class Session:
         if odd is not None:
             raise UsageError(f"`{odd}` cannot be {type(numbers[odd]).__name__}", hint="session.note takes numbers")
         if self.is_watching:
-            self._run_state.timeline.note({name: value for name, value in found.items() if value is not None})
+            self._loop.timeline.note({name: value for name, value in found.items() if value is not None})
 
     def _parameter_names(self) -> dict[int, str]:
-        return parameter_names(self._run_state.history.modules, sys._getframe().f_back)
+        return parameter_names(self._loop.world.modules, sys._getframe().f_back)
 
     def _hand_over_numbers(self, numbers: StepNumbers, row: RecordedStep) -> None:
         """Call ``on_numbers``; not again after an error."""
         if self._on_numbers is None:
             return
         try:
-            with self._tape.paused():
+            with self._recorder.paused():
                 self._on_numbers(flat(numbers, row))
         except Exception as error:
             pass_on(error)
@@ -411,7 +387,7 @@ def _abandon_in_child() -> None:
     """A forked process, such as a worker of a data loader, is not the training: nothing is watched in it."""
     session = Session.active
     if session is not None:
-        session._tape.leave_stack()
+        session._recorder.leave_stack()
         session.leave()
 
 

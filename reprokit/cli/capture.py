@@ -25,7 +25,7 @@ import click
 
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
-from reprokit.capture.early.alarm import LineLog, older
+from reprokit.series.events import LineLog, older
 from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.options import check_name, rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children

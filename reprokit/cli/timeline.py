@@ -21,7 +21,7 @@ from reprokit.words import counted, json_line
 
 if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
-    from reprokit.story import RecordedStep
+    from reprokit.series.story import RecordedStep
 
 Format = Literal["table", "jsonl", "csv", "tensorboard"]
 FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "tensorboard")
@@ -80,7 +80,7 @@ class ShowTimeline:
 def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
     """The steps as flat rows without what is unknown; those that were recorded before the timeline begins come
     first."""
-    from reprokit.story import StepNumbers, flat
+    from reprokit.series.story import StepNumbers, flat
 
     recorded = {row.step: row for row in snapshot.recorded or ()}
     first = snapshot.timeline[0].step if snapshot.timeline else snapshot.step + 1
@@ -131,7 +131,7 @@ _NO_JSON = grammar.one_of("nan", "inf", "-inf")
 
 
 def _recorded_in(rows: Sequence[Numbers]) -> Iterator[RecordedStep]:
-    from reprokit.story import RecordedStep
+    from reprokit.series.story import RecordedStep
 
     for row in rows:
         weights, gradients, zeros = (

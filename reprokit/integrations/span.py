@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from reprokit.capture import launch
 from reprokit.capture.block import capture
-from reprokit.capture.early.alarm import TrainingEvent
+from reprokit.series.events import TrainingEvent
 from reprokit.capture.options import After, Watch
 from reprokit.snapshot.source import Source
 
@@ -83,7 +83,7 @@ class Span:
         session = self._session
         self.end()
         if session is not None and session.snapshots and self._options.get("after", "stop") == "stop":
-            from reprokit.capture.record.stack import CaptureStop
+            from reprokit.capture.mode import CaptureStop
 
             raise CaptureStop(session)
 

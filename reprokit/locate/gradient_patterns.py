@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from reprokit.story import RecordedStep
+from reprokit.series.story import RecordedStep
 
 LEAST_HISTORY = 5  # recorded steps, of which a median means something
 FACTOR = 10.0  # times its own median: ordinary noise of small batches stays below

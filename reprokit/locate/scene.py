@@ -22,7 +22,7 @@ from reprokit.program.dataflow import calls_after, needed_calls, written_in_plac
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs, map_leaves
-from reprokit.story import StepNumbers, failing_series
+from reprokit.series.story import StepNumbers, failing_series
 
 T = TypeVar("T")
 

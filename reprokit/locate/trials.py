@@ -24,7 +24,7 @@ from reprokit.locate.scene import Scene, observe
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome
 from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program, Ref, iter_refs
-from reprokit.story import StepNumbers
+from reprokit.series.story import StepNumbers
 
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
 _FAR = 1000.0  # how many times the usual loss of the steps before

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+
+from reprokit import torch_private
 
 NAN, PLUS, MINUS = "nan", "+inf", "-inf"
 CLEAN: frozenset[str] = frozenset()
@@ -58,6 +60,38 @@ def _once(values: torch.Tensor) -> torch.Tensor:
         if stride == 0:
             values = values.narrow(dim, 0, 1)
     return values
+
+
+def is_bad(tensor: torch.Tensor) -> bool:
+    """True if a tensor holds a NaN or an infinity."""
+    if tensor.numel() == 1 and not tensor.is_complex() and tensor.layout is torch.strided:
+        return not math.isfinite(tensor.item())
+    return bool(ways_of(tensor))
+
+
+def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
+    """The position of the first tensor that holds a NaN or an infinity, or ``None``.
+
+    One fused norm over all of them screens; a finite tensor whose norm overflows is a false hit and is cleared.
+    """
+    candidates = [local_part(tensor) for tensor in tensors]
+    if not candidates or _are_finite(candidates):
+        return None
+    return next((number for number, tensor in enumerate(candidates) if ways_of(tensor)), None)
+
+
+def _are_finite(tensors: list[torch.Tensor]) -> bool:
+    """True if one norm over all tensors is finite; ``False`` also when torch cannot compute it (mixed kinds)."""
+    dtype = torch.float32 if tensors[0].dtype in HALVES else None
+    has_grad = torch.is_grad_enabled()
+    try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
+        torch_private.set_grad_enabled(False)
+        norms = torch._foreach_norm(tensors, 2, dtype=dtype)
+        return math.isfinite(torch.stack(list(norms)).sum().item())
+    except (RuntimeError, NotImplementedError):
+        return False
+    finally:
+        torch_private.set_grad_enabled(has_grad)
 
 
 def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:

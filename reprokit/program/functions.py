@@ -243,6 +243,11 @@ def all_written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     return [kwargs.get("out"), first if is_asked or is_in_place(name) else None]
 
 
+def takes_inplace(name: str) -> bool:
+    """True if a function has a parameter ``inplace``."""
+    return bool(name) and _place_of_inplace(name) is not None
+
+
 @functools.cache
 def _place_of_inplace(name: str) -> int | None:
     """The position of a function's parameter ``inplace``."""

@@ -77,6 +77,11 @@ def find_frames(frame: FrameType | None, driver: str = "") -> tuple[FrameType | 
     return None, library
 
 
+def line_of(code: CodeType, instruction: int) -> int:
+    """The line of an instruction, given as its offset in bytes; 0 if it has none."""
+    return next((line for start, end, line in code.co_lines() if start <= instruction < end and line is not None), 0)
+
+
 def make_site(code: CodeType, instruction: int, library: tuple[str, int] | None = None) -> Site:
     """The site of the call that an instruction of a code object makes, given as its offset in bytes."""
     filename, positions = code.co_filename, next(islice(code.co_positions(), max(instruction, 0) // 2, None))

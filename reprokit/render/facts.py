@@ -15,7 +15,7 @@ from reprokit.render.call_code import labels
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.story import has_several_optimizers, paragraph
+from reprokit.series.story import has_several_optimizers, paragraph
 from reprokit.words import counted, in_root, replay_words
 
 Fact = tuple[str, str]

@@ -27,7 +27,7 @@ from reprokit.render.verify import VerifyResult
 from reprokit.shrink.reduction import Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot, count_elements
 from reprokit.snapshot.redact import redact_text
-from reprokit.story import QUANTITIES, LayerSeries, by_layer, by_optimizer, titled
+from reprokit.series.story import QUANTITIES, LayerSeries, by_layer, by_optimizer, titled
 from reprokit.words import counted, number_words, verdict_words
 
 _LOG_RATIO = 100.0  # from which on a scale is logarithmic

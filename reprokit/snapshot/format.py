@@ -30,7 +30,7 @@ from reprokit.snapshot.files import replaced, require_file
 from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.rng import Generators, PlainTensor
 from reprokit.snapshot.source import SourceState
-from reprokit.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
+from reprokit.series.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
 from reprokit.words import visible_name
 
 StateValue = PlainTensor | float | bool | tuple[float | bool, ...] | Line | None

@@ -15,7 +15,7 @@ from reprokit.capture.run import timeline
 from reprokit.errors import UsageError
 from reprokit.locate.gradient_patterns import gradient_patterns
 from reprokit.snapshot.format import load
-from reprokit.story import RecordedStep
+from reprokit.series.story import RecordedStep
 from tests.capture.traps_checks import update
 from tests.conftest import Run
 

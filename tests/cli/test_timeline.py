@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reprokit.capture.early.alarm import LineLog
+from reprokit.series.events import LineLog
 from reprokit.cli import main
 from tests.conftest import Run
 

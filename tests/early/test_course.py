@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprokit.capture.early.alarm import Course, Departure
+from reprokit.series.course import Course, Departure
 
 
 def _departures(course: Course, numbers: list[float]) -> list[Departure]:

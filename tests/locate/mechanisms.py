@@ -14,7 +14,7 @@ from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.quantity import measured
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.snapshot.format import Snapshot
-from reprokit.story import StepNumbers
+from reprokit.series.story import StepNumbers
 from tests.shrink.failing import INF, record, seeded, snapshot_of, traced
 
 NAN = float("nan")

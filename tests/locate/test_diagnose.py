@@ -26,7 +26,7 @@ from reprokit.render.expectation import expect
 from reprokit.render.findings import markdown, one_line, page
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
-from reprokit.story import StepNumbers
+from reprokit.series.story import StepNumbers
 from tests.locate.mechanisms import (
     CASES,
     MISSES,

@@ -16,7 +16,7 @@ from reprokit.render.code import SIDE_FILE, Code
 from reprokit.render.verify import VerifyResult
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
-from reprokit.story import StepNumbers
+from reprokit.series.story import StepNumbers
 
 Case = tuple[Program, dict[int, torch.Tensor]]
 VERIFIED = VerifyResult(

@@ -28,7 +28,7 @@ from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.source import SourceState
-from reprokit.story import LayerSeries
+from reprokit.series.story import LayerSeries
 from tests.render.programs import (
     VERIFIED,
     Case,

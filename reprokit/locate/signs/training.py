@@ -19,7 +19,7 @@ from reprokit.locate.scene import Scene
 from reprokit.locate.signs import Numbers, dtype_name, is_wanted, sign
 from reprokit.locate.ways import largest_finite
 from reprokit.program.ir import Input
-from reprokit.story import StepNumbers
+from reprokit.series.story import StepNumbers
 from reprokit.words import data_words
 
 _TAIL = 20  # steps before the failure that are looked at

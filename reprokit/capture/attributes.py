@@ -1,0 +1,261 @@
+"""Plain attributes of root modules and of the user's own optimizers, as each step had them: numbers, strings, flags and
+``requires_grad``.
+
+They decide what a forward or an update does (``training``, a dropout's ``p``, a count of steps), so a step of the past
+is played with its own. A call of a root or a step of an optimizer compares them by identity, without Python code per
+attribute, and notes them anew only after a change. Values of other kinds are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, is_dataclass
+from itertools import chain
+from operator import attrgetter, call, is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from reprokit import torch_private
+from reprokit.capture.structure import ATOMS, iter_tensors
+
+Owner = torch.nn.Module | torch.optim.Optimizer
+
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+_IMMUTABLE = (enum.Enum, FunctionType, BuiltinFunctionType, type)
+_LONGEST = 16  # items of a tuple
+_requires_grad = attrgetter("requires_grad")
+
+
+class _Layout:
+    """Where the attributes of an owner are. Parallel lists: ``spaces`` are the ``__dict__`` of a root's modules, or of
+    an optimizer, and of the settings they hold, ``names`` the plain attributes in each, ``known`` all names in each."""
+
+    __slots__ = ("getters", "known", "names", "parameters", "size", "spaces")
+
+    def __init__(self, owner: Owner) -> None:
+        self.spaces: list[dict[str, Any]] = []
+        self.names: list[tuple[str, ...]] = []
+        self.known: list[frozenset[str]] = []
+        self.parameters = list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
+        parts: list[Any] = list(owner.modules()) if isinstance(owner, torch.nn.Module) else [owner]
+        spaces = {id(part): vars(part) for part in parts}
+        for space in list(spaces.values()):
+            spaces.update((id(held), fields) for held in space.values() if (fields := _fields_of(held)))
+        for space in spaces.values():
+            plain = [name for name in space if name not in _OF_TORCH and _is_plain(space[name])]
+            if plain:
+                self.spaces.append(space)
+                self.names.append((plain[0], *plain))  # with a single name a getter would not return a tuple
+                self.known.append(frozenset(space))
+        self.getters = [itemgetter(*names) for names in self.names]
+        self.size = sum(map(len, self.spaces))
+
+    def read(self) -> tuple[Any, ...] | None:
+        """The values of now, ``None`` if attributes were added or taken away."""
+        try:
+            values = tuple(chain.from_iterable(map(call, self.getters, self.spaces)))
+        except KeyError:
+            return None
+        flags = map(_requires_grad, self.parameters)
+        return (*values, *flags) if sum(map(len, self.spaces)) == self.size else None
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """The plain attributes of an optimizer, or of a root and of every module inside it, at one moment."""
+
+    layout: _Layout
+    values: tuple[Any, ...]
+
+    def is_now(self) -> bool:
+        """True if no attribute was set to another value, added or deleted since."""
+        layout = self.layout
+        found = chain.from_iterable(map(call, layout.getters, layout.spaces))
+        flags = map(_requires_grad, layout.parameters)
+        try:
+            return all(map(is_, chain(found, flags), self.values)) and sum(map(len, layout.spaces)) == layout.size
+        except KeyError:
+            return False
+
+    def put_back(self) -> None:
+        """Give the owners these attributes, without their ``__setattr__``."""
+        values = iter(self.values)
+        for space, names, known in zip(self.layout.spaces, self.layout.names, self.layout.known, strict=True):
+            for name in space.keys() - known:
+                del space[name]
+            space.update(zip(names, values, strict=False))
+        _set_flags(zip(self.layout.parameters, values, strict=False))
+
+
+class AttributeWatch:
+    """Notes the attributes of the roots and optimizers it has met."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, Noted] = {}
+
+    def meet(self, owner: Owner) -> None:
+        """Note the attributes of a root or optimizer that is about to be used for the first time.
+
+        Torch's own optimizers keep everything in their state and options.
+        """
+        self._noted.pop(id(owner), None)
+        if isinstance(owner, torch.optim.Optimizer) and is_of_torch(owner):
+            return
+        layout = _Layout(owner)
+        values = layout.read()
+        if values is not None:
+            self._noted[id(owner)] = Noted(layout, values)
+
+    def note(self, owner: Owner) -> Noted | None:
+        """The attributes of now, the same object as before if none has changed; ``None`` if they are not noted."""
+        noted = self._noted.get(id(owner))
+        return noted if noted is None or noted.is_now() else self._renewed(owner, noted)
+
+    def begin_anew(self, owners: Iterable[Owner]) -> None:
+        """A copy of the state was taken: look at all owners again."""
+        self._noted.clear()
+        for owner in owners:
+            self.meet(owner)
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self._noted.clear()
+
+    def _renewed(self, owner: Owner, noted: Noted) -> Noted | None:
+        values = noted.layout.read()
+        if values is None or not all(map(_is_plain, values)):
+            self.meet(owner)
+        else:
+            self._noted[id(owner)] = Noted(noted.layout, values)
+        return self._noted.get(id(owner))
+
+
+@contextlib.contextmanager
+def attributes_kept(roots: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Whatever runs inside, modules have the attributes, parameters and buffers of before afterwards; the user's own
+    optimizers have their attributes.
+
+    Lists, dicts and sets in attributes, at any depth, have the same items again, and tensors the same values.
+    """
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    own = [optimizer for optimizer in optimizers if not is_of_torch(optimizer)]
+    flags = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters(False)]
+    containers = Containers([*modules, *own])
+    state = {id(buffer) for module in modules for buffer in module.buffers(False)}  # which is put back elsewhere
+    state.update(id(tensor) for optimizer in own for tensor in iter_tensors([*optimizer.state.values()]))
+    tensors = list(_tensors_in(containers.all, state))
+    contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        with torch_private.preserve_versions(tensors):
+            yield
+    finally:
+        containers.give_back()
+        for tensor, content in contents:
+            tensor.data.copy_(content)
+        _set_flags(flags)
+
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+_MOST_ITEMS = 10_000  # of a container that is looked through at each copy of the state
+_MOST_BYTES = 2**26  # of tensors in attributes, which are copied in case that a replay writes them
+
+
+class Containers:
+    """The containers of owners with the items that each has at one moment."""
+
+    def __init__(self, owners: Iterable[Owner]) -> None:
+        self.all = _containers_of(owners)
+        self._items = [container.copy() for container in self.all]
+
+    def give_back(self) -> None:
+        """Go back to it."""
+        for container, content in zip(self.all, self._items, strict=True):
+            if len(container) != len(content) or not all(map(is_, _items(container), _items(content))):
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+def _containers_of(owners: Iterable[Owner], most_items: float = math.inf) -> list[Any]:
+    """The ``__dict__`` of owners, and of the settings and optimizers they hold, and every container in one of them
+    that has at most ``most_items``."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [vars(owner) for owner in owners]
+    while waiting:
+        container = waiting.pop()
+        if id(container) not in found and len(container) <= most_items:
+            found[id(container)] = container
+            if _holds_atoms(container):
+                continue
+            waiting += [value for value in _values(container) if type(value) in _CONTAINERS]
+            if isinstance(container, dict):
+                waiting += [fields for value in container.values() if (fields := _fields_of(value))]
+                waiting += [vars(value) for value in container.values() if isinstance(value, torch.optim.Optimizer)]
+    return list(found.values())
+
+
+def tensors_held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors without a graph in the attributes of an optimizer, its state and options included.
+
+    Not those in a container of more than `_MOST_ITEMS` items.
+    """
+    containers = [found for found in _containers_of([optimizer], _MOST_ITEMS) if not _holds_atoms(found)]
+    for value in chain.from_iterable(map(_values, containers)):
+        found = iter_tensors(value) if isinstance(value, (torch.Tensor, tuple)) else ()
+        yield from (tensor for tensor in found if tensor.grad_fn is None and not tensor.is_inference())
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the class of an optimizer is one of torch's."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _tensors_in(containers: Iterable[Any], found: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in containers that a forward may write in place, up to a limit; not those ``found`` already."""
+    left = _MOST_BYTES
+    for value in chain.from_iterable(map(_values, containers)):
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.grad_fn is None
+        if is_plain and id(value) not in found and not value.is_inference():
+            found.add(id(value))
+            left -= value.numel() * value.element_size()
+            if left < 0:
+                return
+            yield value
+
+
+def _holds_atoms(container: Any) -> bool:
+    return ATOMS.issuperset(map(type, _values(container)))
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return chain(container, container.values()) if isinstance(container, dict) else container
+
+
+def _set_flags(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
+    with torch._C.DisableTorchFunction():
+        for parameter, flag in flags:
+            if parameter.requires_grad != flag and parameter.is_leaf:
+                parameter.requires_grad_(flag)
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that holds settings, such as a dataclass; ``None`` for any other."""
+    is_settings = isinstance(value, (SimpleNamespace, Namespace)) or is_dataclass(type(value))
+    return getattr(value, "__dict__", None) if is_settings else None
+
+
+def _is_plain(value: Any) -> bool:
+    """True for values that cannot change themselves and hold no memory."""
+    if type(value) is tuple or type(value) is torch.Size:
+        return len(value) <= _LONGEST and all(type(item) in ATOMS for item in value)
+    return type(value) in ATOMS or isinstance(value, _IMMUTABLE)

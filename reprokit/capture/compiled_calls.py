@@ -1,0 +1,191 @@
+"""Calls of functions that `torch.compile` made, by the loop itself: a loss, an optimizer's step, or a whole step.
+
+Each call is one entry, and nothing inside is noted. What the function reads is met before it runs, so that its
+parameters are part of the last copy. A function that updates parameters ends the step as an optimizer does; a loss that
+it returns is checked then. A replay calls the function as it was written, where going back calls the compiled one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+
+from reprokit.capture.calls import Compiled as CompiledKind
+from reprokit.capture.calls import CompiledNote
+from reprokit.capture.callers import learn_loop
+from reprokit.capture.loop import Loop
+from reprokit.capture.recorder import Begun
+from reprokit.capture.structure import is_leaf, iter_leaves, iter_tensors
+from reprokit.capture.tape import Number, version_of
+from reprokit.capture.transformed import begin_call, names_in, owners_in
+from reprokit.locate.compiled import Compiled, registered
+from reprokit.program.sites import kind_of_file, line_of
+
+
+@dataclass(slots=True)
+class _Running:
+    """A call that runs, the optimizer that it reads, and the state of all parameters before it."""
+
+    begun: Begun
+    optimizer: torch.optim.Optimizer | None
+    before: list[tuple[torch.Tensor, int, torch.Tensor | None, int]]
+    has_updated: bool = False
+
+
+class CompiledCalls:
+    """Performs calls of compiled functions and notes those of the loop itself.
+
+    ``_has_lost``: of a call's backward pass no gradient was found, which was printed.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._recorder = loop.recorder
+        self._has_lost = False
+
+    def note_compiler(self, backend: Any) -> None:
+        """Something is compiled with a backend: a word, a function, or another object that can be called."""
+        known = registered(backend) if isinstance(backend, str) else backend
+        if not callable(known):
+            compiler = Compiled(backend)
+        elif isinstance(known, FunctionType):
+            compiler = Compiled(f"{Path(known.__code__.co_filename).name}:{known.__name__}", known)
+        else:
+            compiler = Compiled(_place_of(known) or type(known).__name__, known)
+        self._loop.compilers[compiler.backend] = compiler
+
+    def watched(self, compiled: Any) -> Any:
+        """A compiled function whose calls are noted; anything else that `torch.compile` returns, as it is."""
+        original = getattr(compiled, "_torchdynamo_orig_callable", None)
+        is_function = callable(compiled) and not isinstance(compiled, (torch.nn.Module, type))
+        if original is None or not is_function or getattr(compiled, "_torchdynamo_disable", False):
+            return compiled
+        recorder = self._recorder
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return compiled(*args, **kwargs)
+            if not recorder.is_outermost:
+                if not recorder.is_installed:
+                    recorder.leave_stack()  # a compiler would follow calls into the mode
+                return compiled(*args, **kwargs)
+            return self._perform(compiled, original, args, kwargs)
+
+        return call
+
+    def _perform(self, compiled: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self._recorder
+        running = recorder.guard(self._begin, compiled, original, args, kwargs, sys._getframe(2))
+        watching = recorder.guard(recorder.roots.lift_watch)
+        popped = recorder.step_aside()
+        try:
+            output = compiled(*args, **kwargs)
+        except BaseException as error:
+            if running is not None:
+                recorder.fail(error, running.begun)
+            raise
+        finally:
+            recorder.step_back(popped)
+            if watching is not None:
+                recorder.guard(recorder.roots.lower_watch, watching)
+        if running is None or not recorder.enabled:
+            return output
+        bad = recorder.guard(self._finish, running, original, output, sys._getframe(2))
+        if bad is not None and recorder.enabled:
+            self._loop.failures.fail(bad, is_late=True)
+        if running.has_updated:
+            recorder.guard(self._loop.end_step, running.optimizer)
+        return output
+
+    def _begin(
+        self,
+        compiled: Callable[..., Any],
+        original: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> _Running:
+        loop = self._loop
+        drawn = loop.generators.before_module() if loop.generators.is_looking else None
+        begun = begin_call(self._recorder, compiled, original, args, kwargs, frame)
+        begun[-1].generators = drawn
+        owners = list(owners_in((args, kwargs))) + list(owners_in(begun[2]))
+        optimizers = [owner for owner in owners if isinstance(owner, torch.optim.Optimizer)]
+        for optimizer in optimizers:
+            loop.meet_optimizer(optimizer)
+        given = self._recorder.tape.alive()
+        has_state = owners or any(is_leaf(given[n]) for n in iter_leaves(begun[2], Number) if n in given)
+        known = loop.world.parameters if has_state else []
+        state = [(p, _version_of(p), p.grad, _version_of(p.grad)) for p in known]
+        return _Running(begun, optimizers[0] if optimizers else None, state)
+
+    def _finish(self, running: _Running, original: Any, output: Any, frame: Any) -> str | None:
+        """Note the call; what was bad if it has made an update of that."""
+        begun, loop, recorder = running.begun, self._loop, self._recorder
+        running.has_updated = any(_version_of(p) != version for p, version, _, _ in running.before)
+        has_gradients = any(p.grad is not g or _version_of(g) != v for p, _, g, v in running.before)
+        if not (running.has_updated or has_gradients):
+            recorder.finish(begun, output)
+            self._note_lost(begun, original)
+            return None
+        losses = {n: t.detach() for n, t in enumerate(iter_tensors(output)) if t.numel() == 1 and _is_real(t)}
+        seen = {n: loss if loss.is_cuda else loss.item() for n, loss in losses.items()}
+        note = CompiledNote(begun[-1].places, begun[-1].rng, begun[-1].generators, seen, running.has_updated)
+        recorder.is_claimed = True
+        recorder.finish((CompiledKind, *begun[1:-1], note), output)
+        if has_gradients:
+            loop.has_differentiated = True
+            if not running.has_updated:
+                loop.iterations.micro_step += 1
+        learn_loop(begun[4], frame)
+        return self._bad(running, list(losses.values()), has_gradients=has_gradients) if running.has_updated else None
+
+    def _bad(self, running: _Running, losses: list[torch.Tensor], *, has_gradients: bool) -> str | None:
+        loop = self._loop
+        if loop.judge.pending is not None:  # the loop called backward, and the function has updated
+            return "loss"
+        if running.optimizer is not None and not has_gradients:
+            if loop.has_bad_gradients(running.optimizer, are_scaled=False):
+                return "gradient"
+            if loop.has_differentiated:  # a loss was checked in this step already
+                return None
+        return "loss" if loop.results(losses) else None
+
+    def _note_lost(self, begun: Begun, original: Any) -> None:
+        """Say once that a function calls backward, and that no gradient or update of it was found."""
+        code = getattr(original, "__code__", None)
+        if self._has_lost or code is None or not begun[6].grad or "backward" not in names_in(code):
+            return
+        self._has_lost = True
+        place = f"{Path(begun[4].co_filename).name}:{line_of(begun[4], begun[5])}"
+        what = f"`{original.__name__}`, which {place} calls compiled, calls backward"
+        self._loop.failures.note_unseen(f"{what}, but no gradient or update that it made was found; it is not checked")
+
+
+def _place_of(backend: Any) -> str | None:
+    """``FILE.py:NAME`` of the user's module that has an object in a variable, the main program last."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    homes = {file: module for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    for file in sorted(homes, key=lambda file: file == main):
+        names = list(vars(homes[file]).items()) if kind_of_file(file) == "user" else []
+        name = next((name for name, value in names if value is backend), None)
+        if name is not None:
+            return f"{Path(file).name}:{name}"
+    return None
+
+
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None else version_of(tensor)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point()

@@ -1,0 +1,164 @@
+"""Facts about a torch function, computed once for each: its name, if it writes, if it is random, if it is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reprokit import torch_private
+from reprokit.program import functions
+from reprokit.program.ir import AUTOGRAD_BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about a torch function; ``function`` is the original, without the wrapper of a capture.
+
+    ``is_plain``: it makes new tensors of tensors or writes into its first one, without random numbers. ``is_silent``:
+    it is never noted; if it ``is_read`` it tells the loop a value. ``reads_values``: no gradient flows through it.
+    ``may_write``: it writes into what it is given, or may be asked to by ``inplace``.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    is_in_place: bool
+    is_differentiation: bool
+    is_random: bool
+    is_plain: bool
+    is_indexing: bool
+    is_silent: bool
+    is_read: bool
+    writes_data: bool
+    reads_values: bool
+    may_write: bool
+
+
+def facts_of(func: Callable[..., Any]) -> Facts:
+    """The facts of a function, found once."""
+    facts = FACTS.get(func)
+    return facts if facts is not None else _find_facts(func)
+
+
+def _find_facts(func: Callable[..., Any]) -> Facts:
+    function = func
+    if func not in _DIFFERENTIATION and getattr(func, "__wrapped__", None) in _DIFFERENTIATION:
+        function = func.__wrapped__  # type: ignore[attr-defined]
+    name = functions.name_of(function) or (AUTOGRAD_BACKWARD if function in _DIFFERENTIATION else "")
+    is_in_place, is_random = functions.is_in_place(name), functions.is_random(name)
+    is_silent = func in _SILENT or (isinstance(func, OPERATORS) and _is_of_torch(func))
+    is_special = is_random or functions.is_factory(name) or name in functions.GRAD_WRITES | functions.DATA_WRITES
+    is_differentiation = function in _DIFFERENTIATION
+    facts = Facts(
+        function,
+        name,
+        is_in_place,
+        is_differentiation,
+        is_random,
+        is_plain=bool(name) and not (is_special or is_differentiation or is_silent or function in _DIVIDED),
+        is_indexing=function in _INDEXING,
+        is_silent=is_silent,
+        is_read=func in _READS,
+        writes_data=name in functions.DATA_WRITES,
+        reads_values=name in VALUE_READS,
+        may_write=is_in_place or functions.takes_inplace(name),
+    )
+    if is_silent or (name and function is func):
+        FACTS[func] = facts
+    return facts
+
+
+UNKNOWN = Facts(lambda: None, "", *10 * [False])  # of a function whose own facts could not be found
+VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
+FACTS: dict[Callable[..., Any], Facts] = {}
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+_DIVIDED = frozenset({torch.Tensor.__iter__})
+_DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+# Namespaces of `torch.ops` whose operators torch itself calls, such as the marks that its profiler leaves.
+_OF_TORCH = frozenset(
+    ["aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "_dtensor", "fsdp", "higher_order", "inductor",
+     "quantized", "rngprims", "symm_mem"]
+)  # fmt: skip
+
+
+def _is_of_torch(operator: Any) -> bool:
+    return operator.__module__.rpartition(".")[2] in _OF_TORCH
+
+
+# Functions that change nothing and tell the loop something; those that also make it wait for the device.
+_SILENT_METHODS = [
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "item",
+    "tolist",
+    "numpy",
+    "stride",
+    "element_size",
+    "data_ptr",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_pinned",
+    "is_signed",
+    "storage_offset",
+    "untyped_storage",
+    "__len__",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "__complex__",
+    "__repr__",
+    "__format__",
+    "__hash__",
+    "__contains__",
+    "__reduce_ex__",
+    "__deepcopy__",
+    "register_hook",
+    "retain_grad",
+]
+_SILENT_ATTRIBUTES = [
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "ndim",
+    "is_cuda",
+    "is_cpu",
+    "grad_fn",
+    "is_nested",
+    "is_sparse",
+    "layout",
+    "itemsize",
+    "nbytes",
+    "names",
+    "output_nr",
+    "_version",
+    "_base",
+    "is_meta",
+    "is_quantized",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "retains_grad",
+    "_backward_hooks",
+]
+_READS = frozenset(
+    getattr(torch.Tensor, name) for name in ("item", "__float__", "__int__", "__bool__", "numpy", "tolist")
+)
+_SILENT = frozenset(
+    [getattr(torch.Tensor, name) for name in _SILENT_METHODS]
+    + [
+        getattr(torch.Tensor, name).__get__
+        for name in _SILENT_ATTRIBUTES
+        if hasattr(getattr(torch.Tensor, name, None), "__get__")
+    ]
+    + [torch_private.set_grad_enabled]  # of `torch.no_grad`, whose end nothing may come before
+)

@@ -1,0 +1,183 @@
+"""Fidelity, measured on the file: what was written is read back, run by itself and located.
+
+``exact`` stays only if that run fails as training did: same phase, kind and origin, and the loss that training saw.
+Otherwise the file is written again with a note of what differs.
+
+Where training was compiled and the replay is finite, the recorded program is compiled again, with the compilers that
+the script has used, and compared with itself. Only a value that is not finite on one side counts. The failure is blamed
+on the call that differs by itself, if one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprokit.capture.replay import ReplayedStep, describe_mismatch, is_close, is_same
+from reprokit.errors import ignored_errors, pass_on
+from reprokit.locate.blame import exception_failure, locate_with_losses
+from reprokit.locate.compiled import Compiled, run_compiled
+from reprokit.locate.differences import MISMATCH, NOT_FINITE, Difference, LoneCalls, Reference, compare, mismatch
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.quantity import observed
+from reprokit.program.dataflow import prepared
+from reprokit.program.interpreter import Settings, determinism, run
+from reprokit.program.ir import Input, Phase
+from reprokit.program.memory import same_bits
+from reprokit.snapshot.format import Snapshot, load, save
+
+
+def checked(
+    path: Path,
+    losses: Mapping[int, torch.Tensor],
+    devices: Mapping[int, torch.device],
+    reference: Reference | None = None,
+) -> Snapshot:
+    """The snapshot in a file; its fidelity is that of the file afterwards.
+
+    ``losses`` are what backward passes started from in the replay, ``devices`` where inputs were that the file has on
+    the host, both by value number; ``reference`` is that of a mismatch.
+    """
+    snapshot = load(path)
+    if not snapshot.program.calls:
+        return snapshot
+    placed = {value: tensor.to(devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
+    with _by_itself(snapshot.settings):
+        try:
+            differences = dict(_differences(replace(snapshot, tensors=placed), losses, reference))
+        except Exception as error:  # whatever a device or a kernel may object to
+            pass_on(error)
+            differences = {f"running the file raised {type(error).__name__}: {error}": False}
+    return _noted(snapshot, path, differences) if differences else snapshot
+
+
+def unchecked(path: Path, error: Exception) -> Snapshot:
+    """The snapshot in a file that `checked` could not check; it is not ``exact`` any more."""
+    return _noted(load(path), path, {f"the file was not checked ({type(error).__name__}: {error})": True})
+
+
+def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> Snapshot:
+    """Write the file again with what differs, in words, and whether it is only a matter of rounding."""
+    is_near = snapshot.fidelity != "unfaithful" and all(differences.values())
+    notes = dict.fromkeys([*filter(None, [snapshot.fidelity_note]), *differences])
+    snapshot = replace(snapshot, fidelity="close" if is_near else "unfaithful", fidelity_note="; ".join(notes))
+    save(snapshot, path)
+    return snapshot
+
+
+def _differences(
+    snapshot: Snapshot, losses: Mapping[int, torch.Tensor], reference: Reference | None
+) -> Iterator[tuple[str, bool]]:
+    """The differences from training as text, and True if they are rounding only."""
+    failure = snapshot.failure
+    found, seen = _run(snapshot, losses.keys())
+    if reference is not None and not isinstance(compare(snapshot, reference, failure.way), Difference):
+        yield "the file does not differ when it is compiled", False
+    for value, old in losses.items():
+        new = seen.get(value)
+        if new is not None and not same_bits(old, new):
+            yield describe_mismatch("the program's loss", old, new), is_close(old, new)
+    if found is not None and found.exception is not None and failure.kind != EXCEPTION:
+        yield f"`{found.call}` raised in the replay: {found.exception[1]}", False
+    if reference is not None:
+        return
+    if failure.call_index is not None or failure.input_name is not None or failure.event is not None:
+        if found is None:
+            yield "the file does not fail when it is run", False
+        elif _signature(found) != _signature(failure):
+            yield f"the file fails in another way when it is run: {found.kind} in {found.phase}", False
+
+
+def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[int, torch.Tensor]]:
+    program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
+    if failure.event is not None:
+        found, outcome = observed(program, tensors, failure, losses)
+        return found, outcome.values
+    if failure.kind not in (EXCEPTION, MISMATCH) and (failure.call_index is not None or failure.input_name is not None):
+        return locate_with_losses(program, tensors, losses, failure.through)
+    outcome = run(program, tensors, keep=frozenset(losses))
+    return exception_failure(program, outcome) if outcome.error is not None else None, outcome.values
+
+
+def _signature(failure: Failure) -> tuple[Any, ...]:
+    raised = failure.exception[0] if failure.exception is not None else None
+    if failure.event is not None:
+        return failure.phase, failure.kind, failure.event.quantity
+    return failure.phase, failure.kind, failure.call, failure.call_index, failure.input_name, raised
+
+
+@contextlib.contextmanager
+def _by_itself(settings: Settings) -> Iterator[None]:
+    """The settings of the file, without the modes and generators of the code around."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(determinism(settings))
+        yield
+
+
+_SECONDS = 20.0  # to find the call; a compiler takes up to seconds for each
+
+
+def compiled_mismatch(replayed: ReplayedStep, compilers: Sequence[Compiled]) -> tuple[Failure | None, Compiled | None]:
+    """The failure, and the first of the compilers that shows it, half of one before the whole.
+
+    What differs from training in ``replayed`` becomes what differs from it compiled. Batches that the loop itself has
+    prepared become inputs: training did not compile these calls, and a compiler would fuse them with those that follow.
+    """
+    whole = replayed.program, replayed.tensors
+    with torch.enable_grad():
+        if compilers:
+            _without_preparation(replayed)
+        for compiler in dict.fromkeys(found for one in compilers for found in (one.simpler, one)):
+            with ignored_errors():  # compilers fail in as many ways as there are
+                failure = _found(replayed, compiler)
+                if failure is not None:
+                    _compare_losses(replayed, compiler)
+                    return failure, compiler
+    replayed.program, replayed.tensors = whole
+    return None, None
+
+
+def _without_preparation(replayed: ReplayedStep) -> None:
+    program = replayed.program
+    dropped = prepared(program, replayed.of_loop.keys())
+    made = {value for index in dropped for value in program.calls[index].output_refs()}
+    calls = tuple(call for index, call in enumerate(program.calls) if index not in dropped)
+    read = frozenset(value for call in calls for value in call.input_refs() if value in made)
+    if not read:
+        return
+    outcome = run(program, replayed.tensors, keep=read, only=dropped)
+    if outcome.error is None:
+        inputs = (*program.inputs, *(Input(value, replayed.of_loop[value]) for value in sorted(read)))
+        replayed.program = replace(program, calls=calls, inputs=inputs).pruned()
+        replayed.tensors = {**replayed.tensors, **outcome.values}
+
+
+def _found(replayed: ReplayedStep, compiler: Compiled) -> Failure | None:
+    way = compiler.name + NOT_FINITE
+    found = compare(replayed, compiler, way)
+    if not isinstance(found, Difference):
+        return None
+    blamed = LoneCalls(compiler, replayed.program, None, way, _SECONDS).of(replayed)
+    return blamed or mismatch(found, compiler, Phase.BACKWARD if found.is_gradient else Phase.FORWARD)
+
+
+def _compare_losses(replayed: ReplayedStep, compiler: Compiled) -> None:
+    """Note which losses of training the compiled program does not give."""
+    outcome = run_compiled(replayed, frozenset(replayed.seen), compiler.compiler)
+    pairs = [(old, outcome.values[value]) for value, old in replayed.seen.items() if value in outcome.values]
+    replayed.mismatches = [describe_mismatch("the loss", old, new) for old, new in pairs if not is_same(old, new)]
+    replayed.is_close = all(is_close(old, new) for old, new in pairs)

@@ -1,0 +1,357 @@
+"""Hooks into the parts of torch that end or shape a step: optimizers, grad scalers, clipping, ``autograd.backward``.
+
+Everything is put in place by `Hooks.install` and taken away by `Hooks.removals`; nothing is left on the user's objects.
+Calls that are noted as one operation (clearing and clipping gradients, scaling losses, collectives) are performed here
+with the recorder out of the way; what is done at an update is decided by the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.overrides
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+from torch.optim import optimizer as optimizers
+
+from reprokit import torch_private
+from reprokit.capture.callers import HAS_FRAME_OF_APPLY, applying, first_user_frame
+from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, Scale, Unscale, ZeroGrad
+from reprokit.capture.compiled_calls import CompiledCalls
+from reprokit.capture.loop import Loop
+from reprokit.capture.structure import repeatable
+from reprokit.capture.transformed import MAKES, PULLS, RUNS, TransformCalls
+from reprokit.capture.world import owned_by
+from reprokit.errors import has_arrived
+from reprokit.locate.compiled import DEFAULT
+from reprokit.program.functions import name_of
+from reprokit.program.ir import Mode
+from reprokit.program.trace import current_mode
+from reprokit.program.transforms import SCRIPTED
+
+_PLAIN_MODE = Mode()
+MOST_KEPT = 65_536  # elements that a collective may have written for them to be kept
+_OF_CALL = ("tensor", "async_op")  # are not given again
+
+
+class WholeCalls:
+    """Performs calls of the loop, each given as a function of torch with its arguments, and notes them.
+
+    A grad scaler that is not enabled does nothing, so it is not noted.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._recorder = loop.recorder
+        self._tape = loop.tape
+
+    def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forget gradients."""
+        recorder = self._recorder
+        if not recorder.is_outermost:
+            return target(*args, **kwargs)
+        popped = recorder.step_aside()
+        try:
+            output = target(*args, **kwargs)
+        except BaseException:
+            recorder.gaps.append(None)
+            raise
+        finally:
+            recorder.step_back(popped)
+        zeroed = None
+        if not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True)):
+            zeroed = recorder.guard(_with_gradient, args[0])
+        self._tape.add(ZeroGrad, target, args, None, (), (None, 0), _PLAIN_MODE, zeroed)
+        if self._loop.judge.pending is not None or recorder.gaps:
+            recorder.guard(self._loop.cleared, args[0])
+        return output
+
+    def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Clip gradients; the norm, if there is one, is checked with the gradients."""
+        if not self._recorder.enabled:
+            return target(*args, **kwargs)
+        output = self._perform(Clip, target, args, kwargs)
+        is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
+        if isinstance(output, torch.Tensor) and not is_spread:
+            with torch._C.DisableTorchFunction():
+                self._loop.clipped = self._loop.timeline.grad_norm = output.detach()
+        return output
+
+    def scale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Multiply a loss by a grad scaler's scale."""
+        scaler = args[0]
+        if not self._recorder.enabled or not scaler.is_enabled():
+            return target(*args, **kwargs)
+        return self._perform(Scale, target, args, kwargs, lambda: self._loop.scalers.scaled(scaler))
+
+    def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Divide gradients by a grad scaler's scale; ``target`` is given its inverse."""
+        recorder = self._recorder
+        if not recorder.enabled or not args[0].is_enabled():
+            return target(*args, **kwargs)
+        try:
+            with recorder.paused():
+                output = target(*args, **kwargs)
+        except BaseException:
+            recorder.gaps.append(None)
+            raise
+        user = first_user_frame(sys._getframe(2))
+        scale = args[2]
+
+        def note() -> None:
+            where = (user.f_code, user.f_lasti)
+            given = (None, args[1])
+            self._tape.add(Unscale, target, given, None, (), where, current_mode(), scale.detach().clone())
+
+        recorder.guard(note)
+        return output
+
+    def quietly(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do something of a grad scaler in which only its own calls of `unscale` are noted."""
+        if not self._recorder.enabled or not args[0].is_enabled():
+            return target(*args, **kwargs)
+        with self._recorder.paused():
+            return target(*args, **kwargs)
+
+    def collective(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Write what all processes have into a tensor: averaged gradients, or a number that is kept as it is then."""
+        recorder = self._recorder
+        is_noted = recorder.is_outermost
+        with recorder.paused():
+            output = target(*args, **kwargs)
+        if is_noted:
+            recorder.guard(self._note_collective, target, args, kwargs, sys._getframe(2))
+        return output
+
+    def _note_collective(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: Any
+    ) -> None:
+        tensor = args[0] if args else kwargs.get("tensor")
+        if not isinstance(tensor, torch.Tensor):
+            return
+        known = self._tape.known(tensor)
+        is_gradient = self._loop.is_gradient(known)
+        if is_gradient:
+            self._loop.ranks.meet_averaging(kwargs.get("group", args[2] if len(args) > 2 else None))
+        elif tensor.numel() > MOST_KEPT or kwargs.get("async_op"):
+            return
+        user = first_user_frame(frame)
+        named = {name: value for name, value in kwargs.items() if name not in _OF_CALL}
+        outcome = None if is_gradient else tensor.detach().clone()
+        number = self._tape.number(tensor)
+        note = CollectiveNote(outcome, tuple(args[1:]), named)
+        written = self._tape.written(tensor)
+        where = (user.f_code, user.f_lasti)
+        self._tape.add(Collective, target, (number,), None, written, where, current_mode(), note)
+
+    def _perform(
+        self,
+        kind: type[Kind],
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        note: Callable[[], Any] = lambda: None,
+    ) -> Any:
+        recorder = self._recorder
+        try:
+            args, kwargs = repeatable(args, kwargs)
+        except Exception as error:
+            recorder.switch_off(error)
+        if not recorder.is_outermost:
+            with recorder.paused():
+                return target(*args, **kwargs)
+        user = first_user_frame(sys._getframe(3))
+        given = recorder.guard(recorder.encode, args, kwargs)
+        popped = recorder.step_aside()
+        try:
+            output = target(*args, **kwargs)
+        except BaseException as error:  # such as `error_if_nonfinite` asks for
+            if given is not None:
+                recorder.fail(error, (kind, target, *given, user.f_code, user.f_lasti, current_mode(), None))
+            if kind is Clip and recorder.guard(has_arrived, error):
+                recorder.gaps.append(None)
+            raise
+        finally:
+            recorder.step_back(popped)
+        if given is not None:
+            call = (kind, target, *given, user.f_code, user.f_lasti)
+            recorder.guard(lambda: recorder.finish((*call, current_mode(), note()), output))
+        return output
+
+
+def _with_gradient(owner: torch.nn.Module | torch.optim.Optimizer) -> frozenset[int]:
+    """The ids of the parameters of a module or an optimizer that have a gradient."""
+    return frozenset(id(parameter) for parameter in owned_by(owner) if parameter.grad is not None)
+
+
+class Hooks:
+    """Installs and removes all hooks of one capture."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._recorder = loop.recorder
+        self._compiled = CompiledCalls(loop)
+        self._before_compiled: list[Callable[..., Any]] = []
+        self._undo: list[Callable[[], None]] = []
+        self.lacking: list[str] = []  # functions that this torch does not have, so that their calls are not seen
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        loop, calls = self._loop, WholeCalls(self._loop)
+        name_of(torch.Tensor.backward)  # the names of torch's functions are read while they are torch's own
+        before = optimizers.register_optimizer_step_pre_hook(loop.before_step)
+        after = optimizers.register_optimizer_step_post_hook(loop.after_step)
+        self._undo += [before.remove, after.remove]
+        self._wrap(torch.optim.Optimizer, "zero_grad", calls.zero_grad)
+        self._wrap(torch.nn.Module, "zero_grad", calls.zero_grad)
+        self._wrap(torch.amp.GradScaler, "scale", calls.scale)
+        self._wrap(torch.amp.GradScaler, "_unscale_grads_", calls.unscale)
+        self._wrap(torch.amp.GradScaler, "step", loop.scaler_step)
+        self._wrap(torch.amp.GradScaler, "unscale_", calls.quietly)
+        self._wrap(torch.amp.GradScaler, "update", calls.quietly)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            self._wrap(torch.nn.utils, name, calls.clip)
+        if torch.distributed.is_available():
+            self._wrap(torch.distributed, "destroy_process_group", loop.ranks.before_parting)
+            for name in ("all_reduce", "broadcast"):
+                self._wrap(torch.distributed, name, calls.collective)
+        transforms = TransformCalls(self._recorder)
+        if torch_private.HAS_TRANSFORMS:
+            self._wrap_transforms(transforms)
+        for compiled in SCRIPTED:
+            self._wrap(compiled, "__call__", transforms.run_scripted)
+        if not HAS_FRAME_OF_APPLY:
+            self._wrap_apply()
+        self._wrap_backward()
+        self._watch_compiler()
+
+    def _wrap_transforms(self, transforms: TransformCalls) -> None:
+        for owner, name in RUNS:
+            self._wrap(owner, name, transforms.run)
+        for name in MAKES:
+            self._wrap(torch_private.eager_transforms, name, transforms.make)
+        self._wrap(torch_private.eager_transforms, PULLS, transforms.pull)
+        self._wrap(torch.func, "linearize", transforms.derive)
+
+    def removals(self) -> list[Callable[[], None]]:
+        """The functions that remove the hooks, even if another one fails; they may be called twice."""
+        return [*reversed(self._undo), self._undo.clear]
+
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        functools.update_wrapper(wrapper, original)
+        self._undo.append(functools.partial(_put_back, owner, name, wrapper, original))
+        setattr(owner, name, wrapper)
+
+    def _wrap(self, owner: Any, name: str, perform: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        """Have a function performed by ``perform(function, args, kwargs)``."""
+        original = getattr(owner, name, None)
+        if original is None:
+            self.lacking.append(name)
+            return
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            return perform(original, args, kwargs)
+
+        home = sys.modules.get(original.__module__)  # where pickle looks a function up
+        for place in {owner, home} if getattr(home, name, None) is original else {owner}:
+            self._replace(place, name, wrapper)
+
+    def _wrap_apply(self) -> None:
+        """Custom autograd functions get a frame by which calls in their forward pass are known not to be the loop's."""
+        owner, original = torch.autograd.Function, torch.autograd.Function.__dict__["apply"]
+        wrapper = classmethod(applying(original))
+        self._undo.append(functools.partial(_put_back, owner, "apply", wrapper, original))
+        owner.apply = wrapper  # type: ignore[assignment, method-assign]
+
+    def _watch_compiler(self) -> None:
+        """Note calls of functions that are compiled from now on; of those that are compiled already, that they run."""
+        original, recorder = torch.compile, self._recorder
+
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            if not recorder.enabled:
+                return made
+            self._watch_compiled()
+            recorder.guard(self._compiled.note_compiler, kwargs.get("backend", DEFAULT))
+            return self._compiled.watched(made)
+
+        self._replace(torch, "compile", compile)
+        self._watch_compiled()
+
+    def _watch_compiled(self) -> None:
+        """Have the loop told before a compiled function runs that it calls and that is not noted.
+
+        Nothing happens while the compiler is not loaded, or if it is watched.
+        """
+        home: Any = sys.modules.get("torch._dynamo.eval_frame")
+        original = getattr(home, _BEFORE_COMPILED, None)
+        if original is None or original in self._before_compiled:
+            if home is not None and original is None:
+                self.lacking.append(_BEFORE_COMPILED)
+            return
+        recorder, loop = self._recorder, self._loop
+
+        def before_compiled() -> Any:
+            if recorder.is_outermost:
+                frame = sys._getframe(1)
+                # Torch 2.6 comes here also where nothing is compiled: `torch.compiler.disable` has no callback.
+                if getattr(frame.f_locals.get("self"), "callback", frame) is not None:
+                    loop.meet_compiled(frame)
+            return original()
+
+        self._replace(home, _BEFORE_COMPILED, before_compiled)
+        self._before_compiled.append(before_compiled)
+        _keep_from_compiling()
+
+    def _wrap_backward(self) -> None:
+        original, recorder = torch.autograd.backward, self._recorder
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.is_outermost:  # such as the one that `Tensor.backward` calls
+                if threading.get_ident() != recorder.thread:
+                    recorder.miss_backward()
+                return original(*args, **kwargs)
+            return recorder.differentiate(original, args, kwargs, sys._getframe(1))
+
+        self._replace(torch.autograd, "backward", backward)
+
+
+def _put_back(owner: Any, name: str, wrapper: Any, original: Any) -> None:
+    """Undo a replacement, unless somebody else has put something on top of it: then it passes calls on for good."""
+    if vars(owner).get(name) is wrapper:
+        setattr(owner, name, original)
+
+
+@functools.cache
+def _keep_from_compiling() -> None:
+    """Tell the compiler to run our functions as they are: after a graph break it would compile those of the hooks."""
+    skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    owners: list[Any] = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(_HOME)]
+    owners += [vars(value) for names in list(owners) for value in names.values() if isinstance(value, type)]
+    functions = [_function_of(value) for names in owners for value in list(names.values())]
+    waiting = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    while waiting and skip is not None:
+        code = waiting.pop()
+        if code.co_filename.startswith(_OWN):
+            skip(code)
+            waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
+
+
+def _function_of(value: Any) -> Any:
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+
+
+# Called by every compiled function right before it runs, and not by those that are not to be compiled, which
+# `fully_shard` calls a hundred times a step.
+_BEFORE_COMPILED = "_is_skip_guard_eval_unsafe_stance"
+_HOME = "reprokit.capture."
+_OWN = os.path.dirname(__file__) + os.sep

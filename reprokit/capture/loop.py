@@ -1,0 +1,878 @@
+"""The loop that is watched: its steps from the first forward pass to the update, and what is known of the run.
+
+Receives every event of the recorder and of the hooks, asks the judge, and ends steps with marks on the tape. When the
+judge says that a step failed, the verdict goes to `failures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+
+from reprokit import torch_private
+from reprokit.capture.attributes import Noted, is_of_torch
+from reprokit.capture.budget import Budget
+from reprokit.capture.callers import compiled_call, first_user_frame, learn_loop
+from reprokit.capture.calls import Backward, Op, OptimizerStep, Root, Scale, StepNote, name_of, starts_of
+from reprokit.capture.failure_text import COMPILED
+from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start, leaves_behind
+from reprokit.capture.options import Watch
+from reprokit.capture.ranks import Ranks
+from reprokit.capture.recorder import Begun, Recorder
+from reprokit.capture.structure import is_leaf, iter_tensors, repeatable
+from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, address_of
+from reprokit.capture.world import GeneratorWatch, World, options_of
+from reprokit.errors import pass_on
+from reprokit.locate.compiled import Compiled
+from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
+from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, Call
+from reprokit.program.trace import current_mode
+from reprokit.series.record import NormMeter
+from reprokit.series.timeline import Iterations, ScalerWatch, Timeline, parameters_of
+
+if TYPE_CHECKING:
+    from reprokit.capture.early_warning import EarlyWarning
+    from reprokit.capture.failures import Failures
+
+SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
+_NO_SCALER: dict[str, Any] = {}
+
+
+class Loop:
+    """Follows every step, and calls for a snapshot at the first bad one, if values ``matter``.
+
+    ``unseen`` says in words what else the run does that is not known; ``compilers`` are those that the script has used,
+    ``compiled`` is the first compiled function that the loop called itself. ``clipped`` is the norm that the loop
+    clipped its gradients by, since the last look at them. While ``is_urgent`` everything is checked at once.
+    ``has_differentiated``: backward was called in the running step. ``early`` is called when a step is over.
+    """
+
+    def __init__(self, recorder: Recorder, world: World, budget: Budget, watch: Watch, *, matter: bool) -> None:
+        recorder.loop = self
+        self.recorder, self.tape, self.world, self.budget = recorder, recorder.tape, world, budget
+        self.watch, self.matter = watch, matter
+        self.judge = Judge(self.leaves)
+        self.flags = Flags()
+        self.timeline = Timeline()
+        self.iterations = Iterations()
+        self.scalers = ScalerWatch()
+        self.generators = GeneratorWatch()
+        self.ranks = Ranks(self)
+        self.norms: NormMeter | None = None
+        self.early: EarlyWarning | None = None
+        self.failures: Failures
+        self.unseen: list[str] = []
+        self.compilers: dict[str, Compiled] = {}
+        self.compiled: Call | None = None
+        self.clipped: torch.Tensor | None = None
+        self.is_urgent = self.is_noted = self.has_differentiated = False
+        self.has_alarm: Callable[[], bool] = lambda: False  # asked before a copy
+        self.copied_at = -1  # the step of the last copy; the first ones begin before any step
+        self.loss_sites: set[tuple[Any, int]] = set()  # where the first steps computed losses
+        self._sentinel, self._last_layer = Sentinel(), Sentinel(is_last=True)
+        self._is_stale = True  # buffers may be others than their copies
+        self._has_forward = self._is_converted = False
+        self._has_optimizer = False
+        self._differentiated: set[int] = set()  # memory that `torch.func` differentiates by in the running step
+        self._num_states: dict[int, int] = {}  # parameters with a state that the loop may write, by optimizer
+        self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
+        self._popped: bool | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._met: torch.optim.Optimizer | None = None
+        self._in_kernel: dict[str, Any] = _NO_SCALER
+        self._attributes: Noted | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._inside: torch.optim.Optimizer | None = None
+        self.tape.on_lost = self._lose
+        self.choose()
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self._optimizer = self._met = self._inside = self._scaler = self._attributes = self.clipped = None
+        self._in_kernel = _NO_SCALER
+        self.judge.pending = None
+        for part in (self.flags, self._sentinel, self._last_layer, self.world, self.tape, self.norms):
+            if part is not None:
+                part.forget()
+        self.compilers.clear()
+        self.recorder.roots.attributes.forget()
+        self.recorder.raised, self.recorder.gaps = None, []
+
+    # -- what belongs to the training ----------------------------------------------------------------------------
+
+    def before_root(self, module: torch.nn.Module) -> dict[str, Any] | None:
+        """A root module is about to be called; the states of Python's generators if they matter."""
+        recorder = self.recorder
+        if recorder.is_hand_updated:
+            self.finish_hand_update()
+        if self._is_converted:
+            self._begin_anew()
+        if id(module) not in recorder.roots.met:
+            self.meet_module(module)
+        drawn = self.generators.before_module() if self.generators.is_looking else None
+        if self._is_stale:
+            self._is_stale = False
+            if self.world.buffers:
+                self.world.buffers.refresh()
+        if torch.is_grad_enabled():
+            self._has_forward = True
+        return drawn
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """A root module is known from here on."""
+        if self.world.meet_module(module):
+            self.ranks.meet()
+            self.recorder.roots.attributes.meet(module)
+            self.recorder.roots.met.add(id(module))
+        elif any(known is module for known in self.world.modules):
+            self.recorder.roots.met.add(id(module))
+
+    def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        self._has_optimizer = True
+        if self.world.meet_optimizer(optimizer):
+            self._num_states[id(optimizer)] = len(optimizer.state)
+            self.ranks.meet()
+            self.recorder.roots.attributes.meet(optimizer)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Everything known that backward may leave gradients in."""
+        found = {id(p): p for p in self.world.parameters}
+        given = (*self.tape.inputs.values(), *self.tape.held.values())
+        found.update((id(t), t) for t in given if t.requires_grad and is_leaf(t))
+        return list(found.values())
+
+    def meet_compiled(self, frame: FrameType) -> None:
+        """The loop calls something that was compiled before the capture began: neither that nor what follows is noted,
+        in any later step."""
+        self.recorder.leave_stack()
+        self.world.give_up()
+        if self.compiled is not None:
+            return
+        call = self.compiled = compiled_call(frame)
+        name = f"`{call.kwargs['name']}`" if call is not None else "a function"
+        site = call.site if call is not None else None
+        place = f" at {site.file}:{site.line}" if site is not None else ""
+        self.unseen.append(f"the loop itself calls {name}{place}, {COMPILED} (`TORCH_COMPILE_DISABLE=1` helps)")
+
+    # -- backward passes -----------------------------------------------------------------------------------------
+
+    def before_backward(self, call: Begun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the loss."""
+        if not self.recorder.enabled:
+            return
+        try:
+            bad, outcome, before = self._look_at_start(call, args, kwargs)
+        except BaseException as error:
+            self.recorder.switch_off(error)
+            return
+        self._act(outcome, before)
+        if self.recorder.enabled and bad == "now" and not self._can_wait():
+            self.failures.fail("loss", op=_op_of(call))
+        elif self.recorder.enabled and bad == "before" and outcome != "skipped":
+            self.failures.fail("loss", is_late=True)
+        if self.recorder.enabled and not self.ranks.is_alone and self.matter:
+            self.recorder.guard(self.ranks.before_backward, bad == "now")
+
+    def _look_at_start(
+        self, call: Begun, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Literal["now", "before"] | None, Outcome | None, Pending | None]:
+        """Whether what a backward call starts from is bad, and what has become of an earlier bad one."""
+        self.has_differentiated = True
+        starts = [start for start in starts_of(args, kwargs) if isinstance(start, torch.Tensor)]
+        op, before = _op_of(call), self.judge.pending
+        name = name_of(op)
+        gives = len(args) > 1 or bool(kwargs)
+        if gives:
+            from reprokit.capture.calls import gives_gradients
+
+            gives = gives_gradients(op)
+        bad = self._start(call[-1], name, starts, gives_gradients=gives)
+        if before is None and bad != "now":
+            return bad, None, None
+        is_asked = name == AUTOGRAD_GRAD
+        counts = bad == "now" and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
+        behind = leaves_behind(starts) if counts else set()
+        iterations = self.iterations
+        pending = Pending(
+            call[-1],
+            (call[4], call[5]),
+            is_asked,
+            behind,
+            iterations.completed,
+            self.timeline.likely_loss,
+            iterations.micro_step,
+        )
+        outcome = self.judge.begin(pending, counts, is_first=not iterations.total)
+        return bad, outcome, before
+
+    def _start(
+        self, note: Any, name: str, starts: list[torch.Tensor], *, gives_gradients: bool
+    ) -> Literal["now", "before"] | None:
+        """``now`` if what a backward call starts from is bad, ``before`` if something was bad some steps ago."""
+        if not starts:
+            return None
+        first, waits = starts[0], self._waits_for(starts)
+        if len(starts) == 1 and first.numel() == 1 and not (waits or first.is_cuda or first.is_complex()):
+            note.losses = [seen] = [first.item()]
+            if not self.scalers.is_used:
+                self._note_loss(name, seen)
+                return "now" if self.matter and not math.isfinite(seen) and not (
+                    gives_gradients and not math.isnan(seen)
+                ) else None
+        elif sum(map(torch.Tensor.numel, starts)) == 1:
+            note.losses = [start.detach() for start in starts]
+        tensors = [self._unscaled(start) for start in starts] if self.scalers.is_used else starts
+        if note.losses is not None:
+            loss = tensors[0].detach()
+            is_near = loss.device.type == "cpu" and loss.numel() == 1 and not loss.is_complex()
+            self._note_loss(name, loss.item() if is_near else loss)  # the loop may write into it for its log
+        if not self.matter:
+            return None
+        if waits:
+            return self._look_later(() if gives_gradients else tensors)
+        return "now" if is_bad_start(tensors, gives_gradients=gives_gradients) else None
+
+    def _unscaled(self, start: torch.Tensor) -> torch.Tensor:
+        """The tensor to check: what the grad scaler was given, if ``start`` is its product."""
+        number, alive = self.tape.known(start), None
+        for op in reversed(self.tape.running()) if number is not None else ():
+            if op.kind is Scale and number in op.outs:
+                alive = self.tape.alive()
+                given = [item for item in op.ins]
+                return alive.get(given[list(op.outs).index(number)], start)
+        return start
+
+    def _note_loss(self, name: str, loss: torch.Tensor | float) -> None:
+        if name in (BACKWARD, AUTOGRAD_BACKWARD):
+            self.timeline.loss = loss
+        elif name == AUTOGRAD_GRAD:
+            self.timeline.start_grad(loss)
+
+    def note_loss(self, loss: Any) -> None:
+        """A transform that differentiates has returned what it started from; the loop may write into it for its log."""
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self.timeline.loss = loss.detach().clone()
+
+    def note_differentiated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A transform differentiates by tensors: where there is no optimizer, a write into one is an update."""
+        if not self._has_optimizer:
+            self._differentiated.update(p for tensor in tensors if (p := address_of(tensor)) is not None)
+            self.has_differentiated = True
+
+    def _waits_for(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return bool(tensors) and tensors[0].is_cuda and self.watch != "every-step" and not self.is_urgent
+
+    def _look_later(self, tensors: Sequence[torch.Tensor]) -> Literal["now", "before"] | None:
+        """Have flags of tensors read when they have arrived; ``before`` if one that has says that a value was bad.
+
+        One of several processes cannot go back by itself. Where ranks meet, flags wait until then. Elsewhere the loss
+        of the running step is checked at once: it is bad too, unless the loop skipped the step of the earlier one.
+        """
+        self.flags.add(tensors, self.iterations.total)
+        recorder = self.recorder
+        suspicious, recorder.has_read_bad = recorder.has_read_bad, False  # the device has caught up
+        if self.ranks.meeting is not None:
+            return None
+        bad = self.flags.read() if suspicious else self.flags.poll()
+        if not bad or self.ranks.is_alone:
+            return "before" if bad else None
+        return "now" if any(map(is_bad, tensors)) else None
+
+    def results(self, losses: Sequence[torch.Tensor]) -> bool:
+        """True if a loss that a compiled step has returned is bad."""
+        if losses:
+            self.timeline.loss = losses[0]
+        if not self.matter:
+            return False
+        if self._waits_for(losses):
+            return self._look_later(losses) is not None
+        return bad_tensor(losses) is not None
+
+    def _can_wait(self) -> bool:
+        """True if every update that may follow a backward call is seen before it is made."""
+        hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.leaves())
+        return not (hooked or self.unseen or torch.is_anomaly_enabled())
+
+    def after_backward(self, call: Begun, output: Any) -> None:
+        """Optimizers may have stepped inside it, as soon as a gradient was complete."""
+        if not self.recorder.enabled:
+            return
+        if self.judge.pending is not None:
+            self.recorder.guard(self.judge.end, call[-1], list(iter_tensors(output)))
+        if call[1] is not torch.autograd.grad:
+            self.iterations.micro_step += 1
+        if self.iterations.total < SETTLED_AFTER:
+            self.loss_sites.update((code, instruction) for _, code, instruction in self.tape.scalars)
+        optimizer, self._inside = self._inside, None
+        if optimizer is not None:
+            call[-1].has_stepped = True
+            self.recorder.guard(self.end_step, optimizer)
+
+    # -- what the loop does with its gradients by itself ---------------------------------------------------------
+
+    def before_gradient_write(self) -> None:
+        """The loop sets or writes a gradient by hand."""
+        if self.judge.pending is not None:
+            self.judge.correct()
+
+    def cleared(self, owner: Any) -> None:
+        """The loop has called `zero_grad`."""
+        if self.judge.pending is not None:
+            found = parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters()
+            self.judge.clear(found)
+        if self.recorder.gaps and all(p.grad is None for p in self.world.parameters):
+            self.recorder.forget_gradients()
+
+    def before_state_write(self, written: Any, given: Any) -> None:
+        """The loop is about to write into its state: a moving average, for example, or its update."""
+        if not self._has_forward:
+            self._is_stale = True
+        owners = [self.world.owner_of(item) for item in (written if isinstance(written, (list, tuple)) else [written])]
+        trained = [owner for owner in owners if owner is not None and self._is_trained(owner)]
+        if not trained:
+            return
+        if self.judge.pending is not None:
+            pending = self.judge.pending
+            self._act(self.judge.update(trained, list(iter_tensors(given))), pending)
+        self.recorder.is_hand_updated = True
+
+    def _is_trained(self, owner: torch.Tensor) -> bool:
+        """True if the loop differentiates for a part of the state, so that writing it is an update.
+
+        A teacher gets no gradient. Where there is no optimizer, any state that could get one counts.
+        """
+        if address_of(owner) in self._differentiated:
+            return True
+        if not self.has_differentiated or not (owner.requires_grad or self.world.is_trained(owner)):
+            return False
+        return owner.grad is not None or not self._has_optimizer or self._is_asked_for(owner)
+
+    def _is_asked_for(self, owner: torch.Tensor) -> bool:
+        number = self.tape.known(owner)
+        ops = (op for op in self.tape.running() if op.kind is Backward and op.target is torch.autograd.grad)
+        return number is not None and any(number in op.ins for op in ops)
+
+    def finish_hand_update(self) -> None:
+        """The first thing after the loop changed parameters by itself is about to run: this ends the step as an
+        optimizer would have."""
+        self.recorder.is_hand_updated = False
+        if self.recorder.enabled:
+            with self.recorder.paused():
+                self.end_step(None)
+
+    def finish_marked_step(self) -> None:
+        """The loop says that its step is over, whose update has written into no tensor; there is no going back."""
+        pending = self.judge.pending
+        if pending is not None:
+            self._act(self.judge.update(self.leaves()), pending)
+        bad = self._bad_derivative() if self.recorder.enabled and self.matter else None
+        if bad is not None:
+            self.failures.fail("parameter", keep=bad)
+        elif self.recorder.enabled:
+            self._note_numbers(None, time.perf_counter())
+            self.iterations.updated_by_hand()
+            self.interrupt()
+            if self.early is not None:
+                self.early.act()
+
+    def _bad_derivative(self) -> Op | None:
+        """The first call of the loop that gave bad gradients, of those that it has not made again since."""
+        alive = self.tape.alive()
+        calls = [op for op in self.tape.running() if op.kind.differentiates or op.kind.__name__ == "Transform"]
+        latest = {(op.code, op.instruction): op for op in calls}
+        for op in latest.values():
+            if bad_tensor(alive[n] for n in op.outs if n in alive) is not None:
+                return op
+        return None
+
+    def before_conversion(self) -> None:
+        """State is about to get another type, shape or place: check what has not been checked, as one cannot go back
+        behind it later."""
+        if self.recorder.enabled and self.world.is_complete:
+            with self.recorder.paused():
+                bad = self.check_state()
+                if bad is not None:
+                    self.failures.fail(bad, is_late=True)
+                elif self.early is not None:
+                    self.early.act_now()
+        if self.recorder.enabled:
+            self._is_converted = True
+            self.world.interrupt()
+            self.recorder.roots.met.clear()
+
+    # -- optimizer steps -----------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer's step begins: check the gradients and get out of the way; may return other arguments for it."""
+        recorder = self.recorder
+        if is_compiling() or not recorder.enabled:
+            return None
+        if recorder.depth and self._popped is None and recorder.thread == get_ident():
+            try:  # an exception of the user's may have left the recorder out of the way
+                if recorder.recover(sys._getframe(1)):
+                    self.begin_over()
+            except BaseException as error:
+                recorder.switch_off(error)
+        if self._popped is not None and recorder.depth == 1 and self._scaler is None:
+            self.abandon()  # an exception has ended the step before
+        if not recorder.is_outermost and (self._scaler is None or self._popped is not None):
+            if self._popped is None and torch_private.graph_task_id() != -1:
+                self._inside = optimizer
+                recorder.guard(self.meet_optimizer, optimizer)
+            return None
+        closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
+        try:
+            self.enter(optimizer)
+            if self._met is not optimizer:
+                self.meet_optimizer(optimizer)
+                self._met = optimizer
+            self._attributes = recorder.roots.attributes.note(optimizer)
+        except BaseException as error:
+            recorder.switch_off(error)
+            return None
+        if closure is None:
+            recorder.guard(self._begin_update, optimizer)
+        if closure is None or not recorder.enabled:
+            return None
+        wrapped = self._watched_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps."""
+        if self._popped is not None:
+            self.leave()
+        self._optimizer = optimizer
+        self._in_kernel = _NO_SCALER
+        if self.scalers.is_used and _is_handed_to_kernel(optimizer):
+            self._in_kernel = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
+        self._popped = self.recorder.step_aside()
+
+    def leave(self) -> None:
+        """No optimizer steps any more; nothing happens when none does."""
+        if self._popped is not None:
+            popped, self._popped = self._popped, None
+            self.recorder.step_back(popped)
+
+    def abandon(self) -> None:
+        """An exception has ended an optimizer's step, which may have changed some of its parameters."""
+        self.leave()
+        self.recorder.gaps.append(None)
+
+    def _watched_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The loop's closure with the recorder on; from the second call in one step on, the tape starts over with it.
+
+        A step that calls it several times cannot be played again, so every call is checked at once.
+        """
+        recorder, calls, is_search = self.recorder, 0, _needs_closure(type(optimizer).step)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if not recorder.enabled:
+                return closure(*args, **kwargs)
+            self.leave()
+            if calls > 1:
+                recorder.guard(self.interrupt)
+            self.is_urgent = is_search or calls > 1
+            try:
+                loss = closure(*args, **kwargs)
+                recorder.guard(self._check_update, optimizer)
+            finally:
+                self.is_urgent = False
+                if recorder.enabled:
+                    self.enter(optimizer)
+            return loss
+
+        return watched
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_update(optimizer)
+        if self.recorder.enabled:
+            self.ranks.begin_update(optimizer)
+
+    def _check_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to use its gradients: decide about a bad loss or gradient."""
+        pending = self.judge.pending
+        is_bad = self.has_bad_gradients(optimizer, are_scaled=bool(self._in_kernel))
+        outcome = self.judge.update(list(parameters_of(optimizer))) if pending is not None else None
+        if not self.ranks.is_alone:
+            self.ranks.at_update(pending, outcome, is_bad=is_bad)
+        elif is_bad or outcome is not None:
+            self._act(outcome, pending)
+            if is_bad and outcome is None and self.recorder.enabled:
+                self.failures.fail("gradient")
+
+    def _act(self, outcome: Outcome | None, pending: Pending | None) -> None:
+        """Act on what has become of a bad start; raises `CaptureStop` if the step failed and the loop is to stop."""
+        if outcome is None or pending is None or not self.recorder.enabled:
+            return
+        if outcome == "failed" or self.failures.takes_skipped:
+            self.timeline.loss = pending.loss
+            self.failures.fail("loss", pending=pending)
+        else:
+            self.ranks.withdraw(pending.step)
+            self.flags.forget()
+            self.failures.count_skipped(pending.step)
+
+    def has_bad_gradients(self, optimizer: torch.optim.Optimizer, *, are_scaled: bool) -> bool:
+        """The quick look at the gradients of a step; a hit is confirmed tensor by tensor.
+
+        Gradients that ``are_scaled`` are left to the grad scaler.
+        """
+        world, clipped, ranks = self.world, self.clipped, self.ranks
+        is_thorough = self.watch == "every-step" or self.is_urgent
+        if clipped is None and world.is_short and world.is_complete and ranks.is_alone and not is_thorough:
+            return False  # cheaper to go back a few short steps than to look at every one
+        self.clipped = None
+        if not self.matter or are_scaled or ranks.is_sharded:
+            return False
+        suspicious = self._sentinel.is_suspicious(optimizer, clipped)
+        has_past = world.is_complete if ranks.is_alone else ranks.goes_back  # all ranks have to look at the same
+        may_be_all = self.is_noted or not ranks.is_alone  # each rank chooses which steps it notes
+        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        is_far = bool(grads) and any(grad.is_cuda for grad in grads)
+        if is_thorough or (may_be_all and not has_past and not is_far):
+            return bad_tensor(grads) is not None
+        if suspicious is None:
+            self.flags.add([clipped] if clipped is not None else [], self.iterations.total)
+            return False
+        if ranks.is_parallel and not suspicious:  # the loss of another rank may be bad, which reaches the last layer
+            gradient = self._last_layer.gradient(optimizer)
+            suspicious = gradient is not None and not is_finite_sum(gradient)
+        return suspicious and bad_tensor(grads) is not None
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer's step ended: when it is time to, check the state; a good step becomes the past."""
+        recorder = self.recorder
+        if is_compiling() or not recorder.enabled or self._popped is None or optimizer is not self._optimizer:
+            return
+        try:
+            if _needs_closure(type(optimizer).step):
+                self.world.interrupt()
+            else:
+                self._note_step(optimizer, args, kwargs, sys._getframe(2))
+            if self._in_kernel and self._is_collapsing():
+                self.tape.pop()  # the kernel has left the parameters alone
+                self.failures.fail("gradient")
+            self.end_step(optimizer)
+        except BaseException as error:
+            recorder.switch_off(error)
+        finally:
+            self.leave()
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, frame: FrameType) -> None:
+        user = first_user_frame(frame)
+        learn_loop(user.f_code, frame)
+        noted, self._attributes = self._attributes, None
+        note = StepNote(options_of(optimizer), self._in_kernel, noted)
+        given: tuple[Any, ...] = ()
+        named: dict[str, Any] | None = None
+        if (kwargs or len(args) > 1) and not is_of_torch(optimizer):
+            closure = _closure_in(args, kwargs)
+            plain = tuple(None if value is closure else value for value in args[1:])
+            options = {name: None if value is closure else value for name, value in kwargs.items()}
+            given, named = self.recorder.encode(*repeatable(plain, options))
+        where = (user.f_code, user.f_lasti)
+        self.tape.add(OptimizerStep, optimizer, given, named, (), where, current_mode(), note)
+
+    def _is_collapsing(self) -> bool:
+        """True if a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
+        found, scaler = self._in_kernel["found_inf"], self._scaler
+        if not self.matter or scaler is None or not isinstance(found, torch.Tensor) or found.is_cuda:
+            return False
+        if not found.item():
+            self.scalers.stepped()
+            return False
+        return self.scalers.skipped(scaler)
+
+    # -- grad scalers' steps -------------------------------------------------------------------------------------
+
+    def scaler_step(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
+        recorder, scaler = self.recorder, args[0]
+        if not recorder.enabled or not scaler.is_enabled():
+            return target(*args, **kwargs)
+        optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
+        before = recorder.guard(self.iterations.attempts, optimizer)
+        is_outermost = recorder.is_outermost
+        pending = self.judge.pending
+        if pending is not None and self.ranks.is_alone and is_outermost:
+            self._act(recorder.guard(self.judge.update, list(parameters_of(optimizer))), pending)
+        with recorder.paused():
+            self._scaler = scaler if is_outermost else None
+            try:
+                output = target(*args, **kwargs)
+            finally:
+                self._scaler = None
+        if not recorder.enabled:
+            return output
+        if recorder.guard(self.iterations.attempts, optimizer) != before:
+            if not self._in_kernel:
+                recorder.guard(self.scalers.stepped)
+        else:
+            if self.judge.pending is not None and not self.ranks.is_alone:
+                self.ranks.at_update(self.judge.pending, "failed", is_bad=False)
+            elif recorder.guard(self.scalers.skipped, scaler) and self.matter:
+                self.failures.fail("gradient")
+            recorder.guard(self._end_step, optimizer, time.perf_counter())
+            if self.early is not None and recorder.enabled:
+                recorder.guard(self.early.act)
+        return output
+
+    # -- the end of a step ---------------------------------------------------------------------------------------
+
+    def check_state(self) -> Literal["loss", "parameter"] | None:
+        """Where the training has gone bad since the last copy, looking at everything but buffers."""
+        if not self.matter:
+            return None
+        if self.flags.read():
+            return "loss"
+        return "parameter" if self.world.newly_bad() is not None else None
+
+    def has_bad_loss_before(self) -> bool:
+        """True if a loss of an earlier step was bad, one can go back to it, and nobody has looked at it yet."""
+        return self.matter and self.world.is_complete and self.flags.is_bad_before(self.iterations.total)
+
+    def bad_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers that have gone bad since the last copy, with their names."""
+        return self.world.newly_bad_buffers() if self.matter else []
+
+    def end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """When it is time to, check everything; then begin a new step. ``None`` stands for an update made by hand."""
+        started = time.perf_counter()
+        is_due = self._is_due(started)
+        if is_due and self.ranks.meeting is not None:
+            started = self.ranks.check_together(started)
+            is_due = not self.ranks.has_missed
+        elif (is_due or self.watch == "every-step") and self.ranks.is_alone:
+            bad = self.check_state()
+            if bad is not None:
+                self.failures.fail(bad, is_late=True)
+            else:
+                self.failures.keep_bad_buffer()
+        if self.recorder.enabled:
+            self._end_step(optimizer, started, was_checked=is_due)
+            if self.early is not None and self.recorder.enabled:
+                self.early.act()
+
+    @property
+    def num_steps(self) -> int:
+        """The steps since the last copy that are over."""
+        return len(self.tape.marks) - (self.world.copies[-1].num_marks if self.world.copies else 0)
+
+    @property
+    def num_kept(self) -> int:
+        """The steps that can be played."""
+        return len(self.tape.marks) if self.world.is_complete else 0
+
+    def _is_due(self, now: float) -> bool:
+        """True if the running step, which is over, is followed by a copy; all ranks copy after the same step."""
+        if self.budget.from_step == self.iterations.completed + 1:  # the last step that is not noted
+            return True
+        if self.ranks.meeting is not None:
+            return self.iterations.total + 1 >= self.ranks.due_at
+        tape, world = self.tape, self.world
+        return world.is_due(now, self.num_steps, tape.num_bytes, world.most_bytes(MOST_BYTES))
+
+    def mark(self, end: int | None = None) -> Mark:
+        """The mark of the running step."""
+        iterations = self.iterations
+        place = len(self.tape.log) // SLOTS if end is None else end
+        loss, states = self.timeline.likely_loss, self.generators.states
+        return Mark(place, iterations.completed, iterations.total, iterations.micro_step, loss, states)
+
+    def _end_step(
+        self, optimizer: torch.optim.Optimizer | None, ended: float, was_checked: bool = False
+    ) -> None:
+        """The running step is over: mark it and, when everything ``was_checked``, take a new copy of the state.
+
+        No copy is taken after an alarm, which leads back to the old one. ``optimizer`` is ``None`` after an update made
+        by hand; the step ``ended`` before the checks.
+        """
+        world = self.world
+        if world.num_optimizers > 1:
+            if self.has_differentiated:
+                self._finished.clear()
+            self._finished.add(id(optimizer))
+        elif optimizer is not None:
+            self._finished = {id(optimizer)}
+        if self.recorder.gaps:
+            world.interrupt()
+        self._note_numbers(optimizer, ended)
+        num_calls = len(self.tape.log) // SLOTS - self.tape.begin
+        is_copied = was_checked and not (self.ranks.is_alone and world.is_complete and self.has_alarm())
+        if not self.is_noted:
+            world.interrupt()
+        if world.is_complete or is_copied:
+            self.tape.mark(self.mark())
+        if is_copied:
+            self._copy_state(ended)
+            self.generators.look_closely()
+        elif not world.is_complete:
+            self.tape.forget()
+        if optimizer is not None and len(optimizer.state) != self._num_states.get(id(optimizer)):
+            self._num_states[id(optimizer)] = len(optimizer.state)
+            world.know_addresses()
+        if optimizer is None:
+            self.iterations.updated_by_hand()
+        else:
+            self.iterations.attempted(optimizer)
+        self.ranks.end_update()
+        if self.iterations.total == SETTLED_AFTER:
+            self.recorder.roots.settle()
+        if optimizer is not None:  # an update made by hand is seen only in a step that is noted
+            self.budget.end_step(ended, num_calls)
+        self.restart()
+
+    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, ended: float) -> None:
+        rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+        if isinstance(rate, torch.Tensor):
+            rate = rate.detach().clone()
+        key = weakref.ref(optimizer) if optimizer is not None else None  # an id may come back
+        total, completed = self.iterations.total, self.iterations.completed
+        self.timeline.end_step(total, completed, rate, self.scalers.scale, ended, key)
+        if self.norms is not None and optimizer is not None:
+            self.norms.end_step(completed, optimizer, self.timeline.last)
+
+    def restart(self) -> None:
+        """A new step begins."""
+        self.recorder.begin_step()
+        self.judge.end_step()
+        self.has_differentiated = self._has_forward = False
+        self._is_stale = True
+        if self._differentiated:
+            self._differentiated = set()
+        self.choose()
+        if self.generators.states is not None:
+            self.generators.restart()
+
+    def choose(self) -> None:
+        """Note the functions of the running step, or not."""
+        is_noted = self.is_noted = self.budget.notes(self.iterations.completed)
+        self.recorder.turn(is_on=is_noted)
+
+    def interrupt(self) -> None:
+        """Something happened that is not on the tape; the step starts anew."""
+        self.world.interrupt()
+        self.tape.forget()
+        self.restart()
+
+    def begin_over(self) -> None:
+        """An exception has interrupted work of reprokit's own: nothing that is known is sure to be whole."""
+        self.world.interrupt()
+        self.world.copies.clear()
+        self.world.buffers.clear()
+        self.tape.forget()
+        self._is_converted = True
+        self.recorder.roots.met.clear()
+        self.restart()
+        self.recorder.gaps.append(None)
+
+    def _copy_state(self, started: float) -> None:
+        tape, world = self.tape, self.world
+        self.copied_at = self.iterations.total
+        unfinished = [o for o in world.optimizers if id(o) not in self._finished]
+        try:
+            kept = world.take(started, self.num_steps, unfinished, may_keep=self.is_noted)
+            if kept:
+                first, last = world.copies
+                num_marks, first.num_marks = first.num_marks, 0
+                last.num_marks = len(tape.marks) - num_marks
+                tape.cut(num_marks)
+            else:
+                tape.cut(len(tape.marks))
+                if world.copies:
+                    world.copies[-1].num_marks = 0
+        except Exception as error:  # an argument that cannot be copied
+            pass_on(error)
+            world.interrupt()
+            tape.forget()
+        world.know_addresses()
+        self.recorder.roots.met.clear()
+        self.recorder.roots.attributes.begin_anew([*world.modules, *world.optimizers])
+        self._is_converted = False
+        world.rest(started)
+
+    def _begin_anew(self) -> None:
+        """A converted model is used for the first time: what it is now is where its past begins."""
+        self._is_converted = False
+        for module in self.world.modules:
+            self.world.buffers.add_module(module)
+        if not self.has_differentiated and not any(op.kind is Root and op.mode.grad for op in self.tape.running()):
+            self.tape.forget()
+            self._copy_state(time.perf_counter())
+
+    def _lose(self) -> None:
+        """Calls were taken off the tape that may have changed something: there is no going back behind them."""
+        if self.world.is_complete:
+            with self.recorder.paused():
+                bad = self.check_state()
+            if bad is None:
+                self.world.interrupt()
+                self.tape.drop_past()
+            else:
+                self.failures.fail(bad, is_late=True)
+        if not self.has_differentiated:
+            self._is_stale, self._has_forward = True, False
+
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched: it counts neither for the pace of copies nor as part of a step."""
+        self.world.skip(seconds)
+        self.budget.interrupt()
+        self.timeline.skip(seconds)
+        if self.norms is not None:
+            self.norms.skip(seconds)
+
+    def is_gradient(self, number: Number | None) -> bool:
+        """True if a tensor is a gradient that the loop has read in the running step, or was computed from some."""
+        wanted = {number}
+        for op in reversed(self.tape.running()) if number is not None else ():
+            if op.kind is Backward:
+                return False
+            if not wanted.isdisjoint(op.outs):
+                if name_of(op) in GRAD_READS:
+                    return True
+                wanted.update(op.ins)
+        return False
+
+
+GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
+
+
+def _op_of(call: Begun) -> Op:
+    kind, target, given, named, code, instruction, mode, note = call
+    return Op(kind, target, given, named or {}, (), code, instruction, mode, note)
+
+
+def _is_handed_to_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a grad scaler leaves the look at the gradients to the optimizer's fused kernel."""
+    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+
+
+def _closure_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of an optimizer's step; a step of the user's own may take other things."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return given if callable(given) and not isinstance(given, torch.nn.Module) else None
+
+
+@functools.cache
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        closure = inspect.signature(step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+    return False

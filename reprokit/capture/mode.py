@@ -1,0 +1,204 @@
+"""The recorder's place on torch's stack of function modes: on top while the loop runs, away while what it calls runs.
+
+Torch asks every mode on the stack for every function, so whatever runs with the mode away costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from reprokit import torch_private
+
+
+class CaptureStop(SystemExit):
+    """Ends the user's script after a capture.
+
+    As a `SystemExit` it passes ``except Exception``, runs ``finally`` blocks and prints no traceback.
+    """
+
+    def __init__(self, session: object) -> None:
+        super().__init__(3)
+        self.session = session
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[int]]:
+        """An executor that runs tasks in other processes sends it to the process that waits for the result."""
+        return SystemExit, (3,)
+
+
+class StackedMode(TorchFunctionMode):
+    """A function mode that is asked for what the loop itself calls, on one thread.
+
+    ``enabled`` is set by the session; ``switch_off(error)`` is called with an internal error. Invariant: while
+    ``depth`` is above 0 the loop is inside something that is noted as a whole. ``thread`` is the watched one; it
+    ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward;
+    ``on_other_thread`` is called the first time.
+    """
+
+    def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self.switch_off = switch_off
+        self.enabled = False
+        self.depth = 0
+        self.thread = get_ident()
+        self.is_claimed = False
+        self.has_other_thread = False
+        self.on_other_thread: Callable[[], None] = lambda: None
+        self._is_on = True
+        self._is_turned = False
+        self._returns = True  # to the stack, in `step_back`
+
+    @property
+    def is_outermost(self) -> bool:
+        """True if the loop itself is running, on the thread that is watched."""
+        return self.depth == 0 and self.enabled and get_ident() == self.thread
+
+    @property
+    def is_installed(self) -> bool:
+        """False once the capture is over or paused; the mode may be on torch's stack all the same."""
+        return self._returns
+
+    def enter_stack(self) -> None:
+        """Go on top of torch's stack, unless the mode is turned off."""
+        self._returns = True
+        if self._is_on:
+            _push_mode(self)
+
+    def turn(self, *, is_on: bool) -> None:
+        """Be on torch's stack while the loop runs, or not at all; from the next time on that the loop runs."""
+        if is_on is not self._is_on:
+            self._is_on = is_on
+            self._is_turned = True
+            if not self.depth:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Go to where `turn` has said. On the stack that is its lowest place: modes of the loop leave from the top."""
+        self._is_turned = False
+        self.leave_stack()
+        if not self._is_on:
+            return
+        modes = [_mode_at(level) for level in range(_num_modes())]
+        arrived: BaseException | None = None
+        for _ in range(_MOST_ARRIVALS):
+            try:
+                _cut_stack(0)
+                for mode in (self, *modes):
+                    _push_mode(mode)
+                break
+            except BaseException as error:  # of a signal handler: the loop's modes come first
+                arrived = error
+        if arrived is not None:
+            raise arrived
+
+    def leave_stack(self) -> None:
+        """Take the mode off torch's stack, wherever on it the loop's own modes have left it."""
+        modes = [_mode_at(level) for level in range(_num_modes())]
+        lowest = next((level for level, mode in enumerate(modes) if mode is self), None)
+        if lowest is None:
+            return
+        try:
+            _cut_stack(lowest)
+        finally:
+            _cut_stack(lowest)  # again, in case that an exception has arrived meanwhile
+            for mode in modes[lowest:]:
+                if mode is not self:
+                    _push_mode(mode)
+
+    def miss_backward(self) -> None:
+        """A backward call of another thread is not noted; remember it."""
+        is_other = self.enabled and torch_private.graph_task_id() == -1
+        if is_other and not self.has_other_thread:
+            self.has_other_thread = True
+            self.on_other_thread()
+
+    def step_aside(self) -> bool:
+        """Be asked nothing until `step_back`; whether the mode was taken off torch's stack for that."""
+        num_modes = _num_modes()
+        is_top = num_modes > 0 and _mode_at(num_modes - 1) is self
+        self.depth += 1
+        if is_top:
+            try:
+                _pop_mode()
+            except BaseException:  # of a signal handler: nobody calls `step_back` then
+                self.depth -= 1
+                _push_mode(self)
+                raise
+        return is_top
+
+    def step_back(self, popped: bool) -> None:
+        """The inverse of `step_aside`."""
+        self.depth -= 1
+        if self._is_turned:
+            if not self.depth:
+                self._settle()
+        elif popped and self._returns:
+            _push_mode(self)
+
+    def recover(self, frame: FrameType | None) -> bool:
+        """Step back if nothing that `step_aside` was called for is running; true if an exception had prevented that.
+
+        ``frame`` is the innermost one of what is running: an exception may arrive where `step_back` begins.
+        """
+        while frame is not None:
+            if frame.f_code.co_filename in _CALLERS:
+                return False
+            frame = frame.f_back
+        self.depth = 0
+        self._settle()
+        return True
+
+    def paused(self) -> Paused:
+        """A context in which nothing is noted and, where possible, the mode is not on torch's stack at all."""
+        return Paused(self)
+
+    def guard(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Do reprokit's own work unseen, while the session watches; an error in it must never reach the loop."""
+        if not self.enabled:
+            return None
+        try:
+            popped = self.step_aside()
+            try:
+                return work(*args)
+            finally:
+                self.step_back(popped)
+        except BaseException as error:
+            self.switch_off(error)
+            return None
+
+
+class Paused:
+    """See `StackedMode.paused`."""
+
+    __slots__ = ("_mode", "_popped")
+
+    def __init__(self, mode: StackedMode) -> None:
+        self._mode = mode
+        self._popped = False
+
+    def __enter__(self) -> None:
+        self._popped = self._mode.step_aside()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._mode.step_back(self._popped)
+
+
+def _cut_stack(length: int) -> None:
+    while _num_modes() > length:
+        _pop_mode()
+
+
+_HERE = os.path.dirname(__file__)
+_CALLERS = frozenset(  # the files that call `step_aside`
+    os.path.join(_HERE, f"{name}.py") for name in ("hooks", "loop", "mode", "recorder", "roots", "transformed")
+)
+_MOST_ARRIVALS = 100
+_mode_at = torch_private.mode_at
+_num_modes = torch_private.num_modes
+_pop_mode = torch_private.pop_mode
+_push_mode = torch_private.push_mode

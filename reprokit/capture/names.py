@@ -1,0 +1,241 @@
+"""Names as the user knows them: of the tensors a program starts from, and of modules and optimizers.
+
+Tensors: state-dict names, argument names, variables. Modules and optimizers, only where there are several and a reader
+has to tell them apart: variables, attributes, items of containers, submodules.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from reprokit.capture.structure import iter_leaves, iter_tensors
+from reprokit.capture.tape import Number, Op
+from reprokit.errors import ignored_errors
+from reprokit.program.sites import kind_of_file, make_site
+from reprokit.program.statement import parts
+from reprokit.program.trace import InputName
+from reprokit.words import item_name, user_path
+
+_MAX_FRAMES = 30
+_PLAIN_NAMES = frozenset({"input", "args", "kwargs"})
+
+
+_unfollowed: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+def note_unfollowed(value: Any) -> None:
+    """Remember that tensors came out of a call that is not noted, so that they are not taken for data."""
+    for tensor in iter_tensors(value):
+        key = id(tensor)
+        _unfollowed[key] = weakref.ref(tensor, lambda _, key=key: _unfollowed.pop(key, None))  # type: ignore[misc]
+
+
+def is_unfollowed(tensor: torch.Tensor) -> bool:
+    """True if a tensor came out of such a call."""
+    known = _unfollowed.get(id(tensor))
+    return known is not None and known() is tensor
+
+
+class Names:
+    """Knows the loop's tensors by identity, and by their numbers on the tape. The first name that was added wins; the
+    largest root names the parameters. ``alive`` are the tensors with numbers that are still there."""
+
+    def __init__(self, alive: Mapping[Number, torch.Tensor]) -> None:
+        self._alive = alive
+        self._by_id: dict[int, tuple[int, InputName]] = {}
+        self._by_number: dict[Number, tuple[int, InputName]] = {}
+        self._count = 0
+        self._roots: list[torch.nn.Module] = []
+
+    def describe(self, number: Number | None, tensor: torch.Tensor) -> InputName | None:
+        """The name and role of a tensor, or ``None``."""
+        known = [self._by_id.get(id(tensor)), self._by_number.get(number) if number is not None else None]
+        found = min((pair for pair in known if pair is not None), key=lambda pair: pair[0], default=None)
+        if found is None and tensor.grad_fn is not None:  # what a custom autograd function returned
+            return InputName(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
+        return found[1] if found is not None else None
+
+    def add_root(self, module: torch.nn.Module) -> None:
+        """Parameters and buffers of a root module, by their state-dict names."""
+        self._roots.append(module)
+
+    def add_arguments(self, op: Op, *, plain: bool = False) -> None:
+        """The arguments of a root module, by the parameter names of its forward.
+
+        ``plain`` names such as torch's own ``input`` say less than those of the loop's variables, which may come
+        before.
+        """
+        if not isinstance(op.target, torch.nn.Module):
+            return
+        try:
+            bound = inspect.signature(op.target.forward).bind(*op.args, **op.kwargs)
+        except (TypeError, ValueError):
+            return
+        for name, value in bound.arguments.items():
+            if plain or name not in _PLAIN_NAMES:
+                self._add_values(name, value)
+
+    def add_locals(self, frame: FrameType | None) -> None:
+        """Variables of the user's functions that are running, innermost first."""
+        for _ in range(_MAX_FRAMES):
+            if frame is None:
+                return
+            if kind_of_file(frame.f_code.co_filename) == "user":
+                for name, value in list(frame.f_locals.items()):
+                    if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
+                        self._add_values(name, value)
+            frame = frame.f_back
+
+    def add_by_place(self, ops: Sequence[Op], likewise: Sequence[Op]) -> None:
+        """Names for what earlier calls of the same lines were given: those of ``likewise``, argument by argument."""
+        known = {}
+        for op in likewise:
+            for position, number in enumerate(op.ins):
+                tensor = self._alive.get(number)
+                origin = self.describe(number, tensor) if tensor is not None else None
+                if origin is not None and origin.role == "batch":
+                    known[op.code, op.instruction, op.target, position] = origin
+        for op in ops:
+            for position, number in enumerate(op.ins):
+                origin = known.get((op.code, op.instruction, op.target, position))
+                if origin is not None:
+                    self._add(number, origin)
+
+    def add_by_source(self, op: Op) -> None:
+        """Names of the variables that a root module is given where its call is written."""
+        if isinstance(op.target, torch.nn.Module) and op.code is not None:
+            calls = (part for part in parts(make_site(op.code, op.instruction)) if isinstance(part, ast.Call))
+            given = next((call.args for call in calls), [])
+            for argument, value in zip(given, op.args, strict=False) if len(given) == len(op.args) else ():
+                if isinstance(argument, ast.Name):
+                    self._add_values(argument.id, value)
+
+    def _add(self, key: Number | torch.Tensor, origin: InputName) -> None:
+        self._count += 1
+        if isinstance(key, Number):
+            self._by_number.setdefault(key, (self._count, origin))
+        else:
+            self._by_id.setdefault(id(key), (self._count, origin))
+
+    def _add_values(self, name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in list(value.items())[:64]:
+                if isinstance(item, (torch.Tensor, Number)):
+                    self._add(item, InputName(item_name(name, str(key))))
+            return
+        found: Iterator[Any] = itertools.chain(iter_tensors(value), iter_leaves(value, Number))
+        for item in itertools.islice(found, 64):
+            self._add(item, InputName(name))
+
+    def name_roots(self, names: Mapping[int, str]) -> None:
+        """Name parameters and buffers, behind the root's name where ``names`` has it; to be called before other names
+        are added."""
+        for module in sorted(self._roots, key=lambda root: -sum(1 for _ in root.parameters())):
+            root = f"{names[id(module)]}." if id(module) in names else ""
+            for name, parameter in module.named_parameters():
+                self._add(parameter, InputName(root + user_path(name), "parameter"))
+            for name, buffer in module.named_buffers():
+                self._add(buffer, InputName(root + user_path(name), "buffer"))
+
+
+_MAX_ITEMS = 64
+
+Named = tuple[str, Any]
+
+
+def root_names(roots: Sequence[torch.nn.Module], frame: FrameType | None) -> dict[int, str]:
+    """Names by ``id`` of those root modules that paths or classes alone would mix up.
+
+    That is so for those with parameters if there are several, and for those that share a class.
+    """
+    own = [root for root in roots if next(root.parameters(), None) is not None]
+    classes = [type(root).__name__ for root in roots]
+    alike = [root for root in roots if classes.count(type(root).__name__) > 1]
+    wanted = {id(root): root for root in (*(own if len(own) > 1 else ()), *alike)}
+    return names_of(list(wanted.values()), frame)
+
+
+def parameter_names(modules: Sequence[torch.nn.Module], frame: FrameType | None) -> dict[int, str]:
+    """State-dict names of all parameters by ``id``, behind the root's name where there are several roots."""
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    modules = [m.module if isinstance(m, wrapper) else m for m in modules]
+    roots = root_names(modules, frame)
+    named = ((roots.get(id(m)), name, p) for m in modules for name, p in m.named_parameters())
+    return {id(parameter): f"{root}.{name}" if root else name for root, name, parameter in named}
+
+
+def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str]:
+    """A name for each, by ``id``; no two have the same. Without a variable it is the class, numbered if need be."""
+    wanted = {id(owner) for owner in owners}
+    found: dict[int, str] = {}
+    taken: set[str] = set()
+    for name, value in _as_far_as_it_goes(_named(frame)) if owners else ():
+        if id(value) in wanted and id(value) not in found and name not in taken:
+            found[id(value)] = name
+            taken.add(name)
+    for owner in owners:
+        if id(owner) not in found:
+            cls = type(owner).__name__
+            numbered = (f"{cls}{number}" for number in itertools.count(2))
+            found[id(owner)] = next(name for name in itertools.chain([cls], numbered) if name not in taken)
+            taken.add(found[id(owner)])
+    return found
+
+
+def _as_far_as_it_goes(named: Iterator[Named]) -> Iterator[Named]:
+    """The items up to the first error that an object of the user's raises: a missing name loses no snapshot."""
+    with ignored_errors():
+        yield from named
+
+
+def _named(frame: FrameType | None) -> Iterator[Named]:
+    """The objects that the user's running functions reach by a name, best name first: those at the script's level.
+
+    Those are there also when the script has ended.
+    """
+    script = vars(sys.modules["__main__"])
+    spaces = [script, *(running.f_locals for running in reversed(_user_frames(frame)))]
+    variables = [item for space in spaces for item in list(space.items())]
+    attributes = [item for _, value in variables for item in _attributes(value)]
+    direct = [(name, value) for name, value in (*variables, *attributes) if name != "self" and not name.startswith("_")]
+    yield from direct
+    for name, value in direct:
+        yield from _items(name, value)
+    for name, value in (*variables, *attributes):
+        if isinstance(value, torch.nn.Module):
+            prefix = "" if name == "self" else f"{name}."
+            yield from ((f"{prefix}{path}", part) for path, part in value.named_modules() if path)
+
+
+def _user_frames(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            break
+        if kind_of_file(frame.f_code.co_filename) == "user":
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _attributes(value: Any) -> list[Named]:
+    is_plain = not isinstance(value, (type, ModuleType, torch.nn.Module)) and type(value).__dictoffset__ != 0
+    return list(vars(value).items()) if is_plain and not callable(value) else []
+
+
+def _items(name: str, value: Any) -> list[Named]:
+    """The entries of a list or a dict; a class of the user's would run code of the user's."""
+    if type(value) is dict:
+        return [(key, item) for key, item in itertools.islice(value.items(), _MAX_ITEMS) if isinstance(key, str)]
+    if type(value) in (list, tuple):
+        return [(f"{name}[{place}]", item) for place, item in enumerate(itertools.islice(value, _MAX_ITEMS))]
+    return []

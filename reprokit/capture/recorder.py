@@ -1,0 +1,474 @@
+"""The recorder: is asked for what the loop itself calls, and writes it on the tape.
+
+Inside a root module it is not present: its mode is off the stack and nothing runs. What it cannot note (random
+outcomes, values from NumPy) is used later by its value. Every kind of call goes the same way: ask whether the loop
+itself calls, number what it is given, perform it, note it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from weakref import ref as _ref
+
+import torch
+
+from reprokit import torch_private
+from reprokit.capture.callers import KINDS, caller_of
+from reprokit.capture.calls import Backward, BackwardNote, Function, FunctionNote, Root
+from reprokit.capture.facts import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
+from reprokit.capture.mode import StackedMode
+from reprokit.capture.names import note_unfollowed
+from reprokit.capture.roots import RootCalls, generator_states
+from reprokit.capture.structure import ATOMS, is_leaf, iter_tensors, repeatable, with_own_index
+from reprokit.capture.tape import Number, Op, Tape
+from reprokit.errors import ignored_errors
+from reprokit.program import functions
+from reprokit.program.ir import Mode
+from reprokit.program.sites import find_frames
+from reprokit.program.trace import current_mode
+
+if TYPE_CHECKING:
+    from reprokit.capture.loop import Loop
+
+Begun = tuple[Any, ...]  # kind, target, numbered arguments, code, instruction, mode and note of a call that is running
+
+
+class Recorder(StackedMode):
+    """Notes the loop's outermost calls on the ``tape``; ``roots`` notes those of modules.
+
+    The ``loop`` is told of every event of the step. ``has_read_bad`` says whether the loop has read a number that is
+    not finite, until somebody has taken notice of that. ``has_transform``: functions were called inside a transform
+    such as `torch.func.grad`. ``raised`` is the last exception that came out of something the loop called in this step,
+    with the call. ``gaps`` are calls that an exception has ended after they may have written something, ``None`` for
+    work that is no call. ``is_hand_updated``: the loop has changed parameters itself.
+    """
+
+    def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
+        super().__init__(switch_off)
+        self.tape = Tape()
+        self.roots = RootCalls(self)
+        self.loop: Loop
+        self.has_read_bad = False
+        self.has_transform = False
+        self.is_hand_updated = False
+        self.raised: tuple[BaseException, Op] | None = None
+        self.gaps: list[Op | None] = []
+
+    def install(self) -> None:
+        """Meet root modules and go on top of torch's stack of function modes."""
+        self._returns = True
+        self.roots.install()
+        self.enter_stack()
+
+    def uninstall(self) -> None:
+        """Give every class its own ``__call__`` back; the mode stays on the stack if it is there, else away from it."""
+        self.enabled = self._returns = False
+        self.roots.uninstall()
+
+    def begin_step(self) -> None:
+        """The parameters have just changed."""
+        self.raised = None
+        self.gaps = []
+        self.is_hand_updated = False
+
+    # -- functions the loop calls --------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Perform a torch function of the loop and note it; most are of the usual kind, for which little is done."""
+        facts = FACTS.get(func)
+        if facts is None:
+            facts = self._facts(func)
+        if (
+            not facts.is_plain
+            or self.depth
+            or not self.enabled
+            or get_ident() != self.thread
+            or _peek_transforms() is not None
+            or _tracing_state() is not None
+        ):
+            return self._perform_unusual(facts, func, args, dict(kwargs or {}))
+        frame = sys._getframe(1)
+        kind = KINDS.get(id(frame.f_code))
+        if facts.may_write or self.is_hand_updated or (kind != "loop" and kind != "top"):
+            return self._perform(facts, func, args, dict(kwargs or {}), frame)
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException as error:
+            self.note_failure(error, facts, args, kwargs or {}, frame)
+            raise
+        try:
+            self._note(facts, args, kwargs, frame, out)
+        except BaseException as error:
+            self.switch_off(error)
+        return out
+
+    def _facts(self, func: Callable[..., Any]) -> Facts:
+        try:
+            return facts_of(func)
+        except BaseException as error:
+            self.switch_off(error)
+            return UNKNOWN
+
+    def _note(
+        self, facts: Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, user: FrameType, out: Any
+    ) -> None:
+        """Note a call of the usual kind, which changes nothing and is over: it has made one tensor of tensors."""
+        tape = self.tape
+        values, first, held = tape.values, tape.first, tape.held
+        given, is_usual = [], out.__class__ in _TENSORS and not (kwargs and not ATOMS.issuperset(map(type, kwargs.values())))
+        num_tensors = 0
+        for value in args if is_usual else ():
+            kind = value.__class__
+            if kind is _Tensor or kind is _Parameter:
+                num_tensors += 1
+                known = values.get(id(value))
+                if known is None or known[0]() is not value:
+                    given.append(tape.add_input(value))
+                    continue
+                number = known[1]
+                given.append(tape.hold(number, value) if number < first and number not in held else number)
+            elif kind in _SINGLE:
+                given.append(value)
+            else:
+                is_usual = False
+                break
+        if not is_usual or not num_tensors:
+            self._note_unusual(facts, args, dict(kwargs or {}), (user.f_code, user.f_lasti), None, out)
+            return
+        known = values.get(id(out))
+        if known is not None and known[0]() is out:
+            number = known[1]
+        else:
+            tape.count = count = tape.count + 1
+            number = Number(count)
+            values[id(out)] = (_ref(out), number)
+        mode = current_mode() if _is_any_autocast_enabled() or not is_grad_enabled() else _PLAIN_MODE
+        tape.log += (Function, facts.function, tuple(given), kwargs, number, user.f_code, user.f_lasti, mode, None)
+        if out.requires_grad and not out.dim():
+            tape.scalars.append((out, user.f_code, user.f_lasti))
+        if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
+            tape.sweep()
+
+    def _note_unusual(
+        self,
+        facts: Facts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        where: tuple[Any, int],
+        note: FunctionNote | None,
+        out: Any,
+    ) -> None:
+        """Note a call that changes nothing, if a replay can make again what it has made."""
+        outputs = list(iter_tensors(out))
+        has_tensors = next(iter_tensors((args, kwargs)), None) is not None
+        if not outputs or not _can_repeat(facts, note, outputs, has_tensors=has_tensors):
+            if isinstance(facts.function, OPERATORS):
+                note_unfollowed(outputs)
+            return
+        if facts.is_indexing:
+            args = with_own_index(args)
+        given, named = self.encode(args, kwargs)
+        self._add((Function, facts.function, given, named, *where, current_mode(), note), out)
+
+    def note_failure(
+        self, error: BaseException, facts: Facts, args: tuple[Any, ...], kwargs: Any, frame: FrameType
+    ) -> None:
+        """An exception came out of a call that writes nothing."""
+        try:
+            user, _, _ = caller_of(frame)
+            if user is not None:
+                given, named = self.encode(args, dict(kwargs))
+                where = (user.f_code, user.f_lasti)
+                self.fail(error, (Function, facts.function, given, named, *where, current_mode(), None))
+        except BaseException as own:
+            self.switch_off(own)
+
+    def _perform_unusual(
+        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Perform a function that is not plain, or that the loop itself does not call; note it if need be."""
+        if self.depth or facts.is_silent:
+            result = func(*args, **kwargs)
+            if facts.is_read and result.__class__ is float and not math.isfinite(result):
+                self.has_read_bad = True
+            return result
+        if _peek_transforms() is not None:
+            self.has_transform = True
+            return func(*args, **kwargs)
+        if not self.enabled or get_ident() != self.thread or _tracing_state() is not None:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
+            return iter(self.__torch_function__(torch.Tensor.unbind, (), (args[0], 0)))
+        if facts.is_differentiation:
+            return self.differentiate(facts.function, args, kwargs, sys._getframe(2))
+        return self._perform(facts, func, args, kwargs, sys._getframe(2))
+
+    def _perform(
+        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Perform a call that needs more than the usual: one that may write, draws random numbers, or comes from
+        elsewhere than the loop's own lines."""
+        try:
+            begun = self._prepare(facts, args, kwargs, frame)
+        except BaseException as error:
+            self.switch_off(error)
+            begun = None
+        if begun is None:
+            return func(*args, **kwargs)
+        where, note, written = begun
+        try:
+            out = func(*args, **kwargs)
+        except BaseException as error:
+            self.note_failure(error, facts, args, kwargs, frame)
+            if note is not None and note.is_write:
+                self.gaps.append(None)
+            raise
+        try:
+            if note is not None and note.is_write:
+                self._note_write(facts, written, note, where, out)
+            else:
+                self._note_unusual(facts, args, kwargs, where, note, out)
+        except BaseException as error:
+            self.switch_off(error)
+        return out
+
+    def _prepare(
+        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[tuple[Any, int], FunctionNote | None, Any] | None:
+        """Where a call is made, what else is known of it, and what it writes; ``None`` if it need not be noted."""
+        user, root, has_library = caller_of(frame)
+        if root is not None:
+            self.roots.meet_class(type(root.f_locals["self"]))
+        if user is None:  # what a custom autograd function returns is used by value
+            return None
+        note = FunctionNote(library=find_frames(frame)[1]) if has_library else None
+        where = (user.f_code, user.f_lasti)
+        name = facts.name
+        if name in functions.GRAD_WRITES:
+            given, named = self.encode(args, kwargs)
+            self.loop.before_gradient_write()
+            return where, _as(note, is_write=True), (args[0], given, named, False)
+        if facts.may_write:
+            written = _written_by(facts, args, kwargs)
+            if written is not None:
+                return self._prepare_write(facts, args, kwargs, written, where, note)
+        if self.is_hand_updated and _begins_forward(name, args, kwargs):
+            self.loop.finish_hand_update()
+        if facts.is_random:
+            tensors = list(iter_tensors((args, kwargs)))
+            if any(tensor.requires_grad for tensor in tensors):
+                note = _as(note, rng=generator_states(tensors))
+        return where, note, None
+
+    # -- writes --------------------------------------------------------------------------------------------------
+
+    def _prepare_write(
+        self,
+        facts: Facts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Any,
+        where: tuple[Any, int],
+        note: FunctionNote | None,
+    ) -> tuple[tuple[Any, int], FunctionNote | None, Any] | None:
+        """Save what a call is about to overwrite, as far as a replay needs that; ``None`` if the write need not be
+        noted."""
+        world = self.loop.world
+        if isinstance(written, (list, tuple)):
+            state = [item for item in written if isinstance(item, torch.Tensor) and world.is_state(item)]
+            if not state:
+                return None
+        elif not isinstance(written, torch.Tensor):
+            return None
+        else:
+            state = [written] if world.is_state(written) else []
+            if not state and is_leaf(written):
+                if not self.loop.has_differentiated:
+                    return None  # being made, for example a parameter of a module that no root holds yet
+                world.train(written)
+                state = [written]
+        if state:
+            given, named = self.encode(args, kwargs)
+            for item in state:
+                world.before_write(item)
+            if facts.writes_data and not _is_alike(args[0], args[1]):
+                self.loop.before_conversion()
+            self.loop.before_state_write(written, (args, kwargs))
+            note = _as(note, is_write=True, writes_state=True)
+            return where, note, (written, given, named, facts.writes_data)
+        assert isinstance(written, torch.Tensor)
+        has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
+        if written.layout is torch.strided and not self.tape.before_write(written, has_graph=has_graph):
+            return None
+        given, named = self.encode(args, kwargs)
+        return where, _as(note, is_write=True), (written, given, named, False)
+
+    def _note_write(
+        self, facts: Facts, written: Any, note: FunctionNote, where: tuple[Any, int], out: Any
+    ) -> None:
+        target, given, named, is_data = written
+        if note.rng is None and facts.is_random and isinstance(target, torch.Tensor):
+            note.outcome = target.detach().clone()
+        outs: Any = ()
+        if is_data:
+            self.loop.world.moved(target)
+        if not note.writes_state and isinstance(target, torch.Tensor) and facts.name not in functions.GRAD_WRITES:
+            outs = self.tape.written(target)
+            if out is not target and isinstance(out, torch.Tensor):
+                outs = (self.tape.result(out),)
+        elif isinstance(out, torch.Tensor) and out is not target:
+            outs = self.tape.results(out)
+        self.tape.add(Function, facts.function, given, named, outs, where, current_mode(), note)
+
+    # -- backward passes -----------------------------------------------------------------------------------------
+
+    def differentiate(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """A backward call of the loop: it is checked before it runs, and noted after."""
+        begun = self.guard(self._begin_backward, function, args, kwargs, frame)
+        if begun is None:
+            return function(*args, **kwargs)
+        args, kwargs, call = begun
+        self.is_claimed = True
+        popped = self.step_aside()
+        try:
+            self.loop.before_backward(call, args, kwargs)
+            output = function(*args, **kwargs)
+        except BaseException as error:
+            self.fail(error, call)
+            raise
+        finally:
+            self.step_back(popped)
+        self.guard(self.finish, call, output)
+        self.loop.after_backward(call, output)
+        return output
+
+    def _begin_backward(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Begun] | None:
+        user, root, _ = caller_of(frame)
+        if root is not None:
+            self.roots.meet_class(type(root.f_locals["self"]))
+        if user is None:
+            return None
+        self.begin_forward()
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+            args, kwargs = repeatable(args, kwargs)
+        given, named = self.encode(args, kwargs)
+        where = (user.f_code, user.f_lasti)
+        function = facts_of(function).function
+        return args, kwargs, (Backward, function, given, named, *where, current_mode(), BackwardNote())
+
+    def begin_forward(self) -> None:
+        """Called before an operation that builds a graph; after a manual update it begins a new step."""
+        if self.is_hand_updated:
+            self.loop.finish_hand_update()
+
+    # -- every kind of call --------------------------------------------------------------------------------------
+
+    def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+        """Arguments with numbers in the place of tensors."""
+        tape, given = self.tape, []
+        for value in args:
+            kind = value.__class__
+            if kind is _Tensor or kind is _Parameter:
+                given.append(tape.number(value))
+            else:
+                given.append(value if kind in ATOMS else tape.encode(value))
+        return tuple(given), tape.encode(kwargs) if kwargs else None
+
+    def finish(self, begun: Begun, out: Any) -> None:
+        """A call is over: note it with its results."""
+        self._add(begun, out)
+
+    def _add(self, begun: Begun, out: Any) -> None:
+        kind, target, given, named, code, instruction, mode, note = begun
+        tape = self.tape
+        if out is None:
+            outs: Any = ()
+        elif out.__class__ is _Tensor:
+            outs = tape.result(out)
+            if out.requires_grad and not out.dim():
+                tape.scalars.append((out, code, instruction))
+        else:
+            tensors = list(iter_tensors(out))
+            outs = tuple(map(tape.result, tensors))
+            if kind is Root:
+                tape.scalars.extend((t, code, instruction) for t in tensors if t.requires_grad and not t.dim())
+        tape.add(kind, target, given, named, outs, (code, instruction), mode, note)
+
+    def fail(self, error: BaseException, begun: Begun) -> None:
+        """An exception came out of a call that is running."""
+        with ignored_errors():
+            kind, target, given, named, code, instruction, mode, note = begun
+            op = Op(kind, target, given, named or {}, (), code, instruction, mode, note)
+            self.raised = (error, op)
+            if _may_have_written(op):
+                self.gaps.append(op)
+
+    def forget_gradients(self) -> None:
+        """All gradients are gone, and with them those of interrupted backward calls."""
+        self.gaps = [gap for gap in self.gaps if gap is None or gap.kind is not Backward]
+
+
+def _as(note: FunctionNote | None, **fields: Any) -> FunctionNote:
+    note = note or FunctionNote()
+    for name, value in fields.items():
+        setattr(note, name, value)
+    return note
+
+
+def _written_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function writes into, ``None`` if it was not asked to write."""
+    if facts.is_in_place:
+        return args[0] if args else next(iter(kwargs.values()), None)
+    return next((item for item in functions.all_written(facts.name, args, kwargs) if item is not None), None)
+
+
+def _begins_forward(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a function after a hand-made update is no more part of it: it builds a graph."""
+    if not torch.is_grad_enabled() or name.endswith(("__get__", "__set__")) or functions.is_in_place(name):
+        return False
+    return any(tensor.requires_grad for tensor in iter_tensors((args, kwargs)))
+
+
+def _can_repeat(
+    facts: Facts, note: FunctionNote | None, outputs: list[torch.Tensor], *, has_tensors: bool
+) -> bool:
+    """True if replaying the function gives the same; otherwise its outcome is used by value."""
+    if not facts.name:
+        return any(tensor.requires_grad for tensor in outputs)
+    if facts.is_random:
+        return note is not None and note.rng is not None
+    if has_tensors:
+        return True
+    is_trained = any(tensor.requires_grad for tensor in outputs)  # then it is an input, with a gradient of its own
+    return functions.is_factory(facts.name) and not is_trained
+
+
+def _may_have_written(op: Op) -> bool:
+    if op.kind is Root:
+        return bool(op.note.is_training) and any(module._buffers for module in op.target.modules())
+    return op.kind is Backward and op.target is not torch.autograd.grad  # some gradients
+
+
+def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:
+    return (target.dtype, target.shape, target.device) == (value.dtype, value.shape, value.device)
+
+
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_SINGLE = ATOMS | {slice, type(...), torch.Size}
+_PLAIN_MODE = Mode()
+is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch_private.is_any_autocast_enabled
+_tracing_state = torch_private.tracing_state  # of `torch.jit.trace`, which would trace our work as well
+_peek_transforms = torch_private.peek_transforms  # vmap and the like, inside which values are not ours

@@ -1,0 +1,199 @@
+"""Meets the modules that the loop calls itself, and only those, and notes their calls.
+
+For the first steps ``nn.Module.__call__`` is watched, and put back while a root runs, so that nothing inside one sees
+it. Every class met at the outermost level gets a ``__call__`` of its own; then the global watch goes. A root of a class
+that appears later is noted as plain calls once, and watched from its next call on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+
+from reprokit import torch_private
+from reprokit.capture.attributes import AttributeWatch
+from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
+from reprokit.capture.callers import first_user_frame
+from reprokit.capture.structure import iter_tensors
+from reprokit.program.trace import current_mode
+
+if TYPE_CHECKING:
+    from reprokit.capture.recorder import Recorder
+
+
+class RootCalls:
+    """Notes calls of root modules, with the mode out of the way.
+
+    The loop is told of every module but those whose ids are in ``met``.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.met: set[int] = set()
+        self.attributes = AttributeWatch()
+        self._recorder = recorder
+        self._patched: dict[type[torch.nn.Module], tuple[Any, Any]] = {}  # each class's own `__call__`, and ours
+        self._original: Any = None
+        self._watcher: Any = None
+        self._known: list[type[torch.nn.Module]] = []
+        self._has_settled = False
+
+    # -- which modules are watched -------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Watch every module until `settle`, so that the first call of each root is seen from its beginning."""
+        if self._has_settled:
+            for cls in self._known:
+                self.meet_class(cls)
+            return
+        roots, recorder, original = self, self._recorder, torch.nn.Module.__call__
+        self._original = original
+
+        def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not roots.is_root_call():
+                return original(self, *args, **kwargs)
+            recorder.guard(roots.meet_class, type(self), original)
+            return roots.call(original, self, args, kwargs)
+
+        self._watcher = __call__
+        torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
+
+    def settle(self) -> None:
+        """The roots are known: stop watching every module."""
+        self._has_settled = True
+        self._stop_watching()
+
+    def uninstall(self) -> None:
+        """Give every class its own ``__call__`` back; `install` finds the ones known so far again."""
+        try:
+            self._stop_watching()
+        finally:
+            for cls, (own, ours) in self._patched.items():
+                if cls.__dict__.get("__call__") is not ours:
+                    continue  # somebody has put something on top of it
+                if own is None:
+                    del cls.__call__
+                else:
+                    cls.__call__ = own  # type: ignore[method-assign]
+        self._patched.clear()
+
+    def _stop_watching(self) -> None:
+        if self._original is not None and torch.nn.Module.__call__ is self._watcher:
+            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        self._original = None
+
+    def meet_class(self, cls: type[torch.nn.Module], original: Callable[..., Any] | None = None) -> None:
+        """Watch the calls of a class of modules."""
+        if cls in self._patched:
+            return
+        roots, own = self, cls.__dict__.get("__call__")
+        if cls not in self._known:
+            self._known.append(cls)
+        inner: Any = own or original or cls.__call__
+
+        def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not roots.is_root_call():
+                return inner(self, *args, **kwargs)
+            return roots.call(inner, self, args, kwargs)
+
+        self._patched[cls] = own, __call__
+        cls.__call__ = __call__  # type: ignore[method-assign]
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def is_root_call(self) -> bool:
+        """True if a module called now is called by the loop itself."""
+        recorder = self._recorder
+        if recorder.depth or not recorder.enabled or get_ident() != recorder.thread:
+            return False
+        return _tracing_state() is None and _peek_transforms() is None
+
+    def call(
+        self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a root module, and note the call."""
+        recorder = self._recorder
+        popped = recorder.step_aside()
+        try:
+            try:
+                begun = self._begin(module, args, kwargs, sys._getframe(2))
+            except BaseException as error:
+                recorder.switch_off(error)
+                return original(module, *args, **kwargs)
+            watching = recorder.guard(self.lift_watch) if self._original is not None else None
+            try:
+                output = original(module, *args, **kwargs)
+            except BaseException as error:
+                recorder.fail(error, begun)
+                raise
+            finally:
+                if watching is not None:
+                    recorder.guard(self.lower_watch, watching)
+            try:
+                recorder.finish(begun, output)
+            except BaseException as error:
+                recorder.switch_off(error)
+            return output
+        finally:
+            recorder.step_back(popped)
+
+    def lift_watch(self) -> Any:
+        """Have modules called as if nobody watched, until `lower_watch` is given what this returns."""
+        if self._original is None or torch.nn.Module.__call__ is not self._watcher:
+            return None
+        watching = torch.nn.Module.__call__
+        torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        return watching
+
+    def lower_watch(self, watching: Any) -> None:
+        """The inverse of `lift_watch`."""
+        if torch.nn.Module.__call__ is self._original:
+            torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
+
+    def _begin(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[Any, ...]:
+        recorder = self._recorder
+        drawn = recorder.loop.before_root(module)
+        user = first_user_frame(frame)
+        mode = current_mode()
+        rng = generator_states(args, kwargs)
+        attributes = self.attributes.note(module)
+        if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
+            given = recorder.tape.encode((frame.f_locals["parameters_and_buffers"], args, kwargs))
+            note = FunctionNote(rng=rng, generators=drawn, attributes=attributes)
+            return Function, torch.func.functional_call, (module, *given), None, user.f_code, user.f_lasti, mode, note
+        given, named = recorder.encode(args, kwargs)
+        inner: Any = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
+        root_note = RootNote(module.training, rng, drawn, inner.__dict__.get("forward"), attributes)
+        return Root, module, given, named, user.f_code, user.f_lasti, mode, root_note
+
+    def meet(self, module: torch.nn.Module) -> None:
+        """Make a module known to the loop, unless it is."""
+        if id(module) not in self.met:
+            self._recorder.loop.meet_module(module)
+
+
+def generator_states(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The states of the CPU generator and, when a CUDA tensor is among the arguments, of its device's generator."""
+    state = torch.default_generator.get_state()
+    if torch.cuda.is_initialized():
+        for tensor in iter_tensors(given):
+            if tensor.is_cuda:
+                return state, torch.cuda.get_rng_state(tensor.device)
+    return state, None
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The target of a replay: the module itself, without a wrapper that would wait for other processes."""
+    return module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
+
+
+_FUNCTIONAL_CALL = torch_private.functional_call_code
+_peek_transforms = torch_private.peek_transforms
+_tracing_state = torch_private.tracing_state  # of `torch.jit.trace`, which would trace our work as well

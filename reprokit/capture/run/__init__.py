@@ -1,1 +1,0 @@
-"""State of one watched run: its steps, counts, numbers, grad scalers, cost and processes."""

@@ -1,0 +1,402 @@
+"""The tape: what the loop has called since the last copy of the state, in one flat list.
+
+Every tensor has a number; a write into one gives it a new number. What came from outside (a batch, a small state) is
+held, with a copy of what it held before the loop wrote into it; results are held only weakly, because a replay makes
+them again. What an earlier step has made is held while the running step uses it. An update ends a step with a `Mark`:
+steps are pieces of one list, so a graph that goes on over an update needs nothing special.
+
+Version counters do not decide anything here; they are the alarm for writes that the tape could not see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from reprokit.capture.structure import iter_leaves, map_leaves
+from reprokit.program.ir import Mode
+
+if TYPE_CHECKING:
+    from reprokit.capture.calls import Kind
+
+SLOTS = 9  # values in the list for each call
+SMALL = 65_536  # elements that are always worth saving before a write
+SWEEP_OPS = 4096  # calls after which those that nobody needs are looked for
+SWEEP_BYTES = 2**26
+MOST_BYTES = 256 * 2**20  # of tensors from outside that a step may hold
+_MOST_CARRIED = 512  # calls before a copy that made graphs which are alive
+_Ref = weakref.ref
+
+
+class Number(int):
+    """Stands for a tensor in the arguments and results of a call."""
+
+    __slots__ = ()
+
+
+class Op(NamedTuple):
+    """A call of the loop: a view of the tape. ``outs`` are the numbers of its results; ``note`` is of the type that its
+    kind has."""
+
+    kind: type[Kind]
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[Number, ...]
+    code: CodeType | None
+    instruction: int
+    mode: Mode
+    note: Any
+
+    @property
+    def ins(self) -> Iterator[Number]:
+        """The numbers of the tensors that the call was given."""
+        return iter_leaves((self.args, self.kwargs), Number)
+
+
+@dataclass(slots=True, eq=False)
+class Mark:
+    """An attempted update, the ``place``-th of all, which ends the calls of a step before ``end``. ``step`` is the
+    iteration, in which ``micro_step`` backward calls were made; ``generators`` are the states of Python's and NumPy's
+    generators when it began, where a forward draws from them."""
+
+    end: int
+    step: int
+    place: int
+    micro_step: int = 0
+    loss: Any = None
+    generators: dict[str, Any] | None = None
+
+
+class Segment(NamedTuple):
+    """A step: its calls and its mark."""
+
+    ops: list[Op]
+    mark: Mark
+
+
+class Tape:
+    """The log. ``first`` is the first number of the running step, ``begin`` the position of its first call.
+
+    ``inputs`` are tensors from outside, ``held`` those from before the running step that it uses, ``stamps`` their
+    version counters then, ``saved`` copies of what they held before the loop wrote into them. ``carried`` are calls
+    from before the copy that made graphs which were alive then. ``scalars`` are the last single numbers with a graph.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.values: dict[int, tuple[weakref.ref[torch.Tensor], Number]] = {}
+        self.inputs: dict[Number, torch.Tensor] = {}
+        self.held: dict[Number, torch.Tensor] = {}
+        self.stamps: dict[Number, int] = {}
+        self.saved: dict[Number, torch.Tensor] = {}
+        self.marks: list[Mark] = []
+        self.carried: list[Op] = []
+        self.scalars: deque[tuple[torch.Tensor, CodeType, int]] = deque(maxlen=4)
+        self.on_lost: Callable[[], None] = lambda: None  # calls were let go of that may have changed something
+        self.count = 0
+        self.first = 1
+        self.begin = 0
+        self.num_bytes = 0
+        self.sweep_at, self.sweep_bytes = SWEEP_OPS * SLOTS, SWEEP_BYTES
+        self._counted: set[int] = set()  # ids of inputs that are part of `num_bytes`
+        self._by_memory: dict[int, list[Number]] = {}
+        self._num_scanned = 0
+
+    # -- numbers -------------------------------------------------------------------------------------------------
+
+    def number(self, tensor: torch.Tensor) -> Number:
+        """The number of a tensor that a call is given; one that nobody knows is from outside."""
+        known = self.values.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            return self.add_input(tensor)
+        number = known[1]
+        return self.hold(number, tensor) if number < self.first and number not in self.held else number
+
+    def known(self, tensor: torch.Tensor) -> Number | None:
+        """The number of a tensor, ``None`` if it has none."""
+        known = self.values.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def add_input(self, tensor: torch.Tensor) -> Number:
+        """A tensor comes from outside."""
+        number = self.new_number(tensor)
+        self.inputs[number] = tensor
+        self.stamps[number] = version_of(tensor)
+        if tensor.__class__ is not torch.nn.Parameter and id(tensor) not in self._counted:
+            self._counted.add(id(tensor))
+            self.num_bytes += tensor.numel() * tensor.element_size()
+        return number
+
+    def hold(self, number: Number, tensor: torch.Tensor) -> Number:
+        """The running step uses a tensor from before; something unseen may have written it meanwhile."""
+        version = version_of(tensor)
+        if number in self.inputs and self.stamps[number] != version and tensor.__class__ is not torch.nn.Parameter:
+            return self.add_input(tensor)
+        self.held[number] = tensor
+        self.stamps.setdefault(number, version)
+        return number
+
+    def new_number(self, tensor: torch.Tensor) -> Number:
+        """A number that no tensor had."""
+        self.count += 1
+        number = Number(self.count)
+        self.values[id(tensor)] = (_Ref(tensor), number)
+        return number
+
+    def result(self, tensor: torch.Tensor) -> Number:
+        """The number of a result: a new one, unless the call has returned what it was given."""
+        known = self.values.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else self.new_number(tensor)
+
+    def encode(self, value: Any) -> Any:
+        """Arguments with numbers in the place of tensors."""
+        return map_leaves(value, torch.Tensor, self.number)
+
+    def results(self, value: Any) -> tuple[Number, ...]:
+        """The numbers of all tensors in a result."""
+        return tuple(map(self.result, iter_leaves(value, torch.Tensor)))
+
+    def tensor(self, number: Number) -> torch.Tensor | None:
+        """The tensor of the loop with a number, if it is still there."""
+        found = self.inputs.get(number)
+        return found if found is not None else self.held.get(number)
+
+    def alive(self) -> dict[Number, torch.Tensor]:
+        """All tensors of the loop that are still there, by their numbers."""
+        found = ((number, reference()) for reference, number in self.values.values())
+        living = {number: tensor for number, tensor in found if tensor is not None}
+        return {**living, **self.held, **self.inputs}
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        kind: type[Kind],
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        outs: Number | tuple[Number, ...],
+        where: tuple[CodeType | None, int],
+        mode: Mode,
+        note: Any = None,
+    ) -> None:
+        """Note a call."""
+        self.log += (kind, target, args, kwargs, outs, *where, mode, note)
+        if len(self.log) > self.sweep_at or self.num_bytes > self.sweep_bytes:
+            self.sweep()
+
+    def pop(self) -> None:
+        """Take the last call back."""
+        del self.log[-SLOTS:]
+
+    def before_write(self, target: torch.Tensor, *, has_graph: bool) -> bool:
+        """Save what the memory of ``target`` holds, as far as a replay needs it; ``False`` if the write need not be
+        noted: what is read later is used by its value then.
+
+        A large tensor that the running step has not read yet begins anew as an input.
+        """
+        known = self.known(target)
+        sharing = [number for number in self._sharing(target) if number != known]
+        if target.numel() > SMALL and not has_graph and not sharing and (known is None or known < self.first):
+            if known not in self.held:
+                self.values.pop(id(target), None)
+                return False
+        number = self.number(target)
+        for other in (number, *sharing):
+            tensor = self.tensor(other)
+            if other not in self.saved and tensor is not None:
+                self.saved[other] = tensor.detach().clone(memory_format=torch.preserve_format)
+                self.num_bytes += tensor.numel() * tensor.element_size()
+        return True
+
+    def written(self, target: torch.Tensor) -> Number:
+        """A tensor was written: its new number."""
+        return self.new_number(target)
+
+    def _sharing(self, target: torch.Tensor) -> list[Number]:
+        """The inputs with the memory of a tensor."""
+        for number, tensor in itertools.islice(self.inputs.items(), self._num_scanned, None):
+            pointer = address_of(tensor)
+            if pointer is not None:
+                self._by_memory.setdefault(pointer, []).append(number)
+        self._num_scanned = len(self.inputs)
+        pointer = address_of(target)
+        return self._by_memory.get(pointer, []) if pointer is not None else []
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def mark(self, mark: Mark) -> None:
+        """The running step is over."""
+        self.marks.append(mark)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.begin = len(self.log) // SLOTS
+        self.first = self.count + 1
+        self.held = {}
+        self.scalars.clear()
+
+    def drop_running(self) -> None:
+        """Forget the calls of the running step."""
+        del self.log[self.begin * SLOTS :]
+        self._begin_step()
+
+    def running(self) -> list[Op]:
+        """The calls of the running step."""
+        return self.ops(self.begin)
+
+    def ops(self, begin: int = 0, end: int | None = None) -> list[Op]:
+        """Calls of the log."""
+        log, last = self.log, len(self.log) if end is None else end * SLOTS
+        found = []
+        for place in range(begin * SLOTS, last, SLOTS):
+            kind, target, args, kwargs, outs, code, instruction, mode, note = log[place : place + SLOTS]
+            numbers = (outs,) if outs.__class__ is Number else outs
+            found.append(Op(kind, target, args, kwargs or {}, numbers, code, instruction, mode, note))
+        return found
+
+    def segments(self) -> list[Segment]:
+        """The steps since the copy that are over."""
+        begins = [0, *(mark.end for mark in self.marks)]
+        return [Segment(self.ops(begin, mark.end), mark) for begin, mark in zip(begins, self.marks, strict=False)]
+
+    def cut(self, num_marks: int) -> None:
+        """The state was copied after so many steps: what made graphs that are alive is all that is known of them."""
+        end = self.marks[num_marks - 1].end if num_marks else 0
+        early, later = self.ops(0, end), self.ops(end)
+        living = self.alive()
+        graphs = {number for number, tensor in living.items() if tensor.requires_grad and tensor.grad_fn is not None}
+        graphs.update(number for op in later for number in op.ins)
+        carried = makers_of(graphs, [*self.carried, *early])
+        self.carried = carried if len(carried) <= _MOST_CARRIED else []
+        self.log, self.marks = self.log[end * SLOTS :], self.marks[num_marks:]
+        for mark in self.marks:
+            mark.end -= end
+        self._keep([*self.carried, *later])
+        self._begin_step()
+        self.sweep_at, self.sweep_bytes = SWEEP_OPS * SLOTS, SWEEP_BYTES
+
+    def drop_past(self) -> None:
+        """Forget the steps before the running one."""
+        self.log, self.marks, self.carried, held = self.log[self.begin * SLOTS :], [], [], self.held
+        self._keep(self.ops())
+        self.begin = 0
+        self.held = {number: tensor for number, tensor in held.items() if self.known(tensor) == number}
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self.log, self.marks, self.carried = [], [], []
+        self._keep([])
+        self._begin_step()
+
+    def _keep(self, ops: Iterable[Op]) -> None:
+        """Only these calls are known: let go of the tensors and the numbers that none of them has."""
+        used = {number for op in ops for number in (*op.ins, *op.outs)}
+        self.inputs = {number: tensor for number, tensor in self.inputs.items() if number in used}
+        self.saved = {number: content for number, content in self.saved.items() if number in used}
+        self.stamps = {number: version for number, version in self.stamps.items() if number in used}
+        self.values = {
+            key: pair for key, pair in self.values.items() if pair[1] in used and pair[0]() is not None
+        }
+        held = {id(t): t for t in (*self.inputs.values(), *self.saved.values()) if t.__class__ is not torch.nn.Parameter}
+        self._counted = set(held)
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+        self._by_memory, self._num_scanned = {}, 0
+
+    # -- room ----------------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Let go of calls that nobody needs, such as those of an evaluation; the less these are, the longer until the
+        next look. A running step that holds too much lets go of what no gradient flows through."""
+        self._drop(self._useless())
+        running = self.ops(self.begin)
+        if self.num_bytes > MOST_BYTES and sum(map(_bytes_of, self._inputs_of(running))) > MOST_BYTES:
+            self._drop(self._by_value())
+            self.on_lost()
+        self.sweep_at = max(SWEEP_OPS * SLOTS, 2 * len(self.log))
+        self.sweep_bytes = max(SWEEP_BYTES, 2 * self.num_bytes)
+
+    def _inputs_of(self, ops: Iterable[Op]) -> Iterator[torch.Tensor]:
+        used = {number for op in ops for number in op.ins}
+        return (tensor for number, tensor in self.inputs.items() if number in used)
+
+    def _drop(self, positions: Set[int]) -> None:
+        if positions:
+            log, kept, num_kept, places = self.log, [], 0, []
+            for position in range(len(log) // SLOTS):
+                places.append(num_kept)
+                if position not in positions:
+                    kept += log[position * SLOTS : (position + 1) * SLOTS]
+                    num_kept += 1
+            places.append(num_kept)
+            for mark in self.marks:
+                mark.end = places[mark.end]
+            self.begin = places[self.begin]
+            self.log = kept
+        held = self.held
+        self._keep([*self.carried, *self.ops()])
+        self.held = {number: tensor for number, tensor in held.items() if self.known(tensor) == number}
+
+    def _useless(self) -> set[int]:
+        """The positions of calls whose results are gone and that no other call depends on."""
+        needed = {number for reference, number in self.values.values() if reference() is not None}
+        found = set()
+        ops = self.ops()
+        for position in range(len(ops) - 1, -1, -1):
+            op = ops[position]
+            if op.kind.is_pure(op) and needed.isdisjoint(op.outs):
+                found.add(position)
+            else:
+                needed.update(op.ins)
+        return found
+
+    def _by_value(self) -> set[int]:
+        """The positions of the calls of the running step that no gradient flows through."""
+        with_graph = {number for number, tensor in self.alive().items() if tensor.requires_grad}
+        ops, found = self.running(), set()
+        needed = {number for op in ops if op.kind.differentiates for number in op.ins} | with_graph
+        for position in range(len(ops) - 1, -1, -1):
+            op = ops[position]
+            if op.kind.is_forward and not op.mode.grad and needed.isdisjoint(op.outs) and not op.kind.writes_state(op):
+                found.add(self.begin + position)
+            else:
+                needed.update(op.ins)
+        return found
+
+
+def makers_of(numbers: Set[Number], ops: Sequence[Op]) -> list[Op]:
+    """The forward calls of ``ops`` that have made tensors with these numbers, and what these were made of, in order."""
+    needed, made = set(numbers), []
+    for op in reversed(ops):
+        if op.kind.is_forward and not needed.isdisjoint(op.outs) and not op.kind.writes_state(op):
+            made.append(op)
+            needed.difference_update(op.outs)
+            needed.update(op.ins)
+    return made[::-1]
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter of a tensor, -1 if it has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where the memory of a tensor begins; ``None`` for tensors without plain memory of their own."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None

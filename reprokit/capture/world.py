@@ -1,0 +1,798 @@
+"""Everything that training changes: parameters, buffers, optimizer state, generators; copied so that steps can be
+played again from an earlier one.
+
+How often a copy is taken follows from what it costs: copying and checking together take a fixed small share of the
+training time. Memory is bounded. Restoring writes into the user's own tensors, without touching their version counters,
+and gives back what they held. Where events are looked for, the copy before the last one is kept too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import random
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from reprokit import torch_private
+from reprokit.capture.attributes import Containers, attributes_kept, is_of_torch, tensors_held
+from reprokit.capture.structure import iter_tensors
+from reprokit.capture.tape import address_of
+from reprokit.locate.ways import NAN, bad_tensor, ways_of
+from reprokit.series.timeline import parameters_of
+
+DEFAULT_STATE_BYTES = 2 * 2**30
+MOST_STEPS = 1000
+LEAST_STEPS = 32  # since a copy that is kept when the next one is taken: 20, and those that an alarm takes to come
+_BEGINNING = 2  # steps: a graph that a step may not use again is used again in the next one
+_FEW_STEPS = 8  # until the next copy, while nothing is known of what one costs
+_STATISTICS = ("running_mean", "running_var")
+_SHORT = 0.005  # seconds: in a step that short every microsecond counts
+SHARE = 0.003  # of the training time, for copying and checking together
+_FREE_SHARE = 0.1  # of a device's free memory, for a copy, and for the batches of the steps before the last one
+
+
+class CannotGoBack(Exception):
+    """Tensors are no longer what they were when they were copied."""
+
+
+class Contents:
+    """Tensors and what they held at one moment. Invariant: ``tensors`` and ``_contents`` are parallel."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self.tensors = list(tensors)
+        self._contents = [_copy(tensor) for tensor in self.tensors]
+
+    def take(self, tensors: list[torch.Tensor]) -> None:
+        """Remember what ``tensors`` hold, in the memory of the last copy where it is of the same tensors."""
+        if len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors)):
+            overwrite(self._contents, self.tensors)
+        else:
+            self.tensors, self._contents = tensors, [_copy(tensor) for tensor in tensors]
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember more tensors."""
+        known = set(map(id, self.tensors))
+        for tensor in tensors:
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                self.tensors.append(tensor)
+                self._contents.append(_copy(tensor))
+
+    def check(self) -> None:
+        """Raises `CannotGoBack` if a tensor has another shape or dtype by now."""
+        for tensor, content in zip(self.tensors, self._contents, strict=True):
+            if tensor.shape != content.shape or tensor.dtype != content.dtype:
+                raise CannotGoBack("the model was changed since the last copy of its state")
+
+    def write(self) -> None:
+        """Write the contents into the tensors; needs no memory."""
+        with torch.no_grad():
+            for tensor, content in zip(self.tensors, self._contents, strict=True):
+                tensor.data.copy_(content)
+
+    def by_id(self) -> dict[int, torch.Tensor]:
+        """The contents, by the ``id`` of the tensor."""
+        return dict(zip(map(id, self.tensors), self._contents, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the contents take."""
+        return num_bytes(self._contents)
+
+
+def overwrite(contents: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into the memory of their old copies, in one call where torch can."""
+    has_grad = torch.is_grad_enabled()
+    try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
+        torch_private.set_grad_enabled(False)
+        torch._foreach_copy_(contents, list(tensors), non_blocking=False)
+    except RuntimeError:  # a shape or layout has changed
+        contents[:] = [_copy(tensor) for tensor in tensors]
+        return
+    finally:
+        torch_private.set_grad_enabled(has_grad)
+    for number, tensor in enumerate(tensors):
+        if contents[number].dtype != tensor.dtype:
+            contents[number] = _copy(tensor)
+
+
+class Buffers:
+    """The buffers of modules as the running step began with them, for a replay from the state of now.
+
+    Batch normalisation writes its running statistics without telling their version counters; the counter of the batches
+    it has seen tells for them. A forward may put another tensor in the place of a buffer.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []  # each place, and that of its witness
+        self._tensors: list[torch.Tensor] = []
+        self._contents: list[torch.Tensor] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._known: set[tuple[int, str]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Remember the buffers of a module."""
+        for part in module.modules():
+            space: Any = part._buffers
+            for name, buffer in space.items():
+                key = id(part), name
+                if buffer is None or buffer.is_inference() or key in self._known:
+                    continue
+                self._known.add(key)
+                self._rows.append((space, name, space, "num_batches_tracked" if _has_counter(space) else name))
+                self._tensors.append(buffer)
+                self._contents.append(_copy(buffer))
+                self._versions.append(self._stamp(-1))
+
+    def _stamp(self, number: int) -> tuple[torch.Tensor, int]:
+        space, name, home, witness = self._rows[number]
+        found = home[witness]
+        return found, found._version if isinstance(found, torch.Tensor) and not found.is_inference() else -1
+
+    def refresh(self) -> None:
+        """Remember the contents of now; buffers that nothing wrote are left alone."""
+        changed = []
+        for number, (space, name, home, witness) in enumerate(self._rows):
+            seen, version = self._versions[number]
+            if space[name] is not self._tensors[number] or home[witness] is not seen or seen._version != version:
+                changed.append(number)
+        for number in changed:
+            space, name, _, _ = self._rows[number]
+            buffer = space[name]
+            if buffer is None or buffer.is_inference():
+                continue
+            same = buffer is self._tensors[number] and buffer.shape == self._contents[number].shape
+            self._tensors[number] = buffer
+            if same:
+                kept = [self._contents[number]]
+                overwrite(kept, [buffer])
+                self._contents[number] = kept[0]
+            else:
+                self._contents[number] = _copy(buffer)
+            self._versions[number] = self._stamp(number)
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """In this context the buffers are what they were."""
+        now = [(space, name, space[name]) for space, name, _, _ in self._rows]
+        held = Contents(list(self._tensors))
+        bound = Contents([t for _, _, t in now if t is not None and all(t is not known for known in self._tensors)])
+        try:
+            with torch.no_grad():
+                for (space, name, _, _), tensor, content in zip(
+                    self._rows, self._tensors, self._contents, strict=True
+                ):
+                    if tensor.shape != content.shape:
+                        raise CannotGoBack("a buffer has another shape by now")
+                    space[name] = tensor
+                    tensor.data.copy_(content)
+            yield
+        finally:
+            held.write()
+            bound.write()
+            for space, name, tensor in now:
+                space[name] = tensor
+
+    @property
+    def ids(self) -> set[int]:
+        return set(map(id, self._tensors))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.__init__()  # type: ignore[misc]
+
+
+def _has_counter(space: dict[str, Any]) -> bool:
+    return isinstance(space.get("num_batches_tracked"), torch.Tensor)
+
+
+class _OptimizerNote:
+    """The structure of an optimizer: its options, and the names of the state of each parameter; the attributes of one
+    of the user's own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._options = options_of(optimizer)
+        self._attributes = None if is_of_torch(optimizer) else Containers([optimizer])
+        self._state = [(key, state, dict(state)) for key, state in optimizer.state.items() if isinstance(state, dict)]
+
+    def now(self) -> _OptimizerNote:
+        return _OptimizerNote(self._optimizer)
+
+    def give_back(self) -> None:
+        """Go back to it."""
+        if self._attributes is not None:
+            self._attributes.give_back()
+        set_options(self._optimizer, self._options)
+        self._optimizer.state.clear()
+        for key, state, content in self._state:
+            state.clear()
+            state.update(content)
+            self._optimizer.state[key] = state
+
+
+class _Bindings:
+    """Which tensors the parameters and buffers of modules are; a forward may replace buffers."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._modules = list(modules)
+        self._parts = [(part, dict(part._buffers), dict(part._parameters)) for m in self._modules for part in m.modules()]
+
+    def now(self) -> _Bindings:
+        return _Bindings(self._modules)
+
+    def check(self) -> None:
+        """Raises `CannotGoBack` if a parameter is another one by now."""
+        for part, _, parameters in self._parts:
+            if any(part._parameters.get(name) is not parameter for name, parameter in parameters.items()):
+                raise CannotGoBack("a parameter was replaced since the last copy of the state")
+
+    def give_back(self) -> None:
+        """Go back to it."""
+        for part, buffers, _ in self._parts:
+            for name, buffer in buffers.items():  # those of a scripted module are no dict
+                part._buffers[name] = buffer
+
+
+class Copy:
+    """Everything that steps change, at one moment: tensors' contents and optimizers' notes.
+
+    ``gradients`` pairs parameters with copies of gradients that were still to be used at that moment; ``with_gradient``
+    are all that had one. ``num_marks`` are the steps on the tape before it.
+    """
+
+    def __init__(self) -> None:
+        self.contents = Contents()
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.with_gradient: list[torch.Tensor] = []
+        self.num_marks = 0
+        self._notes: list[_OptimizerNote] = []
+        self._bindings: list[_Bindings] = []
+
+    def take(
+        self,
+        tensors: list[torch.Tensor],
+        optimizers: Iterable[torch.optim.Optimizer],
+        modules: Iterable[torch.nn.Module],
+    ) -> None:
+        """Remember all of it, reusing memory."""
+        self.contents.take(tensors)
+        parameters = (t for t in tensors if t.requires_grad or isinstance(t, torch.nn.Parameter))  # also frozen by now
+        self.with_gradient = [tensor for tensor in parameters if tensor.grad is not None]
+        self._notes = list(map(_OptimizerNote, optimizers))
+        self._bindings = [_Bindings(modules)]
+
+    def take_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remember gradients, which an optimizer's step is still to use."""
+        self.gradients = [(p, p.grad.detach().clone()) for p in parameters if p.grad is not None]
+
+    def add(self, tensors: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Remember more."""
+        self.contents.add(tensors)
+        self._notes += map(_OptimizerNote, optimizers)
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Remember what the buffers of one more module are."""
+        self._bindings.append(_Bindings([module]))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.contents.num_bytes + num_bytes(gradient for _, gradient in self.gradients)
+
+    def put_back(self) -> Copy:
+        """Go back to it; returns the state of before. Raises `CannotGoBack` with nothing changed."""
+        self.contents.check()
+        for binding in self._bindings:
+            binding.check()
+        current = Copy()
+        current.contents = Contents(self.contents.tensors)
+        current._notes = [note.now() for note in self._notes]
+        current._bindings = [binding.now() for binding in self._bindings]
+        try:
+            self.give_back()
+        except BaseException:
+            current.give_back()
+            raise
+        return current
+
+    def give_back(self) -> None:
+        """Go back to it, knowing that nothing has another shape by now."""
+        self.contents.write()
+        for note in (*self._notes, *self._bindings):
+            note.give_back()
+
+
+class World:
+    """Knows the modules and optimizers of a training that are alive, the last copies of their state, and when the next
+    one is due.
+
+    ``every`` is the number of steps between copies, ``None`` to choose it by cost, 0 for no copies. ``is_complete``
+    says whether the steps since the copy are all on the tape, so that one can go back. With ``keeps_earlier`` there are
+    copies of two moments, at least `LEAST_STEPS` apart, if both fit into the limit. ``addresses`` is the memory of the
+    state, ``is_short``: steps are so short that every microsecond counts.
+    """
+
+    def __init__(self, every: int | None = None, state_bytes: int = DEFAULT_STATE_BYTES) -> None:
+        self.copies: list[Copy] = []
+        self.buffers = Buffers()
+        self.is_complete = self.is_short = False
+        self.num_copies = 0
+        self.keeps_earlier = False
+        self.addresses: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._untouched: dict[int, torch.Tensor] = {}
+        self._every = every
+        self._limit = state_bytes
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._parameters: list[torch.Tensor] | None = None
+        self._held: list[object] = []
+        self._trained: set[int] = set()  # ids of plain tensors that the loop trains
+        self._ways_met: dict[int, frozenset[str]] = {}  # of buffers at first, if no copies are taken
+        self._has_grown = False
+        self._cost = 0.0
+        self._taken_at = time.perf_counter()
+
+    # -- what belongs to the state -------------------------------------------------------------------------------
+
+    def meet_module(self, module: torch.nn.Module) -> bool:
+        """A root is about to run; whether it is a new one. A new one is added to the last copy as it is now."""
+        known = self._modules.get(id(module))
+        if (known is not None and known() is module) or is_unmade(module):
+            return False
+        self._modules[id(module)] = weakref.ref(module)
+        self._parameters = None
+        self._hold(module)
+        if self._every == 0:
+            self._ways_met.update((id(buffer), ways_of(buffer)) for buffer in module.buffers())
+        self._add([tensor for tensor in _tensors_of(module) if _is_changing(tensor)], ())
+        for copy in self.copies:
+            copy.bind(module)
+        self.buffers.add_module(module)
+        self.know_addresses()
+        return True
+
+    def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer is about to step; whether it is a new one."""
+        known = self._optimizers.get(id(optimizer))
+        if known is not None and known() is optimizer:
+            return False
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self._parameters = None
+        self._hold(optimizer)
+        self._add(list(state_tensors(optimizer)), (optimizer,))
+        self.know_addresses()
+        return True
+
+    def _hold(self, owner: object) -> None:
+        """Keep an owner of state alive until the next copy, so that the check at the end of a script still finds it."""
+        self._held.append(owner)
+        self._has_grown = self.num_copies > 0
+
+    def _add(self, tensors: list[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        if self._every == 0:
+            return
+        if not self.num_copies:
+            self.num_copies, self.copies, self.is_complete = 1, [Copy()], True
+        if not self.is_complete:
+            return
+        if num_bytes(tensors) + self.copies[-1].num_bytes > self._limit:
+            self.give_up()
+            return
+        for copy in self.copies:
+            copy.add(tensors, optimizers)
+
+    def know_addresses(self) -> None:
+        """Find out which memory is that of the state; frozen parameters are copied only once something writes them."""
+        copied = set(map(id, self.copies[-1].contents.tensors)) if self.copies else set()
+        untouched = (t for m in self.modules for t in _tensors_of(m) if not _is_changing(t) and id(t) not in copied)
+        self._untouched = {p: tensor for tensor in untouched if (p := address_of(tensor)) is not None}
+        state = [*self._untouched.values(), *self.changing()]
+        self.addresses = {p: weakref.ref(tensor) for tensor in state if (p := address_of(tensor)) is not None}
+
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor shares memory with the state."""
+        return address_of(tensor) in self.addresses
+
+    def owner_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The part of the state whose memory a tensor shares."""
+        reference = self.addresses.get(address_of(tensor) or 0)
+        return reference() if reference is not None else None
+
+    def before_write(self, target: torch.Tensor) -> None:
+        """State is about to be written; a frozen parameter that nothing had written so far is copied now."""
+        tensor = self._untouched.pop(address_of(target) or 0, None) if self._untouched else None
+        if tensor is not None:
+            self._add([tensor], ())
+
+    def train(self, tensor: torch.Tensor) -> None:
+        """The loop trains a tensor that no module and no optimizer has: it is about to be written."""
+        self._trained.add(id(tensor))
+        self._add([tensor], ())
+        self.moved(tensor)
+
+    def moved(self, tensor: torch.Tensor) -> None:
+        """State may have got other memory."""
+        address = address_of(tensor)
+        if address is not None:
+            self.addresses[address] = weakref.ref(tensor)
+
+    def is_trained(self, tensor: torch.Tensor) -> bool:
+        """True for a parameter, or a plain tensor that the loop trains."""
+        return tensor.requires_grad or id(tensor) in self._trained
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The roots that are alive."""
+        return [module for reference in self._modules.values() if (module := reference()) is not None]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that are alive."""
+        return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
+
+    @property
+    def num_optimizers(self) -> int:
+        """How many optimizers were met, alive or not."""
+        return len(self._optimizers)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of all roots and optimizers, each once; looked up again for a new one of these and after a copy."""
+        if self._parameters is None:
+            known: dict[int, torch.Tensor] = {id(p): p for module in self.modules for p in module.parameters()}
+            known.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
+            self._parameters = list(known.values())
+        return self._parameters
+
+    def changing(self) -> list[torch.Tensor]:
+        """The tensors that steps change, each once."""
+        unique: dict[int, torch.Tensor] = {}
+        for module in self.modules:
+            unique.update({id(tensor): tensor for tensor in _tensors_of(module) if _is_changing(tensor)})
+        for optimizer in self.optimizers:
+            unique.update((id(tensor), tensor) for tensor in state_tensors(optimizer))
+        for tensor in self.copies[-1].contents.tensors if self.copies else ():
+            if id(tensor) not in unique and (self.is_trained(tensor) or isinstance(tensor, torch.nn.Parameter)):
+                unique[id(tensor)] = tensor  # written by the loop: frozen, or of no module and no optimizer
+        return list(unique.values())
+
+    def state_ids(self) -> set[int]:
+        """The ids of what a copy puts back."""
+        return {id(tensor) for tensor in self.changing()}
+
+    # -- what has gone bad ---------------------------------------------------------------------------------------
+
+    def newly_bad(self) -> torch.Tensor | None:
+        """A parameter that is bad now and was not in the last copy."""
+        parameters: dict[int, torch.Tensor] = {
+            id(p): p for module in self.modules for p in module.parameters() if p.requires_grad
+        }
+        parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
+        copied = self.copies[-1].contents.tensors if self.copies else ()
+        parameters.update((id(t), t) for t in copied if self.is_trained(t))
+        if bad_tensor(parameters.values()) is None:
+            return None
+        before = self._before()
+        for tensor in parameters.values():
+            ways = ways_of(tensor)
+            if ways and (id(tensor) not in before or not ways <= ways_of(before[id(tensor)])):
+                return tensor
+        return None
+
+    def _before(self) -> dict[int, torch.Tensor]:
+        return self.copies[-1].contents.by_id() if self.copies else {}
+
+    def has_worsened(self, tensor: torch.Tensor) -> bool:
+        """True if a part of the state is bad in a way in which its copy is not."""
+        before = self._before().get(id(tensor))
+        return before is not None and not ways_of(tensor) <= ways_of(before)
+
+    def newly_bad_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers and the frozen parameters that have gone bad since the last copy, with their names.
+
+        Infinities are meant so, as in masks, but in the statistics of a normalisation; so are buffers that are new.
+        """
+        before = self._before()
+        known = before.keys() | self._ways_met.keys()
+        named = [
+            (name, tensor)
+            for module in self.modules
+            for name, tensor in (*module.named_buffers(), *module.named_parameters())
+            if id(tensor) in known and tensor.is_floating_point() and not tensor.requires_grad
+        ]
+        if bad_tensor(tensor for _, tensor in named) is None:
+            return []
+        found = []
+        for name, tensor in named:
+            content = before.get(id(tensor))
+            new_ways = ways_of(tensor) - (self._ways_met[id(tensor)] if content is None else ways_of(content))
+            counts = name.endswith(_STATISTICS) or isinstance(tensor, torch.nn.Parameter)
+            if new_ways if counts else NAN in new_ways:
+                found.append((name, tensor))
+        return found
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_off(self) -> bool:
+        """True if no copies are taken."""
+        return self._every == 0
+
+    @property
+    def takes_copies(self) -> bool:
+        """True if copies of the state are taken: they fit into the limit."""
+        return self._every != 0 and num_bytes(self.changing()) <= self._limit
+
+    def is_due(self, now: float, num_steps: int, held_bytes: int, most_bytes: int) -> bool:
+        """True if it is time to check everything and to take the next copy, so many steps after the last one, which
+        hold so many bytes."""
+        is_first = self.num_copies == 1 and self.is_complete and self._every != 0  # played from the start of training
+        is_full = held_bytes > most_bytes
+        if is_first and num_steps < _BEGINNING and not is_full:
+            return False
+        if self._has_grown or is_full or num_steps >= MOST_STEPS:
+            return True
+        if self.keeps_earlier and self.is_complete and num_steps < LEAST_STEPS:
+            return False
+        if self._every:
+            return num_steps >= self._every - 1 or not self.is_complete
+        return (now - self._taken_at) * SHARE >= self._cost
+
+    def wanted_steps(self, now: float, num_since: int, num_steps: int, held_bytes: int, most: int) -> tuple[int, int]:
+        """The steps until the next copy: as many as the cost of the last one asks for, ``num_since`` steps ago, and
+        the most that memory allows."""
+        if self._every:
+            return self._every, self._every
+        by_cost = math.ceil(self._cost / SHARE * num_since / max(now - self._taken_at, 1e-6)) or _FEW_STEPS
+        by_memory = most * max(num_steps, 1) // max(held_bytes, 1)
+        return min(by_cost, MOST_STEPS), min(by_memory, MOST_STEPS)
+
+    def most_bytes(self, default: int) -> int:
+        """Bytes that the steps since a copy may hold: with two copies, half of what the state leaves of its limit."""
+        if not self.keeps_earlier or not self.copies:
+            return default
+        return max(default, self._limit // 2 - self.copies[-1].num_bytes)
+
+    def take(
+        self, started: float, num_steps: int, unfinished: Iterable[torch.optim.Optimizer] = (), *, may_keep: bool
+    ) -> bool:
+        """Copy the state of now, so many steps after the last copy; ``started`` is when the checks before it began.
+
+        The optimizers that are ``unfinished`` have gradients of which they are still to make a step. True if the last
+        copy is kept as well, which it is if it ``may_keep`` and that is wanted; then ``num_marks`` are to be set.
+        """
+        if num_steps and self.num_copies > 1:  # the first steps are longer than those that follow
+            step_seconds = (started - self._taken_at) / (num_steps + 1)
+            is_on_gpu = any(tensor.is_cuda for tensor in self.copies[-1].contents.tensors) if self.copies else False
+            self.is_short = step_seconds < _SHORT and not is_on_gpu
+        self._parameters = None
+        self._held, self._has_grown = [], False  # those that only this holds are gone now
+        self._held = [*self.modules, *self.optimizers]
+        if self._every == 0:
+            return False
+        tensors = self.changing()
+        if num_bytes(tensors) > self._limit:
+            self.give_up()
+            return False
+        is_kept = may_keep and self.keeps_earlier and self.is_complete and self._has_room_for_two()
+        if is_kept:
+            new = self.copies.pop(0) if len(self.copies) > 1 else Copy()
+        else:
+            new = self.copies[-1] if self.copies else Copy()
+            self.copies.clear()
+        new.take(tensors, self.optimizers, self.modules)
+        new.take_gradients(p for optimizer in unfinished for p in parameters_of(optimizer))
+        self.copies.append(new)
+        self.is_complete = True
+        self.num_copies += 1
+        return is_kept
+
+    def _has_room_for_two(self) -> bool:
+        """True if two copies of the state fit into the limit, and beside what a device has free."""
+        if 2 * self.copies[-1].num_bytes > self._limit:
+            return False
+        device = next((tensor.device for tensor in self.copies[-1].contents.tensors if tensor.is_cuda), None)
+        return device is None or self.copies[-1].num_bytes < _FREE_SHARE * torch.cuda.mem_get_info(device)[0]
+
+    def rest(self, started: float) -> None:
+        """All that belongs to a copy, begun at ``started``, is done: its time decides when the next one is due."""
+        self._taken_at = time.perf_counter()
+        self._cost = self._taken_at - started
+
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched."""
+        self._taken_at += seconds
+
+    def interrupt(self) -> None:
+        """Something happened that is not on the tape: there is no going back behind this moment."""
+        del self.copies[:-1]
+        self.is_complete = False
+
+    def give_up(self) -> None:
+        """Take no copies any more: they would not fit into the memory limit, or be of no use."""
+        self._every = 0
+        self.interrupt()
+        self.copies.clear()
+
+    def forget(self) -> None:
+        """The capture is over: let go of everything that belongs to the user."""
+        self._held, self._untouched, self.addresses = [], {}, {}
+        self._modules.clear()
+        self._optimizers.clear()
+        self._trained.clear()
+        self._parameters = None
+        self.buffers.clear()
+        self.give_up()
+
+    @contextlib.contextmanager
+    def at(self, copy: Copy, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """In this context the state is that of a copy, and ``leaves`` have the gradients of then; afterwards
+        everything is as it was, version counters included. Raises `CannotGoBack` with nothing changed."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(enabled=True))
+            stack.enter_context(python_generators_restored(None))
+            stack.enter_context(attributes_kept(self.modules, self.optimizers))
+            stack.enter_context(torch_private.preserve_versions(self.changing()))
+            stack.callback(copy.put_back().give_back)
+            gradients = [(leaf, leaf.grad) for leaf in leaves]
+            stack.callback(give_gradients, gradients)
+            give_gradients([(leaf, None) for leaf in leaves])
+            give_gradients([(leaf, torch.zeros_like(leaf)) for leaf in copy.with_gradient])
+            give_gradients([(leaf, grad.clone()) for leaf, grad in copy.gradients])
+            yield
+
+
+def is_unmade(module: torch.nn.Module) -> bool:
+    """True if parts of a module get their shapes from the first batch; such a one is met when it has them."""
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_lazy(tensor) and not tensor.is_inference() and tensor.grad_fn is None:
+            yield tensor
+
+
+def _is_changing(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of every parameter group, such as the learning rate of now."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {**group}
+        del options["params"]
+        found.append(options)
+    return found
+
+
+def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """The inverse of `options_of`."""
+    for group, values in zip(optimizer.param_groups, options, strict=False):
+        group.update(values)
+
+
+def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of a module or an optimizer."""
+    return list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Parameters and every tensor of the optimizer's state; those in attributes of one of the user's own."""
+    yield from parameters_of(optimizer)
+    if not is_of_torch(optimizer):
+        yield from tensors_held(optimizer)
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield value
+                else:
+                    yield from iter_tensors(value)
+
+
+def give_gradients(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Set the gradients of leaves."""
+    for leaf, grad in grads:
+        leaf.grad = grad
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The memory that tensors take, in bytes."""
+    return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if plain.is_cuda and num_bytes([plain]) > _FREE_SHARE * torch.cuda.mem_get_info(plain.device)[0]:
+        return plain.cpu()
+    return plain.clone() if plain.layout is not torch.strided else plain.clone(memory_format=torch.preserve_format)
+
+
+class GeneratorWatch:
+    """Notes the generators' states before a step's first forward, while there is reason to.
+
+    Reading them in every step would cost several per cent of a short step, so they are read in the first steps and once
+    after every copy of the state. If the states differ before and after a step's forward then, they are read always.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] | None = None
+        self._looks_left = 3
+        self._is_drawn = False
+
+    @property
+    def is_looking(self) -> bool:
+        """True if the next forward matters."""
+        return self._is_drawn or self._looks_left > 0
+
+    def before_module(self) -> dict[str, Any] | None:
+        """A root module is about to run: the states of now if it is not the first one of a step that is looked at."""
+        if not self.is_looking:
+            return None
+        states = python_generators()
+        if self.states is None:
+            self.states = states
+            return None
+        return states
+
+    def restart(self) -> None:
+        """The step is over."""
+        if self.states is None:
+            return
+        if not self._is_drawn:
+            self._looks_left -= 1
+            self._is_drawn = not _are_equal(self.states, python_generators())
+        self.states = None
+
+    def look_closely(self) -> None:
+        """Look again in the next step."""
+        self._looks_left = max(self._looks_left, 1)
+
+
+def python_generators() -> dict[str, Any]:
+    """The states of Python's and, where the program uses it, NumPy's generator."""
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"python": random.getstate()}
+    if numpy is not None and hasattr(numpy, "random"):
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def _are_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    if first["python"] != second["python"] or first.keys() != second.keys():
+        return False
+    return all(
+        a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b
+        for a, b in zip(first.get("numpy", ()), second.get("numpy", ()), strict=True)
+    )
+
+
+@contextlib.contextmanager
+def python_generators_restored(states: dict[str, Any] | None) -> Iterator[None]:
+    """Python's and NumPy's generators as they were in ``states``; afterwards as they are now."""
+    before = python_generators()
+    try:
+        set_python_generators(states or before)
+        yield
+    finally:
+        set_python_generators(before)
+
+
+def set_python_generators(states: dict[str, Any]) -> None:
+    """Put Python's and NumPy's generators into ``states``."""
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])

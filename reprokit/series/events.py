@@ -1,0 +1,110 @@
+"""Events of a run as people and programs get them: data, one line of text, one line of JSON.
+
+Imports no torch: `reprokit.TrainingEvent` is part of the public API.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from reprokit.series.course import Departure, Severity
+from reprokit.words import json_line, number_words, times_words
+
+EventKind = Literal["spike", "explosion", "dead", "scale"]
+QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
+_MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold about 8,000 events
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEvent:
+    """Something about a run that is unlike its last 100 steps.
+
+    ``step`` is the one whose number gave the alarm, ``began_at`` the first one off the course; both count from 0. The
+    ``quantity`` had the ``value`` in that step, was ``usual`` before (the median), and may be up to ``threshold``;
+    ``reference_step`` is the last healthy one. ``place`` is the module, parameter or input that it is about, if that is
+    known. ``severity`` is ``error`` for what is saved, else ``warning``. ``snapshot`` is the path of the file.
+    """
+
+    kind: EventKind
+    step: int
+    severity: Severity
+    evidence: str
+    place: str | None = None
+    began_at: int | None = None
+    quantity: str | None = None
+    value: float | None = None
+    usual: float | None = None
+    threshold: float | None = None
+    reference_step: int | None = None
+    snapshot: str | None = None
+
+    def line(self) -> str:
+        """The event in one line."""
+        place = f" in `{self.place}`" if self.place else ""
+        return f"{self.severity}: {self.kind} at step {self.step}{place}: {self.evidence}"
+
+    def to_json(self) -> str:
+        """The event as a line of JSON; numbers that JSON does not have are texts, and what is unknown is left out."""
+        return json_line({name: value for name, value in asdict(self).items() if value is not None})
+
+
+def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
+    """The event of a number that has left its course, noticed after ``step``."""
+    began, usual = departure.began, departure.usual
+    quantity = QUANTITIES[kind]
+    words = f"the {quantity} was {number_words(began.number)}{times_words(began.number, usual)}"
+    if departure.is_over:
+        words += ", and came back at once" if len(departure.values) == 1 else ", and came back"
+    elif len(departure.values) > 1:
+        words += (
+            f", and stayed off its course for {len(departure.values)} steps up to {number_words(departure.peak.number)}"
+        )
+    return TrainingEvent(
+        kind,
+        step,
+        departure.severity,
+        f"began at step {began.step}: {words}",
+        began_at=began.step,
+        quantity=quantity,
+        value=began.number,
+        usual=usual,
+        threshold=departure.limit,
+        reference_step=departure.healthy.step,
+    )
+
+
+class LineLog:
+    """Lines in a file, such as events as JSON; the file appears with the first one.
+
+    Any thread may add. A file that grows beyond ``most_bytes`` is renamed to ``<name>.1``, in the place of an older
+    one. The function ``name`` is called for the first line: a process may learn its rank after its capture has begun.
+    """
+
+    def __init__(self, name: Callable[[], Path], most_bytes: int = _MOST_BYTES) -> None:
+        self._name = name
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """The file."""
+        return self._name()
+
+    def add(self, line: str) -> None:
+        """Append a line; raises `OSError` if the disk says no."""
+        with self._lock:
+            if self.path.exists() and self.path.stat().st_size > self._most_bytes:
+                os.replace(self.path, older(self.path))
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def older(log: Path) -> Path:
+    """The name that a log gets when it has grown too large."""
+    return log.with_name(f"{log.name}.1")
