@@ -33,7 +33,7 @@ from command import JSON, find_cases, new_parser, print_json
 from generated import Loop, Training, draw
 
 import reprokit
-from reprokit.capture.save import build_snapshot
+from reprokit.capture import save as build_snapshot
 from reprokit.program import plain
 from reprokit.program.ir import Program, Ref, Scope, map_leaves
 from reprokit.snapshot.format import Snapshot, load

@@ -100,7 +100,7 @@ def measure_failure(shape: str, steps: int, failure: str) -> JSON:
 
 
 def _fail(shape: str, steps: int, failure: str, folder: Path) -> JSON:
-    from reprokit.capture.record.stack import CaptureStop
+    from reprokit.capture.mode import CaptureStop
     from reprokit.capture.session import Session
 
     training = _fresh_training(shape)

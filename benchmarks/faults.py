@@ -32,7 +32,7 @@ import torch
 from command import JSON, new_parser, print_json
 from torch import nn
 
-from reprokit.capture.save import build_snapshot
+from reprokit.capture import save as build_snapshot
 from reprokit.capture.session import Session
 from reprokit.errors import ReprokitError
 from reprokit.snapshot.format import load

@@ -31,7 +31,7 @@ from shapes import Training, make
 from torch import nn
 
 from reprokit.capture.rewind.checkpoint import History
-from reprokit.capture.run.budget import WINDOW
+from reprokit.capture.budget import WINDOW
 from reprokit.capture.session import Session
 
 SHARES = {  # of the time, by how long a step takes

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.mode import CaptureStop
 from tests.conftest import ROOT, Run, import_benchmark
 
 BENCHMARKS = ROOT / "benchmarks"

@@ -520,7 +520,7 @@ def gives_gradients(op: Op) -> bool:
     """True if a backward call is handed gradients, so that what it starts from is not a loss."""
     position = 2 if name_of(op) == AUTOGRAD_GRAD else 1
     given = op.args[position] if len(op.args) > position else None
-    return given is not None or any(op.kwargs.get(name) is not None for name in _GIVEN_GRADIENTS)
+    return given is not None or not _GIVEN_GRADIENTS.isdisjoint([k for k, v in op.kwargs.items() if v is not None])
 
 
 def is_backward(op: Op) -> bool:
@@ -528,5 +528,5 @@ def is_backward(op: Op) -> bool:
     return op.kind is Backward and name_of(op) in _LEAVING
 
 
-_GIVEN_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")
+_GIVEN_GRADIENTS = frozenset({"gradient", "grad_tensors", "grad_outputs"})
 _LEAVING = (BACKWARD, AUTOGRAD_BACKWARD)

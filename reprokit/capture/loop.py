@@ -544,17 +544,18 @@ class Loop:
         suspicious = self._sentinel.is_suspicious(optimizer, clipped)
         has_past = world.is_complete if ranks.is_alone else ranks.goes_back  # all ranks have to look at the same
         may_be_all = self.is_noted or not ranks.is_alone  # each rank chooses which steps it notes
-        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        is_far = bool(grads) and any(grad.is_cuda for grad in grads)
-        if is_thorough or (may_be_all and not has_past and not is_far):
-            return bad_tensor(grads) is not None
+        if is_thorough or (may_be_all and not has_past and not self._is_far(optimizer)):
+            return bad_tensor(_gradients_of(optimizer)) is not None
         if suspicious is None:
             self.flags.add([clipped] if clipped is not None else [], self.iterations.total)
             return False
         if ranks.is_parallel and not suspicious:  # the loss of another rank may be bad, which reaches the last layer
             gradient = self._last_layer.gradient(optimizer)
             suspicious = gradient is not None and not is_finite_sum(gradient)
-        return suspicious and bad_tensor(grads) is not None
+        return suspicious and bad_tensor(_gradients_of(optimizer)) is not None
+
+    def _is_far(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(gradient.is_cuda for gradient in _gradients_of(optimizer))
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer's step ended: when it is time to, check the state; a good step becomes the past."""
@@ -852,6 +853,10 @@ class Loop:
 
 
 GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
 
 
 def _op_of(call: Begun) -> Op:

@@ -94,17 +94,27 @@ class Recorder(StackedMode):
             or _tracing_state() is not None
         ):
             return self._perform_unusual(facts, func, args, dict(kwargs or {}))
-        frame = sys._getframe(1)
-        kind = KINDS.get(id(frame.f_code))
-        if facts.may_write or self.is_hand_updated or (kind != "loop" and kind != "top"):
-            return self._perform(facts, func, args, dict(kwargs or {}), frame)
+        user, walker = None, sys._getframe(1)
+        while walker is not None:  # inline: every call of the loop comes through here
+            kind = KINDS.get(id(walker.f_code))
+            if kind == "loop" or kind == "top":
+                user = user or walker
+                break
+            if kind == "user":
+                user = user or walker
+            elif kind != "other":
+                user = None
+                break
+            walker = walker.f_back
+        if user is None or walker is None or facts.may_write or self.is_hand_updated:
+            return self._perform(facts, func, args, dict(kwargs or {}), sys._getframe(1))
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException as error:
-            self.note_failure(error, facts, args, kwargs or {}, frame)
+            self.note_failure(error, facts, args, kwargs or {}, user)
             raise
         try:
-            self._note(facts, args, kwargs, frame, out)
+            self._note(facts, args, kwargs, user, out)
         except BaseException as error:
             self.switch_off(error)
         return out
@@ -383,7 +393,9 @@ class Recorder(StackedMode):
                 given.append(tape.number(value))
             else:
                 given.append(value if kind in ATOMS else tape.encode(value))
-        return tuple(given), tape.encode(kwargs) if kwargs else None
+        if kwargs and not ATOMS.issuperset(map(type, kwargs.values())):
+            return tuple(given), tape.encode(kwargs)
+        return tuple(given), kwargs or None
 
     def finish(self, begun: Begun, out: Any) -> None:
         """A call is over: note it with its results."""

@@ -105,7 +105,10 @@ def _map_attributes(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any],
 
 def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with lists in place of iterators, which can be read only once."""
-    return tuple(map(_as_list, args)), {name: _as_list(value) for name, value in kwargs.items()} if kwargs else kwargs
+    given = tuple([value if value.__class__ in ATOMS else _as_list(value) for value in args])
+    if ATOMS.issuperset(map(type, kwargs.values())):
+        return given, kwargs
+    return given, {name: _as_list(value) for name, value in kwargs.items()}
 
 
 def _as_list(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from reprokit.capture.structure import iter_leaves, map_leaves
+from reprokit.capture.structure import ATOMS, iter_leaves, map_leaves
 from reprokit.program.ir import Mode
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class Op(NamedTuple):
     note: Any
 
     @property
-    def ins(self) -> Iterator[Number]:
+    def ins(self) -> list[Number]:
         """The numbers of the tensors that the call was given."""
-        return iter_leaves((self.args, self.kwargs), Number)
+        return numbers_in(self.args, self.kwargs)
 
 
 @dataclass(slots=True, eq=False)
@@ -280,35 +280,46 @@ class Tape:
         self.log, self.marks = self.log[end * SLOTS :], self.marks[num_marks:]
         for mark in self.marks:
             mark.end -= end
-        self._keep([*self.carried, *later])
+        self._keep()
         self._begin_step()
         self.sweep_at, self.sweep_bytes = SWEEP_OPS * SLOTS, SWEEP_BYTES
 
     def drop_past(self) -> None:
         """Forget the steps before the running one."""
         self.log, self.marks, self.carried, held = self.log[self.begin * SLOTS :], [], [], self.held
-        self._keep(self.ops())
+        self._keep()
         self.begin = 0
         self.held = {number: tensor for number, tensor in held.items() if self.known(tensor) == number}
 
     def forget(self) -> None:
         """Let go of everything."""
         self.log, self.marks, self.carried = [], [], []
-        self._keep([])
+        self._keep()
         self._begin_step()
 
-    def _keep(self, ops: Iterable[Op]) -> None:
-        """Only these calls are known: let go of the tensors and the numbers that none of them has."""
-        used = {number for op in ops for number in (*op.ins, *op.outs)}
+    def _keep(self) -> None:
+        """Let go of the tensors and the numbers that no call has."""
+        log, used = self.log, {number for op in self.carried for number in (*op.ins, *op.outs)}
+        for place in range(0, len(log), SLOTS):
+            args, kwargs, outs = log[place + 2], log[place + 3], log[place + 4]
+            for value in args:  # inline: there may be thousands of calls
+                if value.__class__ is Number:
+                    used.add(value)
+                elif value.__class__ not in ATOMS:
+                    used.update(iter_leaves(value, Number))
+            if kwargs:
+                used.update(numbers_in((), kwargs))
+            if outs.__class__ is Number:
+                used.add(outs)
+            else:
+                used.update(outs)
         self.inputs = {number: tensor for number, tensor in self.inputs.items() if number in used}
         self.saved = {number: content for number, content in self.saved.items() if number in used}
         self.stamps = {number: version for number, version in self.stamps.items() if number in used}
-        self.values = {
-            key: pair for key, pair in self.values.items() if pair[1] in used and pair[0]() is not None
-        }
+        self.values = {key: pair for key, pair in self.values.items() if pair[1] in used and pair[0]() is not None}
         held = {id(t): t for t in (*self.inputs.values(), *self.saved.values()) if t.__class__ is not torch.nn.Parameter}
         self._counted = set(held)
-        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+        self.num_bytes = sum([tensor.numel() * tensor.element_size() for tensor in held.values()])
         self._by_memory, self._num_scanned = {}, 0
 
     # -- room ----------------------------------------------------------------------------------------------------
@@ -342,20 +353,29 @@ class Tape:
             self.begin = places[self.begin]
             self.log = kept
         held = self.held
-        self._keep([*self.carried, *self.ops()])
+        self._keep()
         self.held = {number: tensor for number, tensor in held.items() if self.known(tensor) == number}
 
     def _useless(self) -> set[int]:
         """The positions of calls whose results are gone and that no other call depends on."""
+        log, found = self.log, set()
         needed = {number for reference, number in self.values.values() if reference() is not None}
-        found = set()
-        ops = self.ops()
-        for position in range(len(ops) - 1, -1, -1):
-            op = ops[position]
-            if op.kind.is_pure(op) and needed.isdisjoint(op.outs):
-                found.add(position)
-            else:
-                needed.update(op.ins)
+        for place in range(len(log) - SLOTS, -1, -SLOTS):
+            kind, _, args, kwargs, outs, _, _, _, note = log[place : place + SLOTS]
+            is_pure = note is None and kind.is_forward  # inline: there may be thousands of calls
+            if not is_pure:
+                (op,) = self.ops(place // SLOTS, place // SLOTS + 1)
+                is_pure = kind.is_pure(op)
+            if is_pure and (outs not in needed if outs.__class__ is Number else needed.isdisjoint(outs)):
+                found.add(place // SLOTS)
+                continue
+            for value in args:
+                if value.__class__ is Number:
+                    needed.add(value)
+                elif value.__class__ not in ATOMS:
+                    needed.update(iter_leaves(value, Number))
+            if kwargs:
+                needed.update(numbers_in((), kwargs))
         return found
 
     def _by_value(self) -> set[int]:
@@ -370,6 +390,17 @@ class Tape:
             else:
                 needed.update(op.ins)
         return found
+
+
+def numbers_in(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Number]:
+    """The numbers among arguments, in order."""
+    found: list[Number] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if value.__class__ is Number:
+            found.append(value)
+        elif value.__class__ not in ATOMS:
+            found += iter_leaves(value, Number)
+    return found
 
 
 def makers_of(numbers: Set[Number], ops: Sequence[Op]) -> list[Op]:

@@ -19,7 +19,7 @@ from reprokit.capture import session
 from reprokit.capture.hooks import policy
 from reprokit.capture.record import attributes, compact_steps, current_step, tape
 from reprokit.capture.rewind import checkpoint
-from reprokit.capture.save import choose_step
+from reprokit.capture import save as choose_step
 from reprokit.capture.session import Session
 from reprokit.snapshot import environment, format
 from tests.capture.test_fail_open import failing_at_once, failing_late

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture.run import budget
+from reprokit.capture import budget
 from reprokit.capture.session import Session
 from reprokit.cli import main
 from reprokit.errors import ReprokitError, UsageError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reprokit.capture.rewind.meeting import digest
-from reprokit.capture.save.event_step import ONE_PROCESS
+from reprokit.capture.events import ONE_PROCESS
 from reprokit.cli import main
 from reprokit.locate.failure import RankDifference
 from reprokit.render import facts

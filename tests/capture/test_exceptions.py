@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.save.build_snapshot import NOT_OF_TORCH
+from reprokit.capture.save import NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.locate.diagnose import diagnose
 from reprokit.render.findings import markdown, one_line

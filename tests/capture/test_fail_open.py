@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.hooks import early_warning
+from reprokit.capture import early_warning
 from reprokit.capture.options import DEFAULT_ON
 from reprokit.capture.record import current_step
-from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.mode import CaptureStop
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 from tests.capture.test_compiled import miscompiled

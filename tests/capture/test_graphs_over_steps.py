@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture.save.choose_step import BEGUN_BEFORE
+from reprokit.capture.save import BEGUN_BEFORE
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import described_once, update
 

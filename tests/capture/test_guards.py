@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from reprokit.capture.save.build_snapshot import OTHER_GRADIENTS
+from reprokit.capture.save import OTHER_GRADIENTS
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-from reprokit.capture.run.timeline import Timeline
+from reprokit.series.timeline import Timeline
 from reprokit.capture.session import Session
 from tests.capture.traps_checks import batches, classify, described_once, rooted_loss, training, update
 

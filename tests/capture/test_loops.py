@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import optimizer as optimizers
 
-from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.mode import CaptureStop
 from reprokit.capture.session import Session
 from reprokit.locate.blame import locate
 from reprokit.snapshot.format import load

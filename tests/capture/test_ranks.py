@@ -75,7 +75,7 @@ KILLED = """
 import os
 import signal
 import time
-from reprokit.capture.hooks import on_failure
+from reprokit.capture import failures as on_failure
 from reprokit.capture.run.ranks import Ranks
 
 replayed = on_failure.snapshot_of
@@ -196,7 +196,7 @@ def test_a_culprit_that_is_busy_after_its_backward_pass(tmp_path: Path) -> None:
 
 
 NOTED_ON_ONE = """
-from reprokit.capture.run.budget import Budget
+from reprokit.capture.budget import Budget
 Budget.notes = lambda self, step: rank == 1
 """  # each rank keeps to its budget by itself
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reprokit.capture.save.build_snapshot import OPTIMIZERS_SPREAD
+from reprokit.capture.save import OPTIMIZERS_SPREAD
 from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import run_python_in
@@ -125,7 +125,7 @@ UNSAVED = (
     + """
 import reprokit
 from reprokit.capture.run import ranks
-from reprokit.capture.save import choose_step
+from reprokit.capture import save as choose_step
 
 def fail(name):
     with reprokit.capture(f"{name}.pt"):

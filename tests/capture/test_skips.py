@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.mode import CaptureStop
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (

@@ -8,7 +8,7 @@ import torch
 
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
-from reprokit.capture.record.tensor_names import Names
+from reprokit.capture.names import Names
 from reprokit.program.ir import Mode
 
 SOURCE = """

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.hooks import on_failure
-from reprokit.capture.save import choose_step
-from reprokit.capture.save.build_snapshot import BuiltSnapshot
+from reprokit.capture import failures as on_failure
+from reprokit.capture import save as choose_step
+from reprokit.capture.save import Made as BuiltSnapshot
 from reprokit.capture.session import Session
 from reprokit.program.memory import same_bits
 from reprokit.snapshot.format import Snapshot, load, save

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.mode import CaptureStop
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import update

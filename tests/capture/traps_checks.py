@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.save import build_snapshot
+from reprokit.capture import save as build_snapshot
 from reprokit.capture.session import Session
 from reprokit.program.interpreter import Observer, run
 from reprokit.program.ir import Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reprokit.capture.hooks import early_warning
+from reprokit.capture import early_warning
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import torch.nn as nn
 
 import reprokit
 from reprokit.capture.failure_text import cause_line
-from reprokit.capture.hooks import early_warning
+from reprokit.capture import early_warning
 from reprokit.capture.rewind.checkpoint import History
-from reprokit.capture.save.event_step import LEAST_SILENT, EventStep
+from reprokit.capture.events import LEAST_SILENT, EventStep
 from reprokit.locate.diagnose import diagnose
 from tests.capture.traps_checks import update
 from tests.early import mlp

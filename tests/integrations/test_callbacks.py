@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.mode import CaptureStop
 from reprokit.integrations import MissingFramework
 from reprokit.integrations.span import Options, Span
 from reprokit.snapshot.format import load
