@@ -31,6 +31,7 @@ from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import (
     Found,
     Missing,
+    Player,
     Recording,
     Replay,
     ReplayedStep,
@@ -43,7 +44,7 @@ from reprokit.capture.replay import (
     with_makers,
 )
 from reprokit.capture.structure import is_leaf
-from reprokit.capture.tape import Mark, Number, Op, Segment
+from reprokit.capture.tape import Mark, Number, Op, Segment, Tape
 from reprokit.capture.world import CannotGoBack, give_gradients, owned_by, python_generators_restored
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
@@ -52,7 +53,7 @@ from reprokit.locate.failure import EXCEPTION, Failure, RankDifference, kind_of
 from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import NAN, bad_tensor, local_part, ways_of
 from reprokit.program.functions import hidden_writes
-from reprokit.program.interpreter import Tensors, matmul_precision
+from reprokit.program.interpreter import Modes, Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer, current_mode
@@ -297,10 +298,9 @@ class Describing:
         whole = [*kept, *([pending] if pending is not None else [])]
         whole = with_makers(whole, [*tape.carried, *tape.ops(0, tape.begin)], tape, tape.alive())
         ops = whole[:-1] if pending is not None else whole
-        ops = _without_preparation(ops, self.loop)
-        return Case(
-            verdict.where, ops, pending, mark, True, verdict.frame, raised=verdict.raised, keep=keep, notes=notes
-        )
+        ops, contents = _without_preparation(ops, mark, tape)
+        raised = verdict.raised
+        return Case(verdict.where, ops, pending, mark, True, verdict.frame, contents, raised, keep=keep, notes=notes)
 
     def _better(self, made: Made, case: Case, notes: list[str]) -> Made:
         """``made``, or what is truer to training: the step with those it goes on with, or a step before."""
@@ -808,28 +808,48 @@ def _graphs_from_before(ops: Sequence[Op], tape: Any) -> set[Number]:
     return needed
 
 
-def _without_preparation(ops: list[Op], loop: Loop) -> list[Op]:
-    """``ops`` less those whose results the others can use as they are now; all, if those are not very many."""
-    tape = loop.tape
-    alive = tape.alive()
-    prepared = [op for op in ops if _is_preparation(op, alive)]
+def _without_preparation(ops: list[Op], mark: Mark, tape: Tape) -> tuple[list[Op], dict[Number, torch.Tensor]]:
+    """``ops`` less those that prepared data, if these are very many, and what they made for the others.
+
+    A call that made a bad value stays.
+    """
+    prepared = _preparation(ops, tape.alive())
     if len(prepared) <= _MOST_CALLS:
-        return ops
-    usable = {number for op in prepared for number in op.outs if number in alive and not ways_of(alive[number])}
-    written = {number for op in ops if op.kind is Function and not op.kind.is_pure(op) for number in op.ins}
-    usable -= written
-    dropped = {id(op.outs) for op in prepared if op.outs and usable.issuperset(op.outs)}
+        return ops, {}
+    player, made = Player(tape), {}
+    try:
+        with torch.random.fork_rng(enabled=True), python_generators_restored(mark.generators), Modes() as modes:
+            for op in prepared:
+                modes.enter(op.mode)
+                player.play(op)
+                made.update((number, player.env[number].detach().clone()) for number in op.outs)
+    except Exception as error:
+        pass_on(error)
+        return ops, {}
+    if player.mismatches or any(tensor.requires_grad for tensor in player.env.values()):
+        return ops, {}
+    contents = {number: tensor for number, tensor in made.items() if not ways_of(tensor)}
+    candidates, kept = set(map(id, prepared)), []
+    needed: set[Number] = set()
+    for op in reversed(ops):
+        if id(op) not in candidates or not needed.isdisjoint(op.outs):
+            kept.append(op)
+            needed.update(number for number in op.ins if number not in contents)
+    return kept[::-1], contents
+
+
+def _preparation(ops: Sequence[Op], alive: Mapping[Number, torch.Tensor]) -> list[Op]:
+    """The calls of functions through which no gradient flows, and of modules without parameters."""
+    found = []
+    graphs = {number for number, tensor in alive.items() if tensor.requires_grad}
     for op in ops:
-        if id(op.outs) in dropped:
-            for number in op.outs:  # it is used by its value from here on
-                tape.held[number] = alive[number]
-    return [op for op in ops if id(op.outs) not in dropped]
-
-
-def _is_preparation(op: Op, alive: Mapping[Number, torch.Tensor]) -> bool:
-    is_pure = op.kind is Function and bool(name_of(op)) and op.kind.is_pure(op)
-    is_pure = is_pure or (op.kind is Root and next(op.target.buffers(), None) is None)
-    return is_pure and bool(op.outs) and not any(n not in alive or alive[n].requires_grad for n in op.outs)
+        is_plain = op.kind is Function and bool(name_of(op)) and not op.kind.writes_state(op)
+        is_plain |= op.kind is Root and not any(True for _ in (*op.target.parameters(), *op.target.buffers()))
+        if is_plain and op.outs and graphs.isdisjoint((*op.ins, *op.outs)):
+            found.append(op)
+        else:
+            graphs.update(op.outs)
+    return found
 
 
 def _seen_by_check(replayed: ReplayedStep, failure: Failure | None, *, is_all: bool) -> tuple[Program, Failure | None]:

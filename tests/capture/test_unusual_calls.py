@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from reprokit.capture.record.tape import Tape
+from reprokit.capture.recorder import Recorder
 from reprokit.capture.session import Session
 from reprokit.errors import UsageError
 from tests.capture.traps_checks import (
@@ -198,11 +198,11 @@ def test_a_session_that_is_over_does_not_come_back(tmp_path: Path) -> None:
 def test_a_capture_that_cannot_begin_leaves_the_program_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(tape: Tape, listener: object) -> None:
+    def fail(recorder: Recorder) -> None:
         raise OSError("injected")
 
     before = nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad
-    monkeypatch.setattr(Tape, "install", fail)
+    monkeypatch.setattr(Recorder, "install", fail)
     with Session(directory=tmp_path) as session:
         bad_steps(plain_net(), None)
     assert session.snapshots == [] and Session.active is None
@@ -214,7 +214,7 @@ def test_quiet_says_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     def fail(*args: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(import_module("reprokit.capture.save.choose_step"), "save", fail)
+    monkeypatch.setattr(import_module("reprokit.capture.save"), "save", fail)
     with Session(directory=tmp_path, quiet=True, after="continue") as session:
         bad_steps(plain_net(), None)
     assert session.snapshots == []
