@@ -43,11 +43,14 @@ def first_user_frame(frame: FrameType) -> FrameType:
 def learn_loop(code: CodeType | None, frame: FrameType | None) -> None:
     """``code`` is the user's and makes an optimizer's step: it and the functions of the user's around ``frame`` are the
     training loop, at which a search for a module's call ends."""
-    if KINDS.get(id(code)) != "user":
+    if KINDS.get(id(code)) not in ("user", "loop"):
         return
-    while frame is not None:
-        if (KINDS.get(id(frame.f_code)) or _kind_of_code(frame.f_code)) == "user":
+    num_known = 0
+    while frame is not None and num_known < 2:  # the function may be called by another loop now
+        kind = KINDS.get(id(frame.f_code)) or _kind_of_code(frame.f_code)
+        if kind == "user":
             KINDS[id(frame.f_code)] = "loop"
+        num_known += kind in ("loop", "top")
         frame = frame.f_back
 
 

@@ -89,6 +89,7 @@ class Loop:
         self._num_states: dict[int, int] = {}  # parameters with a state that the loop may write, by optimizer
         self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
         self._popped: bool | None = None
+        self._frame: FrameType | None = None  # in which an optimizer steps
         self._optimizer: torch.optim.Optimizer | None = None
         self._met: torch.optim.Optimizer | None = None
         self._in_kernel: dict[str, Any] = _NO_SCALER
@@ -96,6 +97,7 @@ class Loop:
         self._scaler: torch.amp.GradScaler | None = None
         self._inside: torch.optim.Optimizer | None = None
         self.tape.on_lost = self._lose
+        recorder.end_step_left = self.end_step_left
         self.choose()
 
     def forget(self) -> None:
@@ -426,7 +428,7 @@ class Loop:
                     self.begin_over()
             except BaseException as error:
                 recorder.switch_off(error)
-        if self._popped is not None and recorder.depth == 1 and self._scaler is None:
+        if self._popped is not None and not _is_inside(self._frame, sys._getframe(1)):
             self.abandon()  # an exception has ended the step before
         if not recorder.is_outermost and (self._scaler is None or self._popped is not None):
             if self._popped is None and torch_private.graph_task_id() != -1:
@@ -436,11 +438,13 @@ class Loop:
         closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
         try:
             self.enter(optimizer)
+            self._frame = sys._getframe(1)
             if self._met is not optimizer:
                 self.meet_optimizer(optimizer)
                 self._met = optimizer
             self._attributes = recorder.roots.attributes.note(optimizer)
         except BaseException as error:
+            self.leave()
             recorder.switch_off(error)
             return None
         if closure is None:
@@ -461,12 +465,19 @@ class Loop:
         if self.scalers.is_used and _is_handed_to_kernel(optimizer):
             self._in_kernel = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
         self._popped = self.recorder.step_aside()
+        self.recorder.is_stepping = True
 
     def leave(self) -> None:
         """No optimizer steps any more; nothing happens when none does."""
         if self._popped is not None:
-            popped, self._popped = self._popped, None
+            popped, self._popped, self._frame = self._popped, None, None
+            self.recorder.is_stepping = False
             self.recorder.step_back(popped)
+
+    def end_step_left(self) -> None:
+        """The loop may go on although an optimizer's step has not ended: an exception has ended it."""
+        if self._scaler is None and not _is_inside(self._frame, sys._getframe(1)):
+            self.abandon()
 
     def abandon(self) -> None:
         """An exception has ended an optimizer's step, which may have changed some of its parameters."""
@@ -496,6 +507,7 @@ class Loop:
                 self.is_urgent = False
                 if recorder.enabled:
                     self.enter(optimizer)
+                    self._frame = sys._getframe(1)
             return loss
 
         return watched
@@ -525,6 +537,7 @@ class Loop:
             self.timeline.loss = pending.loss
             self.failures.fail("loss", pending=pending)
         else:
+            self.tape.drop_gradients()
             self.ranks.withdraw(pending.step)
             self.flags.forget()
             self.failures.count_skipped(pending.step)
@@ -862,6 +875,12 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _op_of(call: Begun) -> Op:
     kind, target, given, named, code, instruction, mode, note = call
     return Op(kind, target, given, named or {}, (), code, instruction, mode, note)
+
+
+def _is_inside(outer: FrameType | None, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not outer:
+        frame = frame.f_back
+    return frame is not None and outer is not None
 
 
 def _is_handed_to_kernel(optimizer: torch.optim.Optimizer) -> bool:

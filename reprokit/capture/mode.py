@@ -37,7 +37,8 @@ class StackedMode(TorchFunctionMode):
     ``enabled`` is set by the session; ``switch_off(error)`` is called with an internal error. Invariant: while
     ``depth`` is above 0 the loop is inside something that is noted as a whole. ``thread`` is the watched one; it
     ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward;
-    ``on_other_thread`` is called the first time.
+    ``on_other_thread`` is called the first time. While an optimizer ``is_stepping`` an exception may end that, which
+    `end_step_left` has to find out.
     """
 
     def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
@@ -49,6 +50,8 @@ class StackedMode(TorchFunctionMode):
         self.is_claimed = False
         self.has_other_thread = False
         self.on_other_thread: Callable[[], None] = lambda: None
+        self.is_stepping = False
+        self.end_step_left: Callable[[], None] = lambda: None
         self._is_on = True
         self._is_turned = False
         self._returns = True  # to the stack, in `step_back`
@@ -56,6 +59,8 @@ class StackedMode(TorchFunctionMode):
     @property
     def is_outermost(self) -> bool:
         """True if the loop itself is running, on the thread that is watched."""
+        if self.is_stepping and self.depth == 1 and self.enabled:
+            self.end_step_left()
         return self.depth == 0 and self.enabled and get_ident() == self.thread
 
     @property

@@ -109,7 +109,9 @@ class RootCalls:
     def is_root_call(self) -> bool:
         """True if a module called now is called by the loop itself."""
         recorder = self._recorder
-        if recorder.depth or not recorder.enabled or get_ident() != recorder.thread:
+        if recorder.depth and not (recorder.is_stepping and recorder.is_outermost):
+            return False
+        if not recorder.enabled or get_ident() != recorder.thread:
             return False
         return _tracing_state() is None and _peek_transforms() is None
 

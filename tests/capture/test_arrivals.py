@@ -15,11 +15,7 @@ import pytest
 import torch
 
 import reprokit
-from reprokit.capture import session
-from reprokit.capture.hooks import policy
-from reprokit.capture.record import attributes, compact_steps, current_step, tape
-from reprokit.capture.rewind import checkpoint
-from reprokit.capture import save as choose_step
+from reprokit.capture import attributes, loop, recorder, save, session, tape, world
 from reprokit.capture.session import Session
 from reprokit.snapshot import environment, format
 from tests.capture.test_fail_open import failing_at_once, failing_late
@@ -60,14 +56,14 @@ HANDLERS: dict[str, Callable[..., None]] = {
     "method": Limits().end,
 }
 PLACES: list[tuple[Any, str]] = [
-    (policy.Policy, "start"),
-    (tape.Tape, "_prepare"),
-    (tape.Tape, "_plain_entry"),
-    (current_step.RunningStep, "finish_module"),
-    (checkpoint.History, "is_due"),
-    (compact_steps.Freezer, "freeze"),
+    (loop.Loop, "_start"),
+    (recorder.Recorder, "_prepare"),
+    (recorder.Recorder, "_note"),
+    (recorder.Recorder, "finish"),
+    (world.World, "is_due"),
+    (tape.Tape, "mark"),
     (attributes.AttributeWatch, "note"),
-    (choose_step.Describing, "snapshot"),
+    (save.Describing, "snapshot"),
     (environment, "redact_text"),
     (format, "write_file"),
 ]
@@ -109,7 +105,7 @@ def _arriving_in(original: Callable[..., Any], arrive: Callable[[], None], nth: 
 
 
 def _nth(owner: Any) -> int:
-    return 1 if owner in (choose_step.Describing, environment, format) else 2
+    return 1 if owner in (save.Describing, environment, format) else 2
 
 
 @pytest.mark.parametrize(
@@ -164,7 +160,7 @@ def test_an_error_of_our_own_is_no_arrival(error: Exception, monkeypatch: pytest
     def broken(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(policy.Policy, "start", broken)
+    monkeypatch.setattr(loop.Loop, "_start", broken)
     with described_once(), Session(directory=tmp_path):
         watched = failing_at_once()
     assert same_bits(watched, failing_at_once())
@@ -253,14 +249,13 @@ def _going_on(place: str, at: int, patch: pytest.MonkeyPatch) -> list[float]:
     """Train until the loss is NaN in step 4; step ``at`` handles an exception first. The values before the NaN."""
     places: list[str] = []
     patch.setattr(Halting, "places", places)
-    performed = current_step.RunningStep.add_plain
+    noted = recorder.Recorder._note_write
 
-    def add(self: current_step.RunningStep, entry: Any, result: torch.Tensor) -> None:
-        if entry.name.endswith((".mul_", ".__setitem__")):
-            _arrive(entry.name.rpartition(".")[2], places)
-        performed(self, entry, result)
+    def note_write(self: recorder.Recorder, facts: Any, *rest: Any) -> None:
+        _arrive(facts.name.rpartition(".")[2], places)
+        noted(self, facts, *rest)
 
-    patch.setattr(current_step.RunningStep, "add_plain", add)
+    patch.setattr(recorder.Recorder, "_note_write", note_write)
     model = Interrupted(places)
     for name in ("backward", "gradients"):
         model.norm.weight.register_hook(lambda gradient, name=name: _arrive(name, places))
