@@ -342,7 +342,7 @@ def test_a_loop_that_handles_an_exception_is_watched_again(
     before, num_handled = signal.signal(signal.SIGALRM, limit), 0
     model, optimizer = plain_training()
     with described_once(), Session(directory=tmp_path, after="continue", history=3, quiet=True) as watched:
-        for step, x, y in batches(9):
+        for step, x, y in list(batches(9)):
             if step == 2:
                 monkeypatch.setattr(owner, attribute, _arriving_in(getattr(owner, attribute), arrive))
             try:
