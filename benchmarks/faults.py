@@ -39,15 +39,13 @@ from reprokit.snapshot.format import load
 
 # Functions that guard the others, take capture away, or run before the block begins: nothing catches their errors.
 GUARDS = {
-    "Tape.backward",
-    "Tape.install",
-    "Tape.uninstall",
-    "Tape.__torch_function__",
-    "Tape._differentiate",
-    "Tape.call_aside",
-    "Tape._perform",
-    "Tape._perform_unusual",
-    "Tape._perform_write",
+    "Recorder.__torch_function__",
+    "Recorder._facts",
+    "Recorder._perform",
+    "Recorder._perform_unusual",
+    "Recorder.differentiate",
+    "Recorder.install",
+    "Recorder.uninstall",
     "TransformCalls.run",
     "TransformCalls.run_scripted",
     "TransformCalls._perform",
@@ -55,21 +53,20 @@ GUARDS = {
     "RootCalls.uninstall",
     "RootCalls.is_root_call",
     "RootCalls.call",
-    "Stepping.judge_start",
-    "Stepping.finish_differentiation",
-    "Stepping.before_step",
-    "Stepping.after_step",
-    "Stepping.scaler_step",
+    "Loop.before_backward",
+    "Loop.after_backward",
+    "Loop.before_step",
+    "Loop.after_step",
+    "Loop.leave",
+    "Loop.scaler_step",
     "Failures.fail",
-    "Failures.settle",
-    "Stepping._settle_update",
-    "Failures._save",
-    "Copies.give_back",
-    "OptimizerNote.give_back",
-    "State.give_back",
-    "_set",
+    "Contents.write",
+    "Copy.give_back",
+    "_OptimizerNote.give_back",
+    "_Bindings.give_back",
+    "give_gradients",
 }
-_WITHOUT_FAULTS = {"session", "torch_hooks", "stack", "composite_calls", "options", "launch", "block"}
+_WITHOUT_FAULTS = {"session", "hooks", "mode", "options", "launch", "block"}
 _KINDS: tuple[type[BaseException], ...] = (RuntimeError, MemoryError, KeyboardInterrupt)
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _STOPPED = 10  # exit code of a child that was interrupted and holds what it should

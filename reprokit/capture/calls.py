@@ -21,7 +21,7 @@ from reprokit.capture.tape import Op
 from reprokit.capture.transformed import Place, play_with
 from reprokit.capture.world import owned_by, parameters_of, set_options, set_python_generators
 from reprokit.locate.blame import GRAD_SCALER
-from reprokit.program.functions import DATA_WRITES, written_argument
+from reprokit.program.functions import DATA_WRITES, GRAD_WRITES, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, ZERO_GRAD, Call, Phase, Ref
 from reprokit.program.trace import CannotRecord, InputName, Tracer
 
@@ -37,10 +37,21 @@ class Kind:
 
     is_forward = False
     differentiates = False
+    makes_gradients = False  # or changes them, so that it does not matter any more when they are cleared
 
     @classmethod
     def is_pure(cls, op: Op) -> bool:
         """True if a call matters only by its results."""
+        return False
+
+    @classmethod
+    def clears_gradients(cls, op: Op) -> bool:
+        """True if a call drops gradients."""
+        return False
+
+    @classmethod
+    def reads_gradients(cls, op: Op) -> bool:
+        """True if a call gives the loop the gradient of a tensor."""
         return False
 
     @classmethod
@@ -90,6 +101,14 @@ class Function(Kind):
         return op.note is not None and op.note.writes_state
 
     @classmethod
+    def clears_gradients(cls, op: Op) -> bool:
+        return op.note is not None and op.note.is_write and name_of(op) in GRAD_WRITES
+
+    @classmethod
+    def reads_gradients(cls, op: Op) -> bool:
+        return name_of(op) in GRAD_READS
+
+    @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
         note, name = op.note, name_of(op)
         if note is not None:
@@ -101,8 +120,10 @@ class Function(Kind):
         written = written_argument(name, args, kwargs)
         if op.mode.grad and isinstance(written, torch.Tensor) and is_leaf(written):
             with torch.no_grad():  # it was written before the loop said that it needs gradients
-                return op.target(*args, **kwargs)
-        return op.target(*args, **kwargs)
+                result = op.target(*args, **kwargs)
+        else:
+            result = op.target(*args, **kwargs)
+        return written if result is None and op.outs else result  # `__setitem__` returns nothing
 
 
 @dataclass(slots=True)
@@ -258,7 +279,7 @@ class BackwardNote:
 class Backward(Kind):
     """`Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad`."""
 
-    differentiates = True
+    differentiates = makes_gradients = True
 
     @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
@@ -294,6 +315,10 @@ class ZeroGrad(Kind):
     zero."""
 
     @classmethod
+    def clears_gradients(cls, op: Op) -> bool:
+        return True
+
+    @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> None:
         _clear(args[0], op.note or ())
 
@@ -326,6 +351,8 @@ def clear_gradients(recording: Recording, owner: Any, zeroed: Any) -> None:
 
 class Clip(Kind):
     """`clip_grad_norm_` and `clip_grad_value_`."""
+
+    makes_gradients = True
 
     @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
@@ -366,6 +393,8 @@ class Scale(Kind):
 
 class Unscale(Kind):
     """A grad scaler divides gradients: of its arguments the second is the optimizer; its note is the inverse scale."""
+
+    makes_gradients = True
 
     @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> None:
@@ -528,5 +557,6 @@ def is_backward(op: Op) -> bool:
     return op.kind is Backward and name_of(op) in _LEAVING
 
 
+GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
 _GIVEN_GRADIENTS = frozenset({"gradient", "grad_tensors", "grad_outputs"})
 _LEAVING = (BACKWARD, AUTOGRAD_BACKWARD)

@@ -68,7 +68,7 @@ class EventStep(Describing):
                 made = self._without_gradient(steps, number, alarm)
             elif alarm.kind == "scale":
                 with self._begun(steps, number, "gradient norm") as case:
-                    made = self._make(case)
+                    made = self.make(case)
             else:
                 made = self._at_beginning_of(steps, alarm, number)
             with ignored_errors():  # the step is worth a file without the numbers of its layers
@@ -123,7 +123,7 @@ class EventStep(Describing):
             return blocked(Step(program, tensors), failure)
 
         with self._begun(steps, number, "gradient norm") as case:
-            made = self._make(replace(case, explain=explain))
+            made = self.make(replace(case, explain=explain))
         if made.snapshot.failure.call is None:
             raise NotKept(f"no call behind `{finding.name}` keeps its gradient back")
         return made
@@ -144,7 +144,7 @@ class EventStep(Describing):
             return explained(Step(program, tensors), reference, failure)
 
         with self._begun(steps, begun, quantity) as case:
-            return self._make(replace(case, explain=explain))
+            return self.make(replace(case, explain=explain))
 
     def beside_healthy(self, made: Made) -> Made:
         """``made``, of which an input is bad, with what healthy steps before tell of that: see `let_through`."""

@@ -88,11 +88,13 @@ def is_inside_step(tape: Tape) -> bool:
 def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
     """The last bad scalar that the loop computed with gradients in this step, and where; without a scalar, the bad
     tensor that its last call was a test of."""
+    running, alive = tape.running(), tape.alive()
     for tensor, code, instruction in reversed(tape.scalars):
         number = tape.known(tensor)
         if number is not None and is_bad(tensor.detach()):
-            return number, code, instruction
-    running, alive = tape.running(), tape.alive()
+            made = next((n for n, op in enumerate(running) if number in op.outs), len(running))
+            is_passed = any(op.kind is Root and op.mode.grad for op in running[made + 1 :])  # the loop went on
+            return None if is_passed else (number, code, instruction)
     tested = set(running[-1].outs) if running else set()
     tested = {n for n in tested if n in alive and alive[n].dtype is torch.bool}
     for op in reversed(running):

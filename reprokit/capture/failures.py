@@ -118,7 +118,7 @@ class Failures:
         """
         try:
             if pending is not None:
-                op = self._op_of(pending)
+                op = self.op_of(pending)
                 is_late = is_late or op is None
             path = self.save(Verdict(where, sys._getframe(1), op, is_late, keep=keep))
             self._loop.ranks.leave()
@@ -128,7 +128,7 @@ class Failures:
         if path is not None:
             self.session.stop()
 
-    def _op_of(self, pending: Pending) -> Op | None:
+    def op_of(self, pending: Pending) -> Op | None:
         return next((op for op in self._loop.tape.ops() if op.note is pending.note), None)
 
     def keep_bad_buffer(self) -> None:
@@ -197,6 +197,7 @@ class Failures:
         judge = self._loop.judge
         if judge.pending is not None and not self.takes_skipped and judge.is_dropped(judge.pending):
             self.count_skipped(judge.pending.step)
+            self._loop.tape.drop_gradients()
             judge.pending = None
             self._loop.flags.forget()
 
@@ -208,11 +209,13 @@ class Failures:
         pending = loop.judge.pending
         if pending is not None:
             loop.timeline.loss = pending.loss
-            op = self._op_of(pending)
+            op = self.op_of(pending)
             is_wanted = None if loop.ranks.is_alone else _has_origin
             return self.save(Verdict("loss", frame, op, is_late=op is None), is_wanted)
         found = exceptions.bad_value(loop.tape)
-        is_given_up = has_raised and not exceptions.is_mistake(error)
+        raised = loop.recorder.raised  # an exception of torch is a failure of its own
+        is_of_torch = raised is not None and any(one is raised[0] for one in chain(error))
+        is_given_up = has_raised and not is_of_torch and not exceptions.is_mistake(error)
         if found is not None:
             number, code, instruction = found
             is_loss = (code, instruction) in loop.loss_sites

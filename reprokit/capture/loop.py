@@ -177,11 +177,12 @@ class Loop:
             return
         try:
             bad, outcome, before = self._look_at_start(call, args, kwargs)
+            is_urgent = bad == "now" and not self._can_wait()
         except BaseException as error:
             self.recorder.switch_off(error)
             return
-        self._act(outcome, before)
-        if self.recorder.enabled and bad == "now" and not self._can_wait():
+        self.recorder.guard(self.act, outcome, before)
+        if self.recorder.enabled and is_urgent:
             self.failures.fail("loss", op=_op_of(call))
         elif self.recorder.enabled and bad == "before" and outcome != "skipped":
             self.failures.fail("loss", is_late=True)
@@ -348,7 +349,7 @@ class Loop:
             return
         if self.judge.pending is not None:
             pending = self.judge.pending
-            self._act(self.judge.update(trained, list(iter_tensors(given))), pending)
+            self.act(self.judge.update(trained, list(iter_tensors(given))), pending)
         self.recorder.is_hand_updated = True
 
     def _is_trained(self, owner: torch.Tensor) -> bool:
@@ -379,7 +380,7 @@ class Loop:
         """The loop says that its step is over, whose update has written into no tensor; there is no going back."""
         pending = self.judge.pending
         if pending is not None:
-            self._act(self.judge.update(self.leaves()), pending)
+            self.act(self.judge.update(self.leaves()), pending)
         bad = self._bad_derivative() if self.recorder.enabled and self.matter else None
         if bad is not None:
             self.failures.fail("parameter", keep=bad)
@@ -505,9 +506,12 @@ class Loop:
                 recorder.guard(self._check_update, optimizer)
             finally:
                 self.is_urgent = False
-                if recorder.enabled:
-                    self.enter(optimizer)
-                    self._frame = sys._getframe(1)
+                try:
+                    if recorder.enabled:
+                        self.enter(optimizer)
+                        self._frame = sys._getframe(1)
+                except BaseException as error:
+                    recorder.switch_off(error)
             return loss
 
         return watched
@@ -525,11 +529,11 @@ class Loop:
         if not self.ranks.is_alone:
             self.ranks.at_update(pending, outcome, is_bad=is_bad)
         elif is_bad or outcome is not None:
-            self._act(outcome, pending)
+            self.act(outcome, pending)
             if is_bad and outcome is None and self.recorder.enabled:
                 self.failures.fail("gradient")
 
-    def _act(self, outcome: Outcome | None, pending: Pending | None) -> None:
+    def act(self, outcome: Outcome | None, pending: Pending | None) -> None:
         """Act on what has become of a bad start; raises `CaptureStop` if the step failed and the loop is to stop."""
         if outcome is None or pending is None or not self.recorder.enabled:
             return
@@ -626,7 +630,8 @@ class Loop:
         is_outermost = recorder.is_outermost
         pending = self.judge.pending
         if pending is not None and self.ranks.is_alone and is_outermost:
-            self._act(recorder.guard(self.judge.update, list(parameters_of(optimizer))), pending)
+            outcome = recorder.guard(self.judge.update, list(parameters_of(optimizer)))
+            recorder.guard(self.act, outcome, pending)
         with recorder.paused():
             self._scaler = scaler if is_outermost else None
             try:
@@ -859,13 +864,10 @@ class Loop:
             if op.kind is Backward:
                 return False
             if not wanted.isdisjoint(op.outs):
-                if name_of(op) in GRAD_READS:
+                if op.kind.reads_gradients(op):
                     return True
                 wanted.update(op.ins)
         return False
-
-
-GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ from reprokit.capture.judge import Judge, Pending, is_bad_start, leaves_behind
 from reprokit.capture.names import is_unfollowed
 from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf, iter_tensors, map_leaves
-from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, version_of
+from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, version_of, without_gradients
 from reprokit.capture.world import Copy, World, give_gradients, owned_by, python_generators_restored
 from reprokit.errors import pass_on
 from reprokit.locate.ways import bad_tensor
@@ -533,7 +533,8 @@ class Replay:
 
     Looks for the step that makes one of the ``ruined`` parts of the state nan or inf, if there are any; else for the
     first bad loss, gradient or parameter. ``skipped`` are the numbers of steps with a bad loss of which no update was
-    made; with ``takes_skipped`` they are failures like any other. ``together``: all ranks play at once.
+    made; with ``takes_skipped`` they are failures like any other. ``expected`` is a backward call from a bad start of
+    which the loop is about to make an update behind the last step. ``together``: all ranks play at once.
     """
 
     def __init__(
@@ -545,8 +546,10 @@ class Replay:
         *,
         ruined: Sequence[torch.Tensor] = (),
         takes_skipped: bool = False,
+        expected: Op | None = None,
         together: Together | None = None,
     ) -> None:
+        self._expected = expected
         self.together = together
         self.skipped: list[int] = []
         self.segments = _with_carried(tape, segments)
@@ -635,7 +638,8 @@ class Replay:
         return is_alike
 
     def _contents(self) -> dict[Number, torch.Tensor]:
-        return dict(self._player.env)
+        player = self._player
+        return {number: tensor for number, tensor in player.env.items() if number in player.made}
 
     def begin(self, number: int) -> tuple[list[Op], dict[Number, torch.Tensor]]:
         """Play the steps before ``number`` and what the loop wrote by hand before its forward pass.
@@ -683,8 +687,9 @@ class Replay:
                 found, rest = self._look(number, judge, modes, None if is_open else start)
                 if found is not None:
                     if found.number < 0:  # the loss that is pending since
+                        assert judge.pending is not None
                         found.number = number_of_pending
-                        self._locate_pending(found)
+                        self._locate_pending(found, judge.pending.note)
                     if self.together is not None:
                         self.together.stop(found.where)
                         self.together = self._player.together = None  # what follows needs no other rank
@@ -738,11 +743,12 @@ class Replay:
                 place = next((n for n, o in enumerate(ops[: position + 1]) if o.note is pending.note), None)
                 found = Found(number if place is not None else -1, where, [], keep=keep)
                 found.pending = ops[place] if place is not None else None
-                found.ops = ops[:place] if place is not None else [pending.note]
+                found.ops = _without_skipped(ops[:place]) if place is not None else []
                 return found, _again(op, remaining)
             is_over = where == "parameter" or op.kind is Compiled
             end = position + is_over
-            found = Found(number, where, _without_update(ops[:end], where), keep=keep)
+            led = _without_skipped(_without_update(ops[:end], where))
+            found = Found(number, where, led, keep=keep)
             return found, remaining if is_over else _again(op, remaining)
         judge.end_step()
         if keep is not None:
@@ -751,17 +757,18 @@ class Replay:
         has_written = any(op.kind.writes_state(op) for op in rest)
         if not is_ruin and has_written and world.newly_bad() is not None:
             return Found(number, "parameter", ops), remaining
+        if judge.pending is not None and self._expected is not None and number == len(self.segments) - 1:
+            return Found(-1, "loss", []), remaining
         return None, remaining
 
-    def _locate_pending(self, found: Found) -> None:
+    def _locate_pending(self, found: Found, note: Any) -> None:
         """The step of a loss that was bad some steps before the update that was made of it."""
-        (note,) = found.ops
         for number, segment in enumerate(self.segments):
             lead, rest = split(segment.ops)
             ops = [*(op for op in lead if not op.kind.writes_state(op)), *rest]
             place = next((n for n, op in enumerate(ops) if op.note is note), None)
             if place is not None:
-                found.number, found.ops, found.pending = number, ops[:place], ops[place]
+                found.number, found.ops, found.pending = number, _without_skipped(ops[:place]), ops[place]
                 return
 
     def _take(self, start: Copy) -> None:
@@ -928,6 +935,10 @@ def _without_update(ops: list[Op], where: str, keep: Op | None = None) -> list[O
         return ops
     last = max((n for n, op in enumerate(ops) if op.kind is Backward or op is keep), default=len(ops))
     return ops[: last + 1] + [op for op in ops[last + 1 :] if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
+
+
+def _without_skipped(ops: Sequence[Op]) -> list[Op]:
+    return [ops[position] for position in without_gradients(ops)]
 
 
 def unscaled(ops: Sequence[Op], start: Number) -> Number:

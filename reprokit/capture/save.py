@@ -285,10 +285,10 @@ class Describing:
             notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
             if made is not None:
                 return made
-        case = self._now(verdict, ops, pending, mark, keep, notes)
-        return self._better(self._make(case), case, notes)
+        case = self.now(verdict, ops, pending, mark, keep, notes)
+        return self._better(self.make(case), case, notes)
 
-    def _now(
+    def now(
         self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]
     ) -> Case:
         """The running step, from the state of now."""
@@ -397,6 +397,7 @@ class Describing:
             world.copies[-1],
             ruined=ruined,
             takes_skipped=verdict.takes_skipped,
+            expected=verdict.op,
             together=verdict.together,
         )
         try:
@@ -409,7 +410,7 @@ class Describing:
                         raise SkippedLoss(replay.skipped[0])
                     return None, [*replay.notes, NOT_SHOWN]
                 case = self._before(found, replay.segments)
-                made = self._make(case)
+                made = self.make(case)
                 if made.culprit is None and not made.is_shown:
                     made = replace(made, culprit=world.newly_bad())
         except CannotGoBack as reason:
@@ -489,7 +490,7 @@ class Describing:
                     mark=mark,
                     notes=replay.notes,
                 )
-                other = self._make(joined)
+                other = self.make(joined)
         except Exception as error:  # of the user's code, or because the state of then does not suit
             pass_on(error)
             return made
@@ -529,7 +530,7 @@ class Describing:
 
     # -- replaying a step ----------------------------------------------------------------------------------------
 
-    def _make(self, case: Case) -> Made:
+    def make(self, case: Case) -> Made:
         """Replay a step and describe it.
 
         Where something raised, a check of the user's may have seen a bad value: then that value is the failure.

@@ -249,6 +249,11 @@ class Tape:
         del self.log[self.begin * SLOTS :]
         self._begin_step()
 
+    def drop_gradients(self) -> None:
+        """The loop has dropped all gradients of the running step, and skipped it: forget the calls that made them."""
+        ops = self.running()
+        self._drop({self.begin + n for n in set(range(len(ops))) - set(without_gradients(ops))})
+
     def running(self) -> list[Op]:
         """The calls of the running step."""
         return self.ops(self.begin)
@@ -390,6 +395,20 @@ class Tape:
             else:
                 needed.update(op.ins)
         return found
+
+
+def without_gradients(ops: Sequence[Op]) -> list[int]:
+    """The positions of ``ops`` but those that made gradients which were cleared later, and what looked at these."""
+    cleared = max((n for n, op in enumerate(ops) if op.kind.clears_gradients(op)), default=-1)
+    gone: set[Number] = set()
+    kept = []
+    for position, op in enumerate(ops):
+        is_of_gone = op.kind.is_pure(op) and not gone.isdisjoint(op.ins)
+        if (position < cleared and (op.kind.makes_gradients or op.kind.reads_gradients(op))) or is_of_gone:
+            gone.update(op.outs)
+        else:
+            kept.append(position)
+    return kept
 
 
 def numbers_in(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Number]:

@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture import early_warning
-from reprokit.capture.options import DEFAULT_ON
-from reprokit.capture.record import current_step
+from reprokit.capture import early_warning, tape
 from reprokit.capture.mode import CaptureStop
+from reprokit.capture.options import DEFAULT_ON
+from reprokit.capture.recorder import Recorder
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 from tests.capture.test_compiled import miscompiled
@@ -66,14 +66,12 @@ GUARDS = import_benchmark("faults").GUARDS | {
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {
     *("session", "launch", "block", "options"),
-    *("hooks.torch_hooks", "hooks.composite_calls", "record.kinds", "record.stack", "record.structure"),
+    *("hooks", "mode", "structure"),
 }
 NOT_IN_THESE_RUNS = {
-    "rewind.meeting",  # `test_faults_of_ranks.py`
-    "hooks.compiled_calls",  # `test_a_fault_where_compiled_code_fails`
-    *("failure_text", "save.exceptions"),
-    "save.unshard",  # several processes
-    "run.reports",
+    *("ranks", "meeting", "replicas"),  # `test_faults_of_ranks.py`
+    "compiled_calls",  # `test_a_fault_where_compiled_code_fails`
+    *("failure_text", "exceptions"),
 }
 HOME = "reprokit.capture."
 MODULES = (part for part in pkgutil.walk_packages(sys.modules["reprokit.capture"].__path__, HOME) if not part.ispkg)
@@ -83,7 +81,7 @@ PARTS = [name for part in MODULES if (name := part.name.removeprefix(HOME)) not 
 @pytest.fixture(autouse=True)
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tape is swept in loops as small as these, too; batches of numbers end by their length, never by time."""
-    monkeypatch.setattr(current_step, "_SWEEP_AT", 2**18)
+    monkeypatch.setattr(tape, "SWEEP_OPS", 16)
     monkeypatch.setattr(early_warning, "_DELAY", 1e9)
 
 
@@ -122,6 +120,41 @@ def scaled_and_failing() -> list[torch.Tensor]:
             loss = divided_loss(model(x), y, step == 10)
         scaled_update(scaler, optimizer, loss)
     return ending(model, scaler)
+
+
+def closed_and_failing() -> list[torch.Tensor]:
+    """The optimizer calls the loss itself, some gradients are asked for, and the loop writes into data and teacher."""
+    model, teacher = net(), net(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches():
+        x[:, 0] = x[:, 0].mul(0.5).clamp_(-1.0, 1.0)
+        (slope,) = torch.autograd.grad(teacher(x).sum(), [teacher[0].weight])
+        weight = torch.full((), 0.0 if step == BAD_STEP else 1.0)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y, weight: torch.Tensor = weight) -> torch.Tensor:
+            model.zero_grad(set_to_none=False)
+            loss = classify(model, x, y) * (weight / weight)
+            loss.backward()
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            return loss
+
+        optimizer.step(closure)
+        with torch.no_grad():
+            teacher[0].weight.sub_(slope, alpha=1e-3)
+            for old, new in zip(teacher.buffers(), model.buffers(), strict=True):
+                old.copy_(new)
+    return ending(model, teacher)
+
+
+def stopped_by_an_error() -> list[torch.Tensor]:
+    """The loop handles exceptions of its calls, of a model in training, and of a backward call."""
+    model, optimizer = training()
+    for step, x, y in batches():
+        for call in (lambda x=x: x @ x, lambda x=x: model(x[:, :2]), lambda x=x: x.sum().backward()):
+            with contextlib.suppress(RuntimeError):
+                call()
+        update(optimizer, divided_loss(model(x), y, step == BAD_STEP))
+    return ending(model, optimizer)
 
 
 def transformed_and_failing() -> list[torch.Tensor]:
@@ -170,6 +203,8 @@ ON: dict[Loop, tuple[str, ...]] = {leaving_its_course: ("early",), learning_noth
 RUNS: dict[Loop, int | None] = {  # and how often the state is copied; the quickest first
     failing_at_once: None,
     transformed_and_failing: None,
+    closed_and_failing: None,
+    stopped_by_an_error: None,
     scaled_and_failing: None,
     failing_late: 3,
     learning_nothing: 3,
@@ -319,7 +354,7 @@ def test_a_fault_in_any_function(part: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at `grad` of tensors that are no leaves
-@pytest.mark.parametrize("part", ["hooks.compiled_calls", "save.fidelity"])
+@pytest.mark.parametrize("part", ["compiled_calls", "fidelity"])
 def test_a_fault_where_compiled_code_fails(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first call of each function raises."""
     assert check_faults(part, lambda code: (1, miscompiled_and_failing), tmp_path, capsys)
@@ -527,14 +562,12 @@ def test_a_handler_that_exits_while_saving_is_obeyed(run_reprokit: Run, tmp_path
 def test_nothing_is_left_of_a_capture_that_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.optim import optimizer as optimizers
 
-    from reprokit.capture.record.tape import Tape
-
     def broken(*args: Any) -> Any:
         raise RuntimeError("injected")
 
     before = torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_
     with Session(directory=tmp_path, quiet=True):
-        monkeypatch.setattr(Tape, "_prepare", broken)
+        monkeypatch.setattr(Recorder, "_note", broken)
         model, optimizer = plain_training()
         for _, x, y in batches():
             update(optimizer, classify(model, x, y))
@@ -552,7 +585,7 @@ def test_the_loop_stops_although_the_host_of_the_store_has_gone_meanwhile(
     model, session = plain_net(), Session(directory=tmp_path, on_snapshot=lambda path: host.clear())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(CaptureStop), session:
-        session._run_state.ranks._store = store
+        session._loop.ranks._store = store
         for step, x, y in batches():
             update(optimizer, loss_of(model(x), y, step == BAD_STEP))
     assert [load(path).step for path in session.snapshots] == [BAD_STEP]

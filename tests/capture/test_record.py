@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture.run import timeline
 from reprokit.errors import UsageError
 from reprokit.locate.gradient_patterns import gradient_patterns
 from reprokit.snapshot.format import load
+from reprokit.series import record
 from reprokit.series.story import RecordedStep
 from tests.capture.traps_checks import update
 from tests.conftest import Run
@@ -173,7 +173,7 @@ def test_recording_ends_inside_of_a_cuda_graph(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[dict[str, float]] = []
-    monkeypatch.setattr(timeline, "is_capturing", lambda: len(seen) >= 2)
+    monkeypatch.setattr(record, "is_capturing", lambda: len(seen) >= 2)
     torch.manual_seed(0)
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

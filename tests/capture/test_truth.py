@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture import failures as on_failure
+from reprokit.capture import failures
 from reprokit.capture import save as choose_step
-from reprokit.capture.save import Made as BuiltSnapshot
+from reprokit.capture.save import Describing, Made
 from reprokit.capture.session import Session
 from reprokit.program.memory import same_bits
 from reprokit.snapshot.format import Snapshot, load, save
@@ -122,17 +122,17 @@ def run_with(run: Run, folder: Path, **options: Any) -> tuple[Snapshot, Snapshot
     """The snapshot in memory, which must share none with live tensors, and the one in the file."""
     made: list[Snapshot] = []
 
-    def snapshot_of(training: Any, *arguments: Any) -> BuiltSnapshot:
-        found = original(training, *arguments)
-        made.append(replace(found.snapshot, tensors=dict(found.snapshot.tensors)))
-        live = {tensor.untyped_storage().data_ptr() for tensor in run.live()}
-        assert live.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in made[0].tensors.values())
-        return found
+    class Checked(Describing):
+        def snapshot(self) -> Made:
+            found = super().snapshot()
+            made.append(replace(found.snapshot, tensors=dict(found.snapshot.tensors)))
+            live = {tensor.untyped_storage().data_ptr() for tensor in run.live()}
+            assert live.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in made[0].tensors.values())
+            return found
 
-    original = on_failure.snapshot_of
     session = Session(directory=folder, **options)
     with described_once(), pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit, IndexError):
-        patch.setattr(on_failure, "snapshot_of", snapshot_of)
+        patch.setattr(failures, "Describing", Checked)
         with session:
             run()
     return made[0], load(session.snapshots[0])

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import reprokit
-from reprokit.capture.early import detectors
 from reprokit.errors import UsageError
 from reprokit.locate.diagnose import diagnose
+from reprokit.series import detectors
 from reprokit.words import number_words
 from tests.capture.traps_checks import update
 from tests.conftest import run_python_in
