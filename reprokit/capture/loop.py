@@ -436,7 +436,6 @@ class Loop:
                 self._inside = optimizer
                 recorder.guard(self.meet_optimizer, optimizer)
             return None
-        closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
         try:
             self.enter(optimizer)
             self._frame = sys._getframe(1)
@@ -444,15 +443,15 @@ class Loop:
                 self.meet_optimizer(optimizer)
                 self._met = optimizer
             self._attributes = recorder.roots.attributes.note(optimizer)
+            closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
+            wrapped = self._watched_closure(optimizer, closure) if closure is not None else None
         except BaseException as error:
             self.leave()
             recorder.switch_off(error)
             return None
         if closure is None:
             recorder.guard(self._begin_update, optimizer)
-        if closure is None or not recorder.enabled:
             return None
-        wrapped = self._watched_closure(optimizer, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
