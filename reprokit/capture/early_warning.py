@@ -90,10 +90,10 @@ class EarlyWarning:
             return
         frame = sys._getframe(1)
         path = self.catch_up(frame, waits=False)
-        if path is None and self._is_time_to_look:
+        if path is None and not self._steps_to_look:
             self._looked_after = self._loop.world.num_copies
             path = self.look_at_gradients(frame, is_last=False)
-        self._left = 1 if self._detectors.is_waiting else self._batch
+        self._left = 1 if self._detectors.is_waiting else max(1, min(self._batch, self._steps_to_look))
         if path is not None:
             self._session.stop()
 
@@ -103,15 +103,13 @@ class EarlyWarning:
             self._session.stop()
 
     @property
-    def _is_time_to_look(self) -> bool:
-        """True if enough steps have passed since a copy to look at gradients, which is done once after each."""
+    def _steps_to_look(self) -> int:
+        """Steps until gradients are to be looked at, which is done once after each copy of the state."""
         loop = self._loop
-        if loop.world.num_copies == self._looked_after:
-            return False
-        num_kept, num_steps = loop.num_kept, loop.num_steps
-        earlier = num_kept - num_steps
-        has_fewer = loop.world.num_copies > 2 and earlier < LEAST_SILENT <= num_kept  # copies of short memory
-        return has_fewer or num_steps >= LEAST_SILENT
+        if not self._finds_silent or loop.world.num_copies == self._looked_after:
+            return BATCH
+        has_fewer = loop.world.num_copies > 2 and loop.num_kept - loop.num_steps < LEAST_SILENT  # copies of short memory
+        return max(LEAST_SILENT - (loop.num_kept if has_fewer else loop.num_steps), 0)
 
     def catch_up(self, frame: FrameType | None, *, waits: bool = True) -> Path | None:
         """Report what the steps show that were not looked at yet; the path of the file, if one was written.

@@ -97,6 +97,7 @@ class Player:
         self._contents = dict(contents or {})
         self._stand_ins = dict(stand_ins or {})
         self._values: dict[Number, torch.Tensor] = {}
+        self.states: dict[int, tuple[Any, torch.Tensor, str]] = {}  # where optimizers keep tensors, by ``id``
 
     def play(self, op: Op) -> Any:
         """Do what a call did."""
@@ -137,6 +138,9 @@ class Player:
             raise Missing
         elif id(live) in self._stand_ins:
             return self._stand_ins[id(live)]
+        elif id(live) in self.states:  # the state of an optimizer, which may be made anew in the replay
+            optimizer_state, parameter, name = self.states[id(live)]
+            return optimizer_state.get(parameter, {}).get(name, live)  # type: ignore[no-any-return]
         elif saved is None and (not live.requires_grad or is_leaf(live)):
             found = live
         else:
@@ -588,8 +592,17 @@ class Replay:
                 stack.enter_context(self.together.short_collectives())
             for grad, content in kept:  # gradients may be views of memory that averaging writes
                 stack.callback(grad.data.copy_, content)
+            states = {
+                id(value): (optimizer.state, parameter, name)
+                for optimizer in self._world.optimizers
+                for parameter, state in optimizer.state.items()
+                if isinstance(state, dict)
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor)
+            }
             stack.enter_context(self._world.at(self._copy, leaves))
             self._player = Player(self._tape, self._state, together=self.together)
+            self._player.states = states
             yield
 
     def leaves(self) -> list[torch.Tensor]:
