@@ -44,7 +44,7 @@ from reprokit.capture.replay import (
     with_makers,
 )
 from reprokit.capture.structure import is_leaf
-from reprokit.capture.tape import Mark, Number, Op, Segment, Tape
+from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, without_graph
 from reprokit.capture.world import CannotGoBack, give_gradients, owned_by, python_generators_restored
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
@@ -814,7 +814,10 @@ def _without_preparation(ops: list[Op], mark: Mark, tape: Tape) -> tuple[list[Op
 
     A call that made a bad value stays.
     """
-    prepared = _preparation(ops, tape.alive())
+    plain = [op for op in without_graph(ops, tape.alive()) if op.outs]
+    roots = [op for op in plain if op.kind is Root and not [*op.target.parameters(), *op.target.buffers()]]
+    known = set(map(id, roots))
+    prepared = [op for op in plain if name_of(op) or id(op) in known]
     if len(prepared) <= _MOST_CALLS:
         return ops, {}
     player, made = Player(tape), {}
@@ -837,20 +840,6 @@ def _without_preparation(ops: list[Op], mark: Mark, tape: Tape) -> tuple[list[Op
             kept.append(op)
             needed.update(number for number in op.ins if number not in contents)
     return kept[::-1], contents
-
-
-def _preparation(ops: Sequence[Op], alive: Mapping[Number, torch.Tensor]) -> list[Op]:
-    """The calls of functions through which no gradient flows, and of modules without parameters."""
-    found = []
-    graphs = {number for number, tensor in alive.items() if tensor.requires_grad}
-    for op in ops:
-        is_plain = op.kind is Function and bool(name_of(op)) and not op.kind.writes_state(op)
-        is_plain |= op.kind is Root and not any(True for _ in (*op.target.parameters(), *op.target.buffers()))
-        if is_plain and op.outs and graphs.isdisjoint((*op.ins, *op.outs)):
-            found.append(op)
-        else:
-            graphs.update(op.outs)
-    return found
 
 
 def _seen_by_check(replayed: ReplayedStep, failure: Failure | None, *, is_all: bool) -> tuple[Program, Failure | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +31,7 @@ SMALL = 65_536  # elements that are always worth saving before a write
 SWEEP_OPS = 4096  # calls after which those that nobody needs are looked for
 SWEEP_BYTES = 2**26
 MOST_BYTES = 256 * 2**20  # of tensors from outside that a step may hold
+MOST_OPS = 16_384  # of a step whose data are made by calls of their own; a noted call takes a kilobyte
 _MOST_CARRIED = 512  # calls before a copy that made graphs which are alive
 _Ref = weakref.ref
 
@@ -334,8 +335,10 @@ class Tape:
         next look. A running step that holds too much lets go of what no gradient flows through."""
         self._drop(self._useless())
         running = self.ops(self.begin)
-        if self.num_bytes > MOST_BYTES and sum(map(_bytes_of, self._inputs_of(running))) > MOST_BYTES:
-            self._drop(self._by_value())
+        is_large = self.num_bytes > MOST_BYTES and sum(map(_bytes_of, self._inputs_of(running))) > MOST_BYTES
+        dropped = self._by_value() if is_large or len(running) > MOST_OPS else set()
+        self._drop(dropped)
+        if is_large or dropped:
             self.on_lost()
         self.sweep_at = max(SWEEP_OPS * SLOTS, 2 * len(self.log))
         self.sweep_bytes = max(SWEEP_BYTES, 2 * self.num_bytes)
@@ -384,17 +387,35 @@ class Tape:
         return found
 
     def _by_value(self) -> set[int]:
-        """The positions of the calls of the running step that no gradient flows through."""
-        with_graph = {number for number, tensor in self.alive().items() if tensor.requires_grad}
-        ops, found = self.running(), set()
-        needed = {number for op in ops if op.kind.differentiates for number in op.ins} | with_graph
+        """The positions of the calls of the running step that no gradient flows through; of writes, those before the
+        first backward pass, after which gradients are written."""
+        ops, alive, found = self.running(), self.alive(), set()
+        without = set(map(id, without_graph(ops, alive)))
+        first = next((n for n, op in enumerate(ops) if op.kind.differentiates), len(ops))
+        needed = {number for number, tensor in alive.items() if tensor.requires_grad}
         for position in range(len(ops) - 1, -1, -1):
             op = ops[position]
-            if op.kind.is_forward and not op.mode.grad and needed.isdisjoint(op.outs) and not op.kind.writes_state(op):
-                found.add(self.begin + position)
-            else:
+            is_kept = id(op) not in without or (position > first and not op.kind.is_pure(op))
+            if is_kept or not needed.isdisjoint(op.outs):
                 needed.update(op.ins)
+            else:
+                found.add(self.begin + position)
         return found
+
+
+def without_graph(ops: Iterable[Op], alive: Mapping[Number, torch.Tensor]) -> list[Op]:
+    """The forward calls that no gradient flows through, and that write no state."""
+    found = []
+    graphs = {number for number, tensor in alive.items() if tensor.requires_grad}
+    for op in ops:
+        modules = [value for value in (op.target, *op.args[:1]) if isinstance(value, torch.nn.Module)]
+        has_graph = op.mode.grad and not graphs.isdisjoint(op.ins)
+        has_graph |= op.mode.grad and any(p.requires_grad for module in modules for p in module.parameters())
+        if op.kind.is_forward and not (has_graph or op.kind.writes_state(op)) and graphs.isdisjoint(op.outs):
+            found.append(op)
+        else:
+            graphs.update(op.outs)
+    return found
 
 
 def without_gradients(ops: Sequence[Op]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.record import current_step, stack
+from reprokit.capture import tape
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
@@ -57,8 +58,7 @@ def test_statistics_that_an_unused_call_wrote_are_those_of_an_evaluation(
     num_batches: int, is_small: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Batch normalisation adapts to some batches, then the loss of an evaluation is NaN in the same step."""
-    if is_small:
-        monkeypatch.setattr(current_step, "_SWEEP_AT", 2**30)
+    monkeypatch.setattr(tape, "SWEEP_OPS", 2**30 if is_small else 1)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Session(directory=tmp_path, after="continue", history=3, quiet=True) as session:
@@ -105,13 +105,8 @@ def test_a_long_unrolled_loop_is_kept_as_a_whole(tmp_path: Path) -> None:
     check_exact((BAD_STEP, "backward", "torch.Tensor.sqrt"), loop, tmp_path)
 
 
-def is_on_stack(session: Session) -> bool:
-    levels = range(torch._C._len_torch_function_stack())
-    return any(torch._C._get_function_stack_at(level) is session._tape for level in levels)
-
-
 def prepare(count: int = 200) -> torch.Tensor:
-    """Data made row by row; the first calls are noted still, the last ones are not."""
+    """Data made row by row."""
     data = torch.zeros(8, 4)
     for number in range(count):
         data[number % 8, number % 4] += torch.full((), float(number))
@@ -121,11 +116,13 @@ def prepare(count: int = 200) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["model first", "data first", "inside a device", "no module", "no optimizer"])
 @pytest.mark.parametrize("bad_step", [0, 3])
+@pytest.mark.parametrize("most", [50, 10_000])
 def test_data_that_a_script_makes_first(
-    how: str, bad_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, bad_step: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is used by value, and nothing that the training does is missed, the first step included."""
-    monkeypatch.setattr(stack, "MOST_PREPARED", 50)
+    """Nothing that the training does is missed, the first step included, whether these calls leave the tape or not."""
+    monkeypatch.setattr(tape, "SWEEP_OPS", 16)
+    monkeypatch.setattr(tape, "MOST_OPS", most)
 
     def loop() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -135,7 +132,6 @@ def test_data_that_a_script_makes_first(
             with torch.device("cpu"):
                 model = nn.Linear(4, 2)
                 prepare()
-            assert torch._C._len_torch_function_stack() < 2
         weight = torch.full((2, 4), 0.1, requires_grad=True)
         model = model or nn.Linear(4, 2)
         parameters = [weight, *([] if how.startswith("no") else model.parameters())]
@@ -156,22 +152,36 @@ def test_data_that_a_script_makes_first(
     check_exact((bad_step, "forward", "torch.Tensor.div"), loop, tmp_path)
 
 
-def test_a_script_that_only_makes_data_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_script_that_makes_data_by_very_many_calls_keeps_few_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack, "MOST_PREPARED", 50)
-    with Session(directory=tmp_path) as session:
-        prepare()
-        assert not is_on_stack(session) and not session._tape.running.entries
-        session.pause()
-        session.resume()
-        assert not is_on_stack(session)
+    """Before the training and in the middle of it; the step that fails then is exact all the same."""
+    monkeypatch.setattr(tape, "SWEEP_OPS", 64)
+    monkeypatch.setattr(tape, "MOST_OPS", 256)
+    check_silent(lambda: ending(prepare(1000)), tmp_path, capsys)
+    sizes = []
+
+    def loop() -> list[torch.Tensor]:
+        data = prepare(1000)
+        sizes.append(num_objects())
+        torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        assert is_on_stack(session)
-        prepare()
-        assert not is_on_stack(session)
-        update(torch.optim.SGD(model.parameters(), lr=0.1), model(prepare()).mean())
-        prepare()
-        assert is_on_stack(session)
-    assert torch._C._len_torch_function_stack() == 0
-    check_silent(lambda: ending(prepare()), tmp_path, capsys)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            if step == 4:
+                before = num_objects()
+                data = prepare(1000)
+                sizes.append(num_objects() - before)
+            scale = torch.full((), 0.0 if step == 6 else 1.0)
+            update(optimizer, (model(data).square() * (scale / scale)).mean())
+        return ending(model)
+
+    check_exact((6, "forward", "torch.Tensor.div"), loop, tmp_path)
+    first, second = sizes[0], sizes[2]
+    assert second - first < 4000
+
+
+def num_objects() -> int:
+    """The objects that are there."""
+    gc.collect()
+    return len(gc.get_objects())
