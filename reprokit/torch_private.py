@@ -7,6 +7,7 @@ lost. Only the names in `require` are needed for any watching.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import pkgutil
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -112,3 +113,50 @@ def lacking(functions: Collection[str]) -> str | None:
         return None
     names = ", ".join(f"`{name}`" for name in lost)
     return f"torch {torch.__version__} lacks {names}: {'; '.join(dict.fromkeys(lost.values()))}"
+
+# Several processes. Without one of these names they are not followed.
+_DISTRIBUTED = "several processes are not followed"
+_c10d = _look_up("torch.distributed.distributed_c10d", "", None)
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with."""
+    return _c10d._get_default_store()
+
+
+@contextlib.contextmanager
+def gloo_waits(limit: datetime.timedelta) -> Iterator[None]:
+    """In this context a collective of gloo waits no longer for the other processes."""
+    kind = getattr(torch.distributed, "ProcessGroupGloo", ())
+    groups = list(_c10d._world.pg_map)
+    found = [group._get_backend(device) for group in groups for device in group._device_types]
+    before = [(backend, backend.options._timeout) for backend in found if isinstance(backend, kind)]
+    for backend, _ in before:
+        backend._set_default_timeout(limit)
+    try:
+        yield
+    finally:
+        for backend, timeout in before:
+            backend._set_default_timeout(timeout)
+
+
+def shard_of(tensor: Any) -> torch.Tensor:
+    """The very tensor that holds this process's part of one that is spread, not a view of it; else ``tensor``."""
+    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+
+
+def is_sharded(kind: type) -> bool:
+    """True for the class of a module that was given to `fully_shard`."""
+    return hasattr(kind, "_get_fsdp_state")
+
+
+def gathered(unit: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The spread parameters of a module given to `fully_shard`, each with the one that it is gathered into."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # of versions before 2.13, with one group or none
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    for group in groups:
+        for part in group.fsdp_params:
+            if hasattr(part, "_unsharded_param"):
+                yield part.sharded_param, part._unsharded_param

@@ -177,7 +177,7 @@ class Loop:
             return
         try:
             bad, outcome, before = self._look_at_start(call, args, kwargs)
-            is_urgent = bad == "now" and not self._can_wait()
+            is_urgent = bad == "now" and self.ranks.is_alone and not self._can_wait()
         except BaseException as error:
             self.recorder.switch_off(error)
             return
@@ -450,7 +450,7 @@ class Loop:
             recorder.switch_off(error)
             return None
         if closure is None:
-            recorder.guard(self._begin_update, optimizer)
+            recorder.guard(self._check_update, optimizer)
             return None
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
@@ -515,11 +515,6 @@ class Loop:
 
         return watched
 
-    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        self._check_update(optimizer)
-        if self.recorder.enabled:
-            self.ranks.begin_update(optimizer)
-
     def _check_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to use its gradients: decide about a bad loss or gradient."""
         pending = self.judge.pending
@@ -555,7 +550,7 @@ class Loop:
         if clipped is None and world.is_short and world.is_complete and ranks.is_alone and not is_thorough:
             return False  # cheaper to go back a few short steps than to look at every one
         self.clipped = None
-        if not self.matter or are_scaled or ranks.is_sharded:
+        if not self.matter or are_scaled:
             return False
         suspicious = self._sentinel.is_suspicious(optimizer, clipped)
         has_past = world.is_complete if ranks.is_alone else ranks.goes_back  # all ranks have to look at the same
@@ -644,7 +639,7 @@ class Loop:
                 recorder.guard(self.scalers.stepped)
         else:
             if self.judge.pending is not None and not self.ranks.is_alone:
-                self.ranks.at_update(self.judge.pending, "failed", is_bad=False)
+                self.ranks.at_skip(self.judge.pending)
             elif recorder.guard(self.scalers.skipped, scaler) and self.matter:
                 self.failures.fail("gradient")
             recorder.guard(self._end_step, optimizer, time.perf_counter())

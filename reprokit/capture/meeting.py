@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import distributed
-
+from reprokit import torch_private
 from reprokit.words import counted
 
 PATIENCE = 120.0  # seconds for an answer while ranks play their steps
@@ -61,7 +60,8 @@ class Meeting:
 
     def __init__(self, store: Any, prefix: str, rank: int, size: int, *, is_sharded: bool) -> None:
         self.rank, self.is_sharded = rank, is_sharded
-        self.is_ending = False
+        self.is_ending = self._is_playing = False
+        self.said: Sequence[str] = ()
         self._store, self._prefix, self._size = store, prefix, size
         self._num_asked = 0
         self._old: list[str] = []
@@ -123,47 +123,53 @@ class Meeting:
         return f"{self._prefix}/ended/{rank}"
 
     # -- playing in lockstep -------------------------------------------------------------------------------------
-    # Before each call that needs the others they meet. A rank that has found something, or has failed, plays no
-    # further; nor do the others.
+
+    @contextlib.contextmanager
+    def playing(self) -> Iterator[None]:
+        """In this context all ranks play the same, and meet before each call that needs the others.
+
+        A rank that has found something, or fails, plays no further; nor do the others, which raise `Stopped`. A
+        collective of gloo waits a minute for the others, not half an hour.
+        """
+        self._is_playing = True
+        try:
+            with torch_private.gloo_waits(_IN_COLLECTIVE):
+                yield
+        except Parted:
+            raise
+        except Exception:
+            if self._is_playing:
+                self.stop(FAILED)
+            raise
+        finally:
+            self._is_playing = False
 
     def meet(self, what: str) -> None:
         """All ranks are about to do the same thing; raises `Stopped` if they are not, `Parted` if one is gone."""
         answers = self.tell(what)
         if set(answers) != {what}:
+            self._is_playing = False
             raise Stopped(answers)
 
     def tell(self, text: str) -> Sequence[str]:
         """The texts of all ranks at the same place of the steps that they play; raises `Stopped`, `Parted`."""
         answers = self.exchange("play", f"{READY} {text}")
         if not all(answer.startswith(READY) for answer in answers):
+            self._is_playing = False
             raise Stopped(answers)
         return [answer.removeprefix(f"{READY} ") for answer in answers]
 
-    def stop(self, found: str) -> list[str]:
-        """This rank plays no further; what all ranks have found, or where they are."""
-        return self.exchange("play", found)
+    def stop(self, found: str) -> None:
+        """This rank plays no further. ``said`` is what all ranks have found then, or where they are."""
+        self._is_playing = False
+        self.said = self.exchange("play", found)
 
     def found(self, where: str, number: int) -> None:
         """Something is bad in the step with this number. Raises `Stopped` if all ranks are needed to record it."""
-        answers = self.stop(f"{where} {number}")
+        self.stop(f"{where} {number}")
         if self.is_sharded and where != "parameter":
-            raise Stopped(answers)
+            raise Stopped(self.said)
 
     def agree(self, answer: str) -> Sequence[str]:
         """The answers of all to a question between two rounds of playing."""
         return self.exchange("round", answer)
-
-    @contextlib.contextmanager
-    def short_collectives(self) -> Iterator[None]:
-        """In this context a collective of gloo waits a minute for the others, not half an hour."""
-        kind = getattr(distributed, "ProcessGroupGloo", ())
-        groups = list(distributed.distributed_c10d._world.pg_map)
-        backends = [group._get_backend(device) for group in groups for device in group._device_types]
-        before = [(backend, backend.options._timeout) for backend in backends if isinstance(backend, kind)]
-        for backend, _ in before:
-            backend._set_default_timeout(_IN_COLLECTIVE)
-        try:
-            yield
-        finally:
-            for backend, timeout in before:
-                backend._set_default_timeout(timeout)

@@ -39,6 +39,7 @@ from reprokit.capture.calls import (
 )
 from reprokit.capture.facts import VALUE_READS
 from reprokit.capture.judge import Judge, Pending, is_bad_start, leaves_behind
+from reprokit.capture.meeting import NOTHING
 from reprokit.capture.names import is_unfollowed
 from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf, iter_tensors, map_leaves
@@ -56,7 +57,7 @@ from reprokit.series.story import LayerNumbers
 from reprokit.series.timeline import parameters_of
 
 if TYPE_CHECKING:
-    from reprokit.capture.ranks import Together
+    from reprokit.capture.meeting import Meeting
     from reprokit.capture.meters import LayerMeter
 
 _UNSEEN = "a tensor was written after the step had used it, by something the tape cannot see"
@@ -84,7 +85,7 @@ class Player:
         *,
         contents: Mapping[Number, torch.Tensor] | None = None,
         stand_ins: Mapping[int, torch.Tensor] | None = None,
-        together: Together | None = None,
+        together: Meeting | None = None,
     ) -> None:
         self.mismatches: list[str] = []
         self.together = together
@@ -172,7 +173,7 @@ class Player:
     def module(self, op: Op) -> torch.nn.Module:
         """The module to call for the call of a root."""
         target = unwrapped(op.target)
-        if self.together is not None and target is not op.target and op.mode.grad:
+        if self.together is not None and (self.together.is_sharded or (target is not op.target and op.mode.grad)):
             self.together.meet("module")
             return op.target  # type: ignore[no-any-return]
         return target
@@ -551,11 +552,12 @@ class Replay:
         ruined: Sequence[torch.Tensor] = (),
         takes_skipped: bool = False,
         expected: Op | None = None,
-        together: Together | None = None,
+        together: Meeting | None = None,
     ) -> None:
         self._expected = expected
         self.together = together
         self.skipped: list[int] = []
+        self.last: Found | None = None  # that was reported to the other ranks
         self.segments = _with_carried(tape, segments)
         self._world, self._tape, self._copy = world, tape, copy
         self._ruined, self._takes_skipped = ruined, takes_skipped
@@ -589,7 +591,7 @@ class Replay:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             if self.together is not None:
-                stack.enter_context(self.together.short_collectives())
+                stack.enter_context(self.together.playing())
             for grad, content in kept:  # gradients may be views of memory that averaging writes
                 stack.callback(grad.data.copy_, content)
             states = {
@@ -703,12 +705,15 @@ class Replay:
                         assert judge.pending is not None
                         found.number = number_of_pending
                         self._locate_pending(found, judge.pending.note)
+                    is_over = False
                     if self.together is not None:
-                        self.together.stop(found.where)
-                        self.together = self._player.together = None  # what follows needs no other rank
+                        self.last = found
+                        self.together.found(found.where, found.number)
+                        is_over = self.together.is_sharded  # else what follows needs no other rank
+                        self.together = self._player.together = None
                     found.gradients = self._gradients_of_training(found, number)
                     differs = len(self._notes) + len(self._other_losses) > num_notes
-                    if differs or not self._agrees_afterwards(found, number, rest, modes):
+                    if differs or not (is_over or self._agrees_afterwards(found, number, rest, modes)):
                         return None
             if found is not None:
                 assert start is not None
@@ -718,7 +723,7 @@ class Replay:
                 found.notes = self.notes
                 return found
         if self.together is not None:
-            self.together.nothing()
+            self.together.stop(NOTHING)
         return None
 
     def _look(

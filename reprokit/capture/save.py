@@ -25,6 +25,7 @@ from reprokit.capture.calls import Backward, BackwardNote, Function, OptimizerSt
 from reprokit.capture.collect_state import collect_state
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
+from reprokit.capture.meeting import DONE, Parted, Stopped
 from reprokit.capture.meters import LayerMeter, layers_of
 from reprokit.capture.names import Names, names_of, root_names
 from reprokit.capture.options import rank_suffix, with_part
@@ -68,7 +69,7 @@ from reprokit.words import in_root
 
 if TYPE_CHECKING:
     from reprokit.capture.loop import Loop
-    from reprokit.capture.ranks import Together
+    from reprokit.capture.meeting import Meeting
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
 NOT_ALL = "gradients are averaged over processes, and not all of them went back together"
@@ -119,7 +120,7 @@ class Verdict:
     takes_skipped: bool = False
     has_earlier: bool = False
     alarm: Alarm | Finding | None = None
-    together: Together | None = None
+    together: Meeting | None = None
     difference: RankDifference | None = None
     keep: Op | None = None
 
@@ -281,7 +282,7 @@ class Describing:
         mark = self.running_mark(pending)
         if self._is_past(ops, pending, place):
             buffers = world.newly_bad_buffers() if verdict.where == "output" else []
-            made, reasons = self._from_the_past([buffer for _, buffer in buffers])
+            made, reasons = self.from_the_past([buffer for _, buffer in buffers])
             notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
             if made is not None:
                 return made
@@ -302,20 +303,20 @@ class Describing:
         raised = verdict.raised
         return Case(verdict.where, ops, pending, mark, True, verdict.frame, contents, raised, keep=keep, notes=notes)
 
-    def _better(self, made: Made, case: Case, notes: list[str]) -> Made:
-        """``made``, or what is truer to training: the step with those it goes on with, or a step before."""
+    def _better(self, made: Made, case: Case, ops: list[Op], notes: list[str]) -> Made:
+        """``made``, or what is truer to training than the calls of the running step, ``ops``: these with the steps they
+        go on with, or a step before."""
         loop, world = self.loop, self.loop.world
         if not made.is_exact and world.is_complete and not notes and loop.ranks.is_alone:
-            segments = [*self._segments(), Segment(case.all_ops, case.mark)]
-            made = self._joined(made, case, segments)
+            made = self._joined(made, case, [*self.segments(), Segment(ops, case.mark)])
         if not loop.is_noted:  # nothing else that differs says anything about training
             return made.noted("; ".join(notes))
-        if not made.is_exact and self._is_begun_before(case.all_ops):
+        if not made.is_exact and self._is_begun_before(ops):
             note = made.snapshot.fidelity_note
             if BEGUN_BEFORE not in (note or ""):
                 made = made.noted("; ".join(filter(None, [BEGUN_BEFORE, note])))
         if made.culprit is not None and world.has_worsened(made.culprit):
-            past, _ = self._from_the_past([made.culprit])
+            past, _ = self.from_the_past([made.culprit])
             return past or made
         return made
 
@@ -345,7 +346,7 @@ class Describing:
             mark.micro_step, mark.step, mark.loss = found.micro_step, found.step, found.loss
         return mark
 
-    def _segments(self) -> list[Segment]:
+    def segments(self) -> list[Segment]:
         """The steps since the last copy that are over."""
         world = self.loop.world
         return self.loop.tape.segments()[world.copies[-1].num_marks if world.copies else 0 :]
@@ -363,7 +364,7 @@ class Describing:
             recorder.gaps.count(None) > 0
         )
 
-    def _from_the_past(self, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
+    def from_the_past(self, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad step, or why there is none.
 
         That is the step that made one of the ``ruined`` parts of the state nan or inf, if there are any; else the first
@@ -379,13 +380,13 @@ class Describing:
         ops = running if place is None else running[: place + 1]
         if pending is not None and not any(op.note is pending.note for op in tape.ops()):
             ops = [*running, pending]
-        segments = [*self._segments(), Segment(ops, self.running_mark(pending))]
+        segments = [*self.segments(), Segment(ops, self.running_mark(pending))]
         if self.verdict.together is not None:
             return loop.ranks.from_the_past(self, segments), []
         made, reasons = self.played(segments, ruined)
         if made is None or made.culprit is None or ruined or not world.has_worsened(made.culprit):
             return made, reasons
-        return self._from_the_past([made.culprit])[0] or made, []
+        return self.from_the_past([made.culprit])[0] or made, []
 
     def played(self, segments: Sequence[Segment], ruined: Sequence[torch.Tensor]) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad one of some steps, or why there is none."""
@@ -416,16 +417,12 @@ class Describing:
         except CannotGoBack as reason:
             return None, [str(reason)]
         except Missing:
-            if replay.together is not None:
-                replay.together.failed()
             return None, [BEGUN_BEFORE]
-        except SkippedLoss:
+        except Stopped as stopped:
+            return None, [f"another process has stopped going back ({stopped})"]
+        except (SkippedLoss, Parted):
             raise
         except Exception as error:  # of the user's code, which the state of then may not suit
-            if loop.ranks.stops_replay(error):
-                return None, [f"another process has stopped going back ({error})"]
-            if replay.together is not None:
-                replay.together.failed()
             pass_on(error)
             return None, [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
         if made.culprit is None and not made.is_exact and loop.ranks.is_alone:

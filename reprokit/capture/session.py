@@ -184,7 +184,6 @@ class Session:
         try:
             self.leave()
             self._recorder.leave_stack()
-            self._do_all(self._loop.ranks.close)
         except BaseException:
             self.leave()
             self._recorder.leave_stack()
