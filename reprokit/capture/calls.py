@@ -304,6 +304,7 @@ class Backward(Kind):
                 tracer.record(tracer.make_call(name, args, kwargs))
                 return None
             if name == AUTOGRAD_BACKWARD:
+                recording.before_backward()
                 return tracer.perform(name, op.target, args, kwargs)
             return cls.play(recording, op, args, kwargs)
         finally:

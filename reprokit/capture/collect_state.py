@@ -24,12 +24,13 @@ def collect_state(
     modules: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     names: Mapping[int, str],
+    whole: Mapping[int, torch.Tensor],
 ) -> tuple[StateBefore, dict[int, torch.Tensor]]:
     """Copy the state of root modules and optimizers; also the copies by the ``id`` of the live tensor.
 
     ``names`` are by ``id``, for those that need one. No more is copied than a capture may hold as its past.
     """
-    copies = _Copies()
+    copies = _Copies(whole)
     found = StateBefore()
     with_state = [module for module in modules if any(True for _ in chain(module.parameters(), module.buffers()))]
     found.modules.update(_each(with_state, names, lambda module: _module_state(module, copies), found.left_out))
@@ -53,14 +54,16 @@ def _each(
 class _Copies:
     """Copies on the CPU; raises `ValueError` beyond the bytes that are allowed."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Mapping[int, torch.Tensor]) -> None:
         self.made: dict[int, torch.Tensor] = {}
+        self._whole = whole
         self._room = DEFAULT_STATE_BYTES
 
     def of(self, value: Any) -> Any:
         """A value as it can be stored; a tensor that was copied before is the same tensor again."""
         if not isinstance(value, torch.Tensor):
             return value
+        value = self._whole.get(id(value), value)
         copy = self.made.get(id(value))
         if copy is None:
             self._room -= value.numel() * value.element_size()

@@ -22,7 +22,7 @@ from reprokit.capture import exceptions
 from reprokit.capture.events import EventStep, NotKept
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
-from reprokit.capture.ranks import Parted, SavedElsewhere
+from reprokit.capture.meeting import Parted, SavedElsewhere
 from reprokit.capture.save import Describing, Made, NothingFound, Place, SkippedLoss, Verdict, backward_from
 from reprokit.capture.tape import Op
 from reprokit.errors import chain, has_arrived

@@ -22,12 +22,13 @@ from reprokit import torch_private
 from reprokit.capture.calls import Backward, Function, OptimizerStep, Root, RootNote
 from reprokit.capture.meeting import DONE, Meeting, Parted, SavedElsewhere, Stopped
 from reprokit.capture.replay import Found, Replay, code_of, quiet_hooks
-from reprokit.capture.save import BEGUN_BEFORE, NOT_ALL, NOT_KEPT, NOT_SHOWN, Case, Made, NothingFound
+from reprokit.capture.save import NOT_ALL, NOT_KEPT, NOT_SHOWN, Case, Made, NothingFound
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Mark, Op, Segment
-from reprokit.capture.world import DEFAULT_STATE_BYTES, num_bytes, options_of, set_options
+from reprokit.capture.world import DEFAULT_STATE_BYTES, options_of, set_options
 from reprokit.errors import pass_on
-from reprokit.locate.failure import MISMATCH, Failure, RankDifference
+from reprokit.locate.differences import MISMATCH
+from reprokit.locate.failure import Failure, RankDifference
 from reprokit.program.ir import Phase, Ref, Site
 from reprokit.program.sites import make_site
 
@@ -171,7 +172,8 @@ def _sharded_past(describing: Describing, segments: list[Segment], together: Mee
     is an update."""
     loop, world, verdict = describing.loop, describing.loop.world, describing.verdict
     made, reasons = None, [NOT_SHOWN]
-    replay = Replay(world, loop.tape, segments, world.copies[-1], takes_skipped=verdict.takes_skipped, together=together)
+    options = {"takes_skipped": verdict.takes_skipped, "together": together}
+    replay = Replay(world, loop.tape, segments, world.copies[-1], **options)
     together.said = ()
     try:
         with replay.going_back():
@@ -223,7 +225,7 @@ def _recorded_by_all(describing: Describing, together: Meeting, case: Case) -> M
     made, reasons = None, [NOT_SHOWN]
     try:
         with together.playing():
-            size = num_bytes({id(p): p for p in world.parameters}.values())
+            size = sum({id(p): p.numel() * p.element_size() for p in world.parameters}.values())
             if size > DEFAULT_STATE_BYTES:
                 raise _Unanswered(f"whole parameters take over {DEFAULT_STATE_BYTES // 2**30} GiB")
             stand_ins = {id(p): _whole(p) for p in world.parameters if hasattr(p, "full_tensor")}
@@ -345,7 +347,7 @@ def _hand_on(tracer: Tracer, old: torch.Tensor, new: torch.Tensor) -> None:
     tracer.alias(new, value)
 
 
-def gathered_names(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
+def gathered(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
     """The whole parameters inside of units, by the ``id`` of the spread ones."""
     parts = {id(part): part for module in modules for part in module.modules()}.values()
     units = [part for part in parts if torch_private.is_sharded(type(part))]

@@ -147,6 +147,13 @@ class Names:
                 self._add(buffer, InputName(root + user_path(name), "buffer"))
 
 
+    def add_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        """The names of parameters for what stands for them, by the ``id`` of the parameter."""
+        for key, tensor in stand_ins.items():
+            if key in self._by_id:
+                self._by_id[id(tensor)] = self._by_id[key]
+
+
 _MAX_ITEMS = 64
 
 Named = tuple[str, Any]

@@ -28,7 +28,7 @@ from torch import distributed
 
 from reprokit import torch_private
 from reprokit.capture import lockstep
-from reprokit.capture.meeting import Late, Meeting, Parted, SavedElsewhere, Stopped
+from reprokit.capture.meeting import Late, Meeting, Parted, SavedElsewhere
 from reprokit.capture.replicas import Replicas
 from reprokit.capture.save import NothingFound, Verdict
 from reprokit.capture.tape import MOST_BYTES
@@ -166,7 +166,7 @@ class Ranks:
             self._report("loss", self._loop.iterations.total)
 
     def _report(self, what: str, total: int) -> None:
-        """The loss, or a gradient, of this rank is bad: all ranks are to see that at the update that ``total`` counts."""
+        """The loss, or a gradient, of this rank is bad, which all ranks are to see at the update that ``total`` counts."""
         self._reported_at = total
         self._store.set(self._key("bad", self.rank), what)
         self._store.set(self._key("bad step", total), "yes")
@@ -322,7 +322,7 @@ class Ranks:
         if culprits and self.rank not in culprits:
             session = self._loop.failures.session
             session.say(f"a gradient is nan or inf on rank {culprits[0]}, which saves its step")
-        return self.rank in culprits or (not culprits and (self.rank == 0 or not answers and is_own))
+        return self.rank in culprits or (not culprits and (self.rank == 0 or (is_own and not answers)))
 
     def _all_stop(self, may_meet: bool) -> bool:
         """True if the loop is to stop on all ranks, after each has done its part."""
@@ -363,9 +363,9 @@ class Ranks:
         """The context in which a step is recorded."""
         return lockstep.sharding_unseen(self._loop.world.modules, tracer)
 
-    def stops_replay(self, error: BaseException) -> bool:
-        """True if another rank has stopped a replay."""
-        return isinstance(error, Stopped)
+    def gathered(self) -> dict[int, torch.Tensor]:
+        """The whole parameters that units of `fully_shard` have, by the ``id`` of the spread ones."""
+        return lockstep.gathered(self._loop.world.modules) if self.is_sharded else {}
 
     # -- copies at the same step ---------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from reprokit.capture.calls import (
 )
 from reprokit.capture.facts import VALUE_READS
 from reprokit.capture.judge import Judge, Pending, is_bad_start, leaves_behind
-from reprokit.capture.meeting import NOTHING
+from reprokit.capture.meeting import NOTHING, Meeting
 from reprokit.capture.names import is_unfollowed
 from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf, iter_tensors, map_leaves
@@ -57,7 +57,6 @@ from reprokit.series.story import LayerNumbers
 from reprokit.series.timeline import parameters_of
 
 if TYPE_CHECKING:
-    from reprokit.capture.meeting import Meeting
     from reprokit.capture.meters import LayerMeter
 
 _UNSEEN = "a tensor was written after the step had used it, by something the tape cannot see"
@@ -262,7 +261,7 @@ def quiet_hooks(
         if is_recorded and _is_users(hook):
             met.append(hook)
             return RemovableHandle(OrderedDict())
-        return register(tensor, _quiet(hook, met))
+        return register(tensor, _quiet(hook, met) if _is_users(hook) else hook)
 
     tables = list(_tables(modules, leaves))
     before = [(table, dict(table)) for table, _ in tables]
@@ -272,7 +271,7 @@ def quiet_hooks(
             for key, hook in list(table.items()):
                 if is_recorded and is_of_backward and _is_users(hook):
                     met.append(table.pop(key))
-                else:
+                elif _is_users(hook):  # those of torch may be what other processes wait for
                     table[key] = _quiet(hook, met)
         yield met
     finally:

@@ -25,7 +25,7 @@ from reprokit.capture.calls import Backward, BackwardNote, Function, OptimizerSt
 from reprokit.capture.collect_state import collect_state
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
-from reprokit.capture.meeting import DONE, Parted, Stopped
+from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import LayerMeter, layers_of
 from reprokit.capture.names import Names, names_of, root_names
 from reprokit.capture.options import rank_suffix, with_part
@@ -69,7 +69,6 @@ from reprokit.words import in_root
 
 if TYPE_CHECKING:
     from reprokit.capture.loop import Loop
-    from reprokit.capture.meeting import Meeting
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
 NOT_ALL = "gradients are averaged over processes, and not all of them went back together"
@@ -134,7 +133,7 @@ class Case:
     there to name tensors by. ``keep`` is a call that belongs to the failure even if no backward pass depends on it.
     ``gradients`` are those of training, if they are known and not the live ones. ``stand_ins`` are whole parameters in
     the place of those that are spread over processes, by the ``id`` of these. ``explain`` finds the failure in the
-    place of `locate`.
+    place of `locate`. ``together``: all ranks record their steps at once.
     """
 
     where: str
@@ -151,6 +150,7 @@ class Case:
     gradients: Gradients | None = None
     stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
     explain: Callable[[Program, Tensors], Failure | None] | None = None
+    together: Meeting | None = None
 
     @property
     def all_ops(self) -> list[Op]:
@@ -587,9 +587,8 @@ class Describing:
             rng = get_rng_state()
             roots = root_names(world.modules, case.frame)
             optimizers = [] if case.stand_ins else world.optimizers  # whose state is spread as well
-            before, copies = collect_state(
-                world.modules, optimizers, roots | names_of(world.optimizers, case.frame)
-            )
+            owners = roots | names_of(world.optimizers, case.frame)
+            before, copies = collect_state(world.modules, optimizers, owners, case.stand_ins)
             before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(world.optimizers) else [])
             state = world.buffers.ids if case.is_now else world.state_ids() | world.buffers.ids
             recorder = Recording(
@@ -599,10 +598,15 @@ class Describing:
                 state,
                 contents=case.contents,
                 stand_ins=case.stand_ins,
+                together=case.together,
             )
+            if loop.ranks.is_sharded:
+                stack.enter_context(loop.ranks.recording(recorder.tracer))
             replayed = record(
                 recorder, case.all_ops, performs_last=case.pending is None, raises=raises, keep=case.keep
             )
+            if case.together is not None:
+                case.together.stop(f"{DONE} loss" if case.pending is not None else DONE)
             if case.where == "output" and case.pending is not None:
                 *calls, last = replayed.program.calls  # the start of the backward call becomes the output
                 replayed.program = replace(replayed.program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
@@ -664,6 +668,8 @@ class Describing:
         for module in modules:
             names.add_root(module)
         names.name_roots(root_names(modules, case.frame))
+        names.add_stand_ins(case.stand_ins)
+        names.add_stand_ins(self.loop.ranks.gathered())
         for op in case.all_ops:
             names.add_arguments(op)
         names.add_locals(case.frame)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from reprokit import torch_private
 from reprokit.capture.structure import ATOMS, iter_leaves, map_leaves
 from reprokit.program.ir import Mode
 
@@ -468,6 +469,6 @@ def address_of(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return None
     try:
-        return tensor.untyped_storage().data_ptr() or None
+        return torch_private.shard_of(tensor).untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):
         return None

@@ -27,6 +27,7 @@ from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import address_of
 from reprokit.locate.ways import NAN, bad_tensor, ways_of
 from reprokit.series.timeline import parameters_of
+from reprokit.torch_private import shard_of
 
 DEFAULT_STATE_BYTES = 2 * 2**30
 MOST_STEPS = 1000
@@ -69,14 +70,14 @@ class Contents:
     def check(self) -> None:
         """Raises `CannotGoBack` if a tensor has another shape or dtype by now."""
         for tensor, content in zip(self.tensors, self._contents, strict=True):
-            if tensor.shape != content.shape or tensor.dtype != content.dtype:
+            if shard_of(tensor).shape != content.shape or tensor.dtype != content.dtype:
                 raise CannotGoBack("the model was changed since the last copy of its state")
 
     def write(self) -> None:
         """Write the contents into the tensors; needs no memory."""
         with torch.no_grad():
             for tensor, content in zip(self.tensors, self._contents, strict=True):
-                tensor.data.copy_(content)
+                shard_of(tensor).data.copy_(content)
 
     def by_id(self) -> dict[int, torch.Tensor]:
         """The contents, by the ``id`` of the tensor."""
@@ -93,7 +94,7 @@ def overwrite(contents: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
     has_grad = torch.is_grad_enabled()
     try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
         torch_private.set_grad_enabled(False)
-        torch._foreach_copy_(contents, list(tensors), non_blocking=False)
+        torch._foreach_copy_(contents, list(map(shard_of, tensors)), non_blocking=False)
     except RuntimeError:  # a shape or layout has changed
         contents[:] = [_copy(tensor) for tensor in tensors]
         return
@@ -643,7 +644,8 @@ class World:
             stack.enter_context(torch.random.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(None))
             stack.enter_context(attributes_kept(self.modules, self.optimizers))
-            stack.enter_context(torch_private.preserve_versions(self.changing()))
+            changing = self.changing()
+            stack.enter_context(torch_private.preserve_versions([*changing, *map(shard_of, changing)]))
             stack.callback(copy.put_back().give_back)
             gradients = [(leaf, leaf.grad) for leaf in leaves]
             stack.callback(give_gradients, gradients)
@@ -711,11 +713,11 @@ def give_gradients(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) ->
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """The memory that tensors take, in bytes."""
-    return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
+    return sum([tensor.numel() * tensor.element_size() for tensor in map(shard_of, tensors)])
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
+    plain = shard_of(tensor).detach()
     if plain.is_cuda and num_bytes([plain]) > _FREE_SHARE * torch.cuda.mem_get_info(plain.device)[0]:
         return plain.cpu()
     return plain.clone() if plain.layout is not torch.strided else plain.clone(memory_format=torch.preserve_format)

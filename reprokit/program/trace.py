@@ -114,7 +114,7 @@ class Tracer(TorchFunctionMode):
     ``describe`` names tensors that the step did not make, ``root_names`` those roots that others could be mistaken for,
     by ``id``. Invariant: ``_values`` maps ``id`` of every tensor in ``_alive`` to its value number, so ids are
     never reused. ``phase`` and ``outer_site`` are set by whoever drives the step, from the file ``driver``;
-    while it ``is_silent`` nothing is recorded.
+    while it ``is_silent`` nothing is recorded. The contents of parameters are copied unless it ``borrows`` them.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Tracer(TorchFunctionMode):
         self.tensors: dict[int, torch.Tensor] = {}
         self.modules: dict[str, ModuleNote] = {}
         self.phase = Phase.FORWARD
-        self.is_silent = False
+        self.is_silent, self.borrows = False, True
         self.outer_site: Site | None = None
         self.outer_scope: tuple[Scope, ...] = ()
         self.functions = CustomFunctions(self)
@@ -357,7 +357,7 @@ class Tracer(TorchFunctionMode):
         known = self._values.get(id(tensor))
         if known is not None:
             return known
-        borrow = origin.role == "parameter" and tensor.layout is torch.strided
+        borrow = self.borrows and origin.role == "parameter" and tensor.layout is torch.strided
         content = tensor.detach() if borrow else copy_of(tensor.detach())
         value = self._new_input(content, origin, requires_grad=tensor.requires_grad)
         self.alias(tensor, value)

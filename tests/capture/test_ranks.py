@@ -75,25 +75,24 @@ KILLED = """
 import os
 import signal
 import time
-from reprokit.capture import failures as on_failure
-from reprokit.capture.run.ranks import Ranks
+from reprokit.capture.failures import Failures
+from reprokit.capture.ranks import Ranks
 
-replayed = on_failure.snapshot_of
+made = Failures._made
 
 def slowly(*args):
     time.sleep(3)
-    return replayed(*args)
+    return made(*args)
 
-on_failure.snapshot_of = slowly
-announce = on_failure.Failures._save_pending
-on_failure.Failures._save_pending = lambda self, noticed: time.sleep(1) or announce(self, noticed)
+Failures._made = slowly
+announce = Failures._save_pending
+Failures._save_pending = lambda self, verdict: time.sleep(1) or announce(self, verdict)
 if rank == 0:
-    Ranks.meet_all = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    Ranks._meet_all = Failures._made = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 """  # before the other rank has begun to replay its step
 LATE = """
-from reprokit.capture.hooks.suspects import OwnGradient
-from reprokit.capture.hooks.policy import Policy
-from reprokit.capture.record.screens import LaterFlags
+from reprokit.capture.judge import Flags
+from reprokit.capture.loop import Loop
 
 class Flag:
     def __init__(self):
@@ -107,10 +106,9 @@ class Flag:
 def add(self, tensors, step):
     self._sent += [(torch.isfinite(tensor.detach()).all(), Flag()) for tensor in tensors]
 
-LaterFlags.add = add
-Policy._waits_for = lambda self, tensors: bool(tensors)
-Policy.gradients = lambda self, optimizer, are_scaled: False
-OwnGradient.before_backward = lambda self: None
+Flags.add = add
+Loop._waits_for = lambda self, tensors: bool(tensors)
+Loop.has_bad_gradients = lambda self, optimizer, are_scaled: False
 """  # values on an accelerator are checked there, and the results arrive two steps later
 
 
@@ -173,7 +171,7 @@ def test_the_guilty_rank_saves_and_all_stop(
 
 
 ONE_SECOND = """
-from reprokit.capture.run import ranks
+from reprokit.capture import ranks
 ranks.TO_SEE = 1.0
 """
 
