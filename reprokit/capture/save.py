@@ -287,7 +287,8 @@ class Describing:
             if made is not None:
                 return made
         case = self.now(verdict, ops, pending, mark, keep, notes)
-        return self._better(self.make(case), case, notes)
+        running = [*ops, *([pending] if pending is not None else [])]
+        return self._better(self.make(case), case, running, notes)
 
     def now(
         self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]
