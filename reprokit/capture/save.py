@@ -267,10 +267,11 @@ class Describing:
         ops = running[:place] if place is not None else running
         keep = verdict.keep
         if not loop.is_noted and verdict.where == "loss":
-            culprit = self._bad_output(ops)
+            culprit = self._bad_output(ops, self.running_mark(pending))
             if culprit is not None:  # all that is known of how the loss was made
                 verdict = self.verdict = replace(verdict, where="output", op=None)
-                keep, pending, ops = culprit, None, ops[: ops.index(culprit) + 1]
+                keep, pending = culprit, None
+                ops = ops[: next(n for n, op in enumerate(ops, 1) if op is culprit)]
         if loop.ranks.is_sharded or loop.ranks.is_apart:
             return loop.ranks.made(self, ops, pending)
         notes = list(dict.fromkeys(loop.unseen))
@@ -321,12 +322,19 @@ class Describing:
             return past or made
         return made
 
-    def _bad_output(self, ops: Sequence[Op]) -> Op | None:
-        alive = self.loop.tape.alive()
-        for op in ops:
-            outs = [alive[n] for n in op.outs if n in alive and alive[n].is_floating_point()]
-            if op.kind is Root and bad_tensor(outs) is not None:
-                return op
+    def _bad_output(self, ops: list[Op], mark: Mark) -> Op | None:
+        """The first call of a root module with a bad result, which the loop may have let go of since."""
+        case = self.now(self.verdict, ops, None, mark, None, [])
+        leaves, player = self._leaves(case), Player(self.loop.tape, self.loop.world.buffers.ids)
+        with ignored_errors(), self._at_its_beginning(case, leaves), Modes() as modes:
+            with warnings.catch_warnings(), quiet_hooks(self.loop.world.modules, leaves):
+                warnings.simplefilter("ignore")
+                for op in case.ops:
+                    modes.enter(op.mode)
+                    player.play(op)
+                    is_own = any(op is own for own in ops)
+                    if op.kind is Root and is_own and bad_tensor(player.env[n] for n in op.outs) is not None:
+                        return op
         return None
 
     def _is_past(self, ops: Sequence[Op], pending: Op | None, place: int | None) -> bool:

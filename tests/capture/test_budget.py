@@ -28,8 +28,8 @@ def train(session: Session | None, every: int, bad_step: int, in_model: bool) ->
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters())
     if session is not None and every != 1:
-        session._run_state.budget.every = every
-        session._run_state.choose()
+        session._loop.budget.every = every
+        session._loop.choose()
     for step in range(12):
         x = torch.randn(8, 4)
         if in_model and step == bad_step:
@@ -100,7 +100,7 @@ def test_stepping_down_changes_no_bit(loop: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(budget, "BETWEEN", 0.0)
     expected = loop(False)
     with reprokit.capture(budget=1e-6) as session:
-        session._run_state.budget._next = 0.0
+        session._loop.budget._next = 0.0
         actual = loop(False)
     assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
     assert session.snapshots == []
@@ -114,7 +114,7 @@ def test_modes_of_the_loop_stay_where_they_are(tmp_path: Path) -> None:
         level = torch._C._len_torch_function_stack()
         train(session, 1, 99, in_model=False)
         assert torch._C._len_torch_function_stack() == level + 1
-        assert torch._C._get_function_stack_at(0) is session._tape
+        assert torch._C._get_function_stack_at(0) is session._recorder
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -127,7 +127,7 @@ def test_a_budget_is_a_percentage_above_zero(value: Any) -> None:
 @pytest.mark.parametrize("value", ["off", None])
 def test_a_budget_may_be_off(value: Any) -> None:
     with reprokit.capture(budget=value) as session:
-        assert session._run_state.budget.limit is None
+        assert session._loop.budget.limit is None
 
 
 SCRIPT = """

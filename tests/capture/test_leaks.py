@@ -32,7 +32,6 @@ def patched_things() -> tuple[Any, ...]:
         *(getattr(torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_")),
         *(getattr(torch.nn.utils.clip_grad, name) for name in ("clip_grad_norm_", "clip_grad_value_")),
         *(getattr(torch.amp.GradScaler, name) for name in ("scale", "step", "update", "unscale_", "_unscale_grads_")),
-        *(getattr(torch.autograd.profiler.record_function, name) for name in ("__enter__", "__exit__")),
         torch.compile,
     )
 

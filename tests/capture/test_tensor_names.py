@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.record import kinds
-from reprokit.capture.record.entry import Entry
+from reprokit.capture.calls import Root
 from reprokit.capture.names import Names
+from reprokit.capture.tape import Number, Op
 from reprokit.program.ir import Mode
 
 SOURCE = """
@@ -26,9 +26,12 @@ def test_arguments_are_named_where_they_are_variables(tmp_path: Path) -> None:
     found: list[str | None] = []
 
     def model(*given: torch.Tensor, option: int = 0) -> torch.Tensor:
-        frame, names = sys._getframe(1), Names()
-        names.add_by_source(Entry(kinds.MODULE, None, given, {}, Mode(), None, "", frame.f_code, frame.f_lasti))
-        found.extend(origin.name if (origin := names.describe(tensor)) else None for tensor in given)
+        frame, names = sys._getframe(1), Names({})
+        numbers = tuple(map(Number, range(len(given))))
+        root = torch.nn.Identity()
+        names.add_by_source(Op(Root, root, numbers, {}, (), frame.f_code, frame.f_lasti, Mode(), None))
+        described = [names.describe(number, tensor) for number, tensor in zip(numbers, given, strict=True)]
+        found.extend(origin.name if origin is not None else None for origin in described)
         return torch.ones(1)
 
     script = tmp_path / "train.py"
