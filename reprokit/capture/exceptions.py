@@ -96,7 +96,8 @@ def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
             is_passed = any(op.kind is Root and op.mode.grad for op in running[made + 1 :])  # the loop went on
             return None if is_passed else (number, code, instruction)
     tested = set(running[-1].outs) if running else set()
-    tested = {n for n in tested if n in alive and alive[n].dtype is torch.bool}
+    if any(number in alive and alive[number].requires_grad for number in tested):
+        return None  # no test: the loop was computing
     for op in reversed(running):
         for number in op.outs:
             tensor = alive.get(number)

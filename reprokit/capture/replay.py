@@ -152,7 +152,9 @@ class Player:
 
     def _value(self, number: Number) -> torch.Tensor:
         """The replacement of a tensor whose graph is not used."""
-        live = self._contents.get(number, self.alive.get(number))
+        live = self._contents.get(number, self.alive.get(number, self._tape.before.get(number)))
+        if number not in self.env and number not in self.alive and live is not None and number not in self._contents:
+            return live
         if number in self.env or live is None or not live.requires_grad or is_leaf(live):
             return self.tensor(number)
         value = self._values.get(number)

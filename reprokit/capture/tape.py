@@ -101,6 +101,8 @@ class Tape:
         self.saved: dict[Number, torch.Tensor] = {}
         self.marks: list[Mark] = []
         self.carried: list[Op] = []
+        self.before: dict[Number, torch.Tensor] = {}  # values from before the copy that a step since has used
+        self._cut_at = 0  # the last number before the copy
         self.scalars: deque[tuple[torch.Tensor, CodeType, int]] = deque(maxlen=4)
         self.on_lost: Callable[[], None] = lambda: None  # calls were let go of that may have changed something
         self.count = 0
@@ -144,6 +146,8 @@ class Tape:
             return self.add_input(tensor)
         self.held[number] = tensor
         self.stamps.setdefault(number, version)
+        if number <= self._cut_at and number not in self.inputs:
+            self.before[number] = tensor.detach()
         return number
 
     def new_number(self, tensor: torch.Tensor) -> Number:
@@ -287,6 +291,8 @@ class Tape:
         self.log, self.marks = self.log[end * SLOTS :], self.marks[num_marks:]
         for mark in self.marks:
             mark.end -= end
+        self._cut_at = max((number for op in early for number in op.outs), default=self._cut_at)
+        self.before = {number: tensor for number, tensor in self.before.items() if later}
         self._keep()
         self._begin_step()
         self.sweep_at, self.sweep_bytes = SWEEP_OPS * SLOTS, SWEEP_BYTES
@@ -300,7 +306,7 @@ class Tape:
 
     def forget(self) -> None:
         """Let go of everything."""
-        self.log, self.marks, self.carried = [], [], []
+        self.log, self.marks, self.carried, self.before = [], [], [], {}
         self._keep()
         self._begin_step()
 
