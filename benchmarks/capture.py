@@ -60,10 +60,10 @@ def measure_memory(shape: str, steps: int, is_watched: bool) -> JSON:
     with session if is_watched else contextlib.nullcontext():
         for _ in range(steps):
             training.step()
-        if is_watched and not session._tape.enabled:
+        if is_watched and not session._recorder.enabled:
             raise RuntimeError(f"the session stopped watching a healthy training: {session.results}")
-        copies = session._run_state.history.state.copies.num_bytes
-        held = len(session._run_state.history.steps)
+        copies = sum(copy.num_bytes for copy in session._loop.world.copies)
+        held = len(session._loop.tape.marks)
         peak = peak_bytes()
     batch = sum(tensor.numel() * tensor.element_size() for tensor in training.batches[0]) if training.batches else 0
     return {
@@ -130,7 +130,7 @@ class FailingLoop:
 
     def __init__(self, training: Any, failure: str, bad_step: int) -> None:
         self.number = 0
-        self._run_state = training
+        self._training = training
         self._failure = failure
         self._bad_step = bad_step
         self._failed_at: float | None = None
@@ -142,7 +142,7 @@ class FailingLoop:
         import torch
         from torch.nn import functional as F
 
-        training = self._run_state
+        training = self._training
         is_bad = self.number == self._bad_step
         started = time.perf_counter()
         inputs, targets = training.batches[self.number % len(training.batches)]

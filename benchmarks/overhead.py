@@ -30,9 +30,9 @@ from command import JSON, new_parser, print_json
 from shapes import Training, make
 from torch import nn
 
-from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.budget import WINDOW
 from reprokit.capture.session import Session
+from reprokit.capture.world import World
 
 SHARES = {  # of the time, by how long a step takes
     "mlp": 0.1,
@@ -111,14 +111,14 @@ class Reprokit(Variant):
         self._copies_before = 0
 
     @property
-    def _history(self) -> History:
-        return self.session._run_state.history
+    def _world(self) -> World:
+        return self.session._loop.world
 
     def on(self) -> None:
         self.session.resume()
 
     def off(self) -> None:
-        if not self.session._tape.enabled:
+        if not self.session._recorder.enabled:
             raise RuntimeError(f"the session stopped watching a healthy training: {self.session.results}")
         self.session.pause()
 
@@ -130,17 +130,17 @@ class Reprokit(Variant):
         super().warm_up(seconds)
         self.on()
         end = time.perf_counter() + seconds
-        while self._history.num_copies < WARM_COPIES and time.perf_counter() < end:
+        while self._world.num_copies < WARM_COPIES and time.perf_counter() < end:
             self.step()
         self.off()
-        self._steps, self._copies_before = 0, self._history.num_copies
+        self._steps, self._copies_before = 0, self._world.num_copies
 
     def describe(self) -> JSON:
-        history = self._history
+        world = self._world
         return {
             "watched_steps": self._steps,
-            "copies": history.num_copies - self._copies_before,
-            "copy_bytes": history.state.copies.num_bytes,
+            "copies": world.num_copies - self._copies_before,
+            "copy_bytes": sum(copy.num_bytes for copy in world.copies),
         }
 
 
@@ -164,7 +164,7 @@ class ReprokitRecord(Reprokit):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._all = self._recording = 0.0
-        norms = self.session._run_state.norms
+        norms = self.session._loop.norms
         assert norms is not None
         end_step = norms.end_step
 
@@ -193,10 +193,10 @@ class ReprokitEarly(Reprokit):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._num_seen, self._seeing = 0, 0.0
-        run_state, early = self.session._run_state, self.session._early
+        loop, early = self.session._loop, self.session._early
         assert early is not None
         early.act = self._timed(early.act)  # type: ignore[method-assign]
-        run_state.has_alarm = self._timed(run_state.has_alarm)
+        loop.has_alarm = self._timed(loop.has_alarm)
 
     def _timed(self, look: Callable[[], Any]) -> Callable[[], Any]:
         """A function with its CPU time measured, less that of reading the clock."""
@@ -225,7 +225,7 @@ class ReprokitWithin10(Reprokit):
 
     def warm_up(self, seconds: float) -> None:
         super().warm_up(seconds)
-        budget = self.session._run_state.budget
+        budget = self.session._loop.budget
         self.on()
         for _ in range(4):
             budget._next = 0.0
@@ -235,7 +235,7 @@ class ReprokitWithin10(Reprokit):
         budget.limit = None
 
     def describe(self) -> JSON:
-        return {**super().describe(), "noted_every": self.session._run_state.budget.every}
+        return {**super().describe(), "noted_every": self.session._loop.budget.every}
 
 
 class ReprokitWithin3(ReprokitWithin10):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.capture.rewind.checkpoint import History
+from reprokit.capture.world import World
 from tests.conftest import import_benchmark
 
 BENCHMARK = import_benchmark("faults")
@@ -23,16 +23,16 @@ def test_a_few_faults_and_kills(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_changed_bit_and_a_mode_that_stays_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    due = History.is_due
+    due = World.is_due
 
-    def disturbing(self: History, now: float) -> Any:
+    def disturbing(self: World, *given: Any) -> Any:
         torch.randn(1)
-        return due(self, now)
+        return due(self, *given)
 
     plain = BENCHMARK.plain_trail(True)
-    fault = BENCHMARK.Fault(History, "skip", History.skip, 1, RuntimeError, True)
+    fault = BENCHMARK.Fault(World, "skip", World.skip, 1, RuntimeError, True)
     assert BENCHMARK.findings_of(fault, plain) == []
-    monkeypatch.setattr(History, "is_due", disturbing)
+    monkeypatch.setattr(World, "is_due", disturbing)
     assert BENCHMARK.findings_of(fault, plain) == ["a bit was changed"]
     before = BENCHMARK.hooks()
     with torch.no_grad():

@@ -18,7 +18,7 @@ from reprokit.capture.attributes import is_of_torch
 from reprokit.capture.facts import facts_of
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.tape import Op
-from reprokit.capture.transformed import Place, play_with
+from reprokit.capture.variables import Place, play_with
 from reprokit.capture.world import owned_by, parameters_of, set_options, set_python_generators
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.functions import DATA_WRITES, GRAD_WRITES, written_argument

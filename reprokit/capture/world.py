@@ -618,6 +618,8 @@ class World:
     def interrupt(self) -> None:
         """Something happened that is not on the tape: there is no going back behind this moment."""
         del self.copies[:-1]
+        for copy in self.copies:
+            copy.num_marks = 0  # the tape forgets the steps before it
         self.is_complete = False
 
     def give_up(self) -> None:
