@@ -313,7 +313,9 @@ class Failures:
             named = "value" if verdict.op is not None else "buffer"
             what = f"a {named if verdict.where == 'output' else verdict.where} is nan or inf"
         doing = "going back to find the step that made it" if verdict.is_late else "replaying the step"
-        return f"{what} at step {self._loop.iterations.completed}; {doing}"
+        pending = self._loop.judge.pending
+        is_pending = pending is not None and verdict.op is not None and verdict.op.note is pending.note
+        return f"{what} at step {pending.step if is_pending else self._loop.running()[0]}; {doing}"
 
     def _start_of(self, verdict: Verdict) -> float | None:
         """The single number that a backward call starts from."""

@@ -76,6 +76,13 @@ class WholeCalls:
         """Clip gradients; the norm, if there is one, is checked with the gradients."""
         if not self._recorder.enabled:
             return target(*args, **kwargs)
+        norms = self._loop.norms
+        if norms is not None:
+            given = args[0] if args else kwargs.get("parameters", ())
+            if not isinstance(given, (torch.Tensor, list, tuple)):  # an iterator is read once
+                given = list(given)
+                args, kwargs = ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "parameters": given})
+            self._recorder.guard(norms.before_clip, self._loop.iterations.completed, given)
         output = self._perform(Clip, target, args, kwargs)
         is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
         if isinstance(output, torch.Tensor) and not is_spread:

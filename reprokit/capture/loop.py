@@ -135,6 +135,7 @@ class Loop:
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module is known from here on."""
         if self.world.meet_module(module):
+            self.iterations.meet(module)
             self.ranks.meet()
             self.recorder.roots.attributes.meet(module)
             self.recorder.roots.met.add(id(module))
@@ -209,15 +210,9 @@ class Loop:
         counts = bad == "now" and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
         behind = leaves_behind(starts) if counts else set()
         iterations = self.iterations
-        pending = Pending(
-            call[-1],
-            (call[4], call[5]),
-            is_asked,
-            behind,
-            iterations.completed,
-            self.timeline.likely_loss,
-            iterations.micro_step,
-        )
+        step = self.running(behind)[0] if counts else iterations.completed
+        loss = self.timeline.likely_loss
+        pending = Pending(call[-1], (call[4], call[5]), is_asked, behind, step, loss, iterations.micro_step)
         outcome = self.judge.begin(pending, counts, is_first=not iterations.total)
         return bad, outcome, before
 
@@ -385,8 +380,8 @@ class Loop:
         if bad is not None:
             self.failures.fail("parameter", keep=bad)
         elif self.recorder.enabled:
-            self._note_numbers(None, time.perf_counter())
-            self.iterations.updated_by_hand()
+            self._note_numbers(None, self.iterations.of(None), time.perf_counter())
+            self.iterations.attempted(None)
             self.interrupt()
             if self.early is not None:
                 self.early.act()
@@ -702,12 +697,23 @@ class Loop:
         tape, world = self.tape, self.world
         return world.is_due(now, self.num_steps, tape.num_bytes, world.most_bytes(MOST_BYTES))
 
-    def mark(self, end: int | None = None) -> Mark:
-        """The mark of the running step."""
-        iterations = self.iterations
-        place = len(self.tape.log) // SLOTS if end is None else end
-        loss, states = self.timeline.likely_loss, self.generators.states
-        return Mark(place, iterations.completed, iterations.total, iterations.micro_step, loss, states)
+    def mark(self, step: int | None = None) -> Mark:
+        """The mark of the running step, which belongs to iteration ``step``."""
+        iterations, loss = self.iterations, self.timeline.likely_loss
+        step = self.running()[0] if step is None else step
+        place = len(self.tape.log) // SLOTS
+        return Mark(place, step, iterations.total, iterations.micro_step, loss, self.generators.states)
+
+    def running(self, leaves: Iterable[int] | None = None) -> tuple[int, int]:
+        """The iteration of the running step, and the seat of its optimizer: the one that steps now, else one of those
+        that have the parameters behind it, which ``leaves`` are the ``id``s of if that is known."""
+        optimizer, iterations = self._optimizer, self.iterations
+        if self._popped is not None and optimizer is not None:
+            return iterations.of(optimizer), iterations.seat(optimizer)
+        if not leaves:
+            roots = [op.target for op in self.tape.running() if op.kind is Root and op.mode.grad]
+            leaves = {id(parameter) for root in roots for parameter in root.parameters()}
+        return iterations.running(leaves)
 
     def _end_step(
         self, optimizer: torch.optim.Optimizer | None, ended: float, was_checked: bool = False
@@ -726,13 +732,14 @@ class Loop:
             self._finished = {id(optimizer)}
         if self.recorder.gaps:
             world.interrupt()
-        self._note_numbers(optimizer, ended)
+        step = self.iterations.of(optimizer)
+        self._note_numbers(optimizer, step, ended)
         num_calls = len(self.tape.log) // SLOTS - self.tape.begin
         is_copied = was_checked and not (self.ranks.is_alone and world.is_complete and self.has_alarm())
         if not self.is_noted:
             world.interrupt()
         if world.is_complete or is_copied:
-            self.tape.mark(self.mark())
+            self.tape.mark(self.mark(step))
         if is_copied:
             self._copy_state(ended)
             self.generators.look_closely()
@@ -741,10 +748,7 @@ class Loop:
         if optimizer is not None and len(optimizer.state) != self._num_states.get(id(optimizer)):
             self._num_states[id(optimizer)] = len(optimizer.state)
             world.know_addresses()
-        if optimizer is None:
-            self.iterations.updated_by_hand()
-        else:
-            self.iterations.attempted(optimizer)
+        self.iterations.attempted(optimizer)
         self.ranks.end_update()
         if self.iterations.total == SETTLED_AFTER:
             self.recorder.roots.settle()
@@ -752,15 +756,19 @@ class Loop:
             self.budget.end_step(ended, num_calls)
         self.restart()
 
-    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, ended: float) -> None:
+    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, step: int, ended: float) -> None:
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         if isinstance(rate, torch.Tensor):
             rate = rate.detach().clone()
-        key = weakref.ref(optimizer) if optimizer is not None else None  # an id may come back
-        total, completed = self.iterations.total, self.iterations.completed
-        self.timeline.end_step(total, completed, rate, self.scalers.scale, ended, key)
-        if self.norms is not None and optimizer is not None:
-            self.norms.end_step(completed, optimizer, self.timeline.last)
+        iterations, timeline, norms = self.iterations, self.timeline, self.norms
+        row = norms.measure(step, optimizer) if norms is not None and optimizer is not None else None
+        if row is not None and timeline.grad_norm is None:  # the loop has not computed it
+            timeline.grad_norm = row.total
+        seat = iterations.seat(optimizer)
+        timeline.end_step(iterations.total, step, rate, self.scalers.scale, ended, seat)
+        if norms is not None and row is not None:
+            names = norms.optimizer_names() if iterations.has_several else {}
+            norms.keep(row, timeline.last(iterations.names(names)))
 
     def restart(self) -> None:
         """A new step begins."""

@@ -59,8 +59,7 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Prog
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer, current_mode
 from reprokit.series.detectors import Alarm, Finding
-from reprokit.series.story import LayerNumbers, RecordedStep
-from reprokit.series.timeline import Turn, with_optimizers
+from reprokit.series.story import LayerNumbers
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot, StateBefore, save
 from reprokit.snapshot.rng import Generators, get_rng_state
@@ -522,17 +521,20 @@ class Describing:
             return []
         if len(segments) * sum(seconds) / len(seconds) > _STORY_SECONDS:
             return []
+        segments.append(Segment(loop.tape.running(), loop.mark()))
         names = root_names(world.modules, self.verdict.frame)
+        began = snapshot.settings.began_at or 0
+        called = {id(op.target) for one in segments for op in one.ops if op.kind is Root and one.mark.step >= began}
         layers = {
             in_root(path or f"<{type(root).__name__}>", names.get(id(root))) or "": layer
             for root in world.modules
             for path, layer in layers_of(root)
+            if not began or id(root) in called  # else it is another model of the process
         }
-        segments.append(Segment(loop.tape.running(), loop.mark()))
         last = snapshot.step if snapshot.failure.event is None else segments[-1].mark.step
         replay = Replay(world, loop.tape, segments, world.copies[0])
         with replay.going_back(), quiet_hooks(world.modules, replay.leaves()):
-            return replay.measured(LayerMeter(layers), last)
+            return [row for row in replay.measured(LayerMeter(layers), last) if row.step >= began]
 
     # -- replaying a step ----------------------------------------------------------------------------------------
 
@@ -718,7 +720,10 @@ class Describing:
     ) -> Snapshot:
         loop, number = self.loop, case.mark.step
         path = getattr(sys.modules.get("__main__"), "__file__", None)  # names were taken out of the command line
-        is_noted = loop.is_noted or number != loop.iterations.completed
+        iterations, pending = loop.iterations, loop.judge.pending
+        seat = loop.timeline.seat_of(case.mark.place, loop.running(pending.behind if pending is not None else None)[1])
+        kin, began = iterations.kin(seat, number), iterations.began(seat, number)
+        is_noted = loop.is_noted or case.mark.place != iterations.total
         copies = loop.world.copies
         settings = CaptureSettings(
             **self._described,
@@ -727,12 +732,15 @@ class Describing:
             history_bytes=copies[-1].num_bytes if copies else 0,
             **loop.ranks.describe(),
             compilers=tuple(loop.compilers) or None,
+            began_at=began or None,
             num_threads=torch.get_num_threads(),
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
             matmul_precision=matmul_precision(),
         )
-        timeline: list[Turn] = loop.timeline.until(case.mark.place, number, number_of(case.mark.loss))
-        recorded: list[RecordedStep] = [row for row in loop.norms.steps if row.step <= number] if loop.norms else []
+        names = iterations.names(names_of(loop.world.optimizers, case.frame))
+        loss = number_of(case.mark.loss)
+        timeline = loop.timeline.until(case.mark.place, number, loss, seat, kin, names)
+        recorded = [row for row in loop.norms.steps if began <= row.step <= number] if loop.norms else []
         return Snapshot(
             program=replayed.program,
             tensors=replayed.tensors,
@@ -746,7 +754,7 @@ class Describing:
             source=describe_source(Path(path) if isinstance(path, str) else None, self._command),
             settings=settings,
             rng=rng,
-            timeline=with_optimizers(timeline, names_of(loop.world.optimizers, case.frame)),
+            timeline=timeline,
             command=self._command,
             before=before,
             recorded=recorded or None,

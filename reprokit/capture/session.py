@@ -26,7 +26,7 @@ from reprokit.capture.failures import Failures
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import CaptureStop
-from reprokit.capture.names import parameter_names
+from reprokit.capture.names import names_of, parameter_names
 from reprokit.capture.options import (
     DEFAULT_ON,
     DEFAULT_PERCENT,
@@ -132,6 +132,7 @@ class Session:
             self._loop.norms = NormMeter(read_pace(record or "auto"), self._parameter_names)
             self._loop.norms.say = self.say
             self._loop.norms.hand_over = self._hand_over_numbers
+            self._loop.norms.optimizer_names = self._optimizer_names
         if "ranks" in on:
             self._loop.ranks.compare()
         if kinds:
@@ -362,6 +363,9 @@ class Session:
 
     def _parameter_names(self) -> dict[int, str]:
         return parameter_names(self._loop.world.modules, sys._getframe().f_back)
+
+    def _optimizer_names(self) -> dict[int, str]:
+        return names_of(self._loop.world.optimizers, sys._getframe().f_back)
 
     def _hand_over_numbers(self, numbers: StepNumbers, row: RecordedStep) -> None:
         """Call ``on_numbers``; not again after an error."""

@@ -129,6 +129,8 @@ def when(snapshot: Snapshot) -> str:
     Where optimizers take turns, what went before may have been another one's. Ranks are compared after a step.
     """
     done, words, failure = snapshot.micro_step, f"step {snapshot.step}", snapshot.failure
+    if began := snapshot.settings.began_at:
+        words += f", which is step {snapshot.step - began} of another model: its training began at step {began}"
     if (
         not done
         or failure.phase == Phase.OPTIMIZER

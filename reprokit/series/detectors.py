@@ -8,7 +8,6 @@ step the caches are cold, so that one look at many costs little more than at one
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,11 +25,12 @@ _SETTLED = 20  # steps in which a grad scaler looks for its first scale
 
 
 _NEAR = (float, type(None))  # most values, known without a look
-_Courses = dict[weakref.ref[torch.optim.Optimizer] | None, Course]
+_Courses = dict[int, Course]
 
 
 class Numbers(NamedTuple):
-    """The numbers of one step as they are kept: tensors or numbers. ``noted`` are the loop's own."""
+    """The numbers of one step as they are kept: tensors or numbers. ``seat`` is that of its optimizer, ``noted`` are
+    the loop's own."""
 
     place: int
     step: int
@@ -39,7 +39,7 @@ class Numbers(NamedTuple):
     norm: Any
     scale: Any
     seconds: float
-    optimizer: weakref.ref[torch.optim.Optimizer] | None
+    seat: int
     noted: dict[str, float]
 
 
@@ -134,7 +134,7 @@ class Detectors:
         """Steps, and for each of them the loss, the norm and the scale."""
         kinds, losses, norms = self._kinds, self._losses, self._norms
         for numbers, loss, norm, scale in zip(steps, values, values, values, strict=False):
-            place, step, key = numbers.place, numbers.step, numbers.optimizer
+            place, step, key = numbers.place, numbers.step, numbers.seat
             rate = numbers.rate if numbers.rate.__class__ is float else None
             if loss is not None and "spike" in kinds:
                 course = losses.get(key)

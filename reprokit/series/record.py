@@ -7,11 +7,13 @@ One fused norm over all gradients and one over all weights; a device is waited f
 from __future__ import annotations
 
 import collections
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +49,8 @@ def read_pace(text: str) -> Pace:
 
 
 class NormMeter:
-    """Measures the parameters of an optimizer right after its step, when the gradients are still there.
+    """Measures the parameters of an optimizer right after its step, when the gradients are still there; gradients that
+    the loop clips right before that.
 
     ``names`` gives the names of parameters by ``id``; it is asked again for a parameter that it did not know. ``say``
     prints the parameters that got no gradient, once. ``hand_over`` is given the numbers of a step that was measured.
@@ -56,6 +59,7 @@ class NormMeter:
     def __init__(self, pace: Pace, names: Callable[[], Mapping[int, str]]) -> None:
         self.say: Callable[[str], None] = lambda text: None
         self.hand_over: Callable[[StepNumbers, RecordedStep], None] = lambda numbers, row: None
+        self.optimizer_names: Callable[[], Mapping[int, str]] = dict
         self.steps: collections.deque[RecordedStep] = collections.deque()
         self._pace = pace
         self._ask_names = names
@@ -65,6 +69,7 @@ class NormMeter:
         self._is_off = False
         self._met: dict[int, torch.Tensor] | None = {}  # parameters of the first steps
         self._with_gradient: set[int] = set()
+        self._before: dict[int, Measured] = {}  # gradients before they were clipped, by the ``id`` of the parameter
 
     def skip(self, seconds: float) -> None:
         """So much time has passed unwatched: it pays for nothing."""
@@ -74,55 +79,59 @@ class NormMeter:
         """Let go of the user's parameters."""
         self._met = None
 
-    def end_step(self, step: int, optimizer: torch.optim.Optimizer, numbers: Callable[[], StepNumbers]) -> None:
-        """An optimizer has made its step; ``numbers`` are those of the loop."""
+    def before_clip(self, step: int, parameters: Any) -> None:
+        """The loop is about to clip the gradients of these."""
+        if not self._is_due(step):
+            return
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        given = {id(p): p.grad for p in parameters if isinstance(p, torch.Tensor) and p.grad is not None}
+        self._before |= dict(zip(given, _measured(list(given.values())), strict=True))
+
+    def measure(self, step: int, optimizer: torch.optim.Optimizer) -> RecordedStep | None:
+        """The numbers of an optimizer that has made its step, if it is to be measured. Waits for a device twice."""
         if self._met is not None:
             self._look_for_gradients(step, optimizer, self._met)
-        started = time.perf_counter()
-        every = self._pace.every  # every optimizer of a step is measured, or none
-        is_paid = step == self._last_step or (step >= _FIRST_ON_AUTO and started >= self._next)
-        if self._is_off or not (is_paid if every is None else step % every == 0):
-            return
+        before, self._before = self._before, {}
+        if not (before or self._is_due(step)) or self._is_off:
+            return None
         if is_capturing():  # a graph would replay the measuring, and reading a number ends its capture
             self._is_off = True
             self.say("`--record` is off: the optimizer steps inside of a CUDA graph")
-            return
-        row = self._measure(step, list(parameters_of(optimizer)))
-        if row is not None:
-            self._keep(row)
-            self.hand_over(numbers(), row)
+            return None
+        started = time.perf_counter()
+        parameters = [p for p in parameters_of(optimizer) if not p.is_meta]
+        named = {id(p): (name, p) for p in parameters if (name := self._name(p)) is not None}
+        given = {id(p): p.grad for p in parameters if p.grad is not None}
+        now = dict(zip(given, _measured(list(given.values())), strict=True))
+        with torch.no_grad():
+            weights = norms_of([local_part(p.detach()) for _, p in named.values()])
+        found = {name: before.get(key, now[key]) for key, (name, _) in named.items() if key in now}
         ended = time.perf_counter()
         self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step
-
-    def _keep(self, row: RecordedStep) -> None:
-        if self.steps and self.steps[-1].step == row.step:
-            last = self.steps.pop()
-            joined = (last.weight_norm | row.weight_norm, last.grad_norm | row.grad_norm, last.zeros | row.zeros)
-            row = RecordedStep(row.step, *joined)
-        self.steps.append(row)
-        if len(self.steps) > max(_LEAST_STEPS, min(_MOST_STEPS, _MOST_NUMBERS // len(row.weight_norm))):
-            self.steps.popleft()
-
-    def _measure(self, step: int, parameters: Sequence[torch.Tensor]) -> RecordedStep | None:
-        """The numbers of the parameters whose name fits; ``None`` without any. Waits for a device twice."""
-        named = {name: p for p in parameters if (name := self._name(p)) is not None and not p.is_meta}
-        if not named:
-            return None
-        with torch.no_grad():
-            weights = [local_part(parameter.detach()) for parameter in named.values()]
-            grads = {name: local_part(p.grad.detach()) for name, p in named.items() if p.grad is not None}
-            given = {  # of a sparse gradient the elements that are stored; the others are zero
-                name: grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
-                for name, grad in grads.items()
-            }
-            norms = norms_of([*weights, *given.values()])
-            counts = numbers_of([gradient.count_nonzero() for gradient in given.values()])
         return RecordedStep(
             step,
-            dict(zip(named, norms[: len(named)], strict=True)),
-            dict(zip(given, norms[len(named) :], strict=True)),
-            {name: 1 - count / max(1, given[name].numel()) for name, count in zip(given, counts, strict=True)},
+            dict(zip((name for name, _ in named.values()), weights, strict=True)),
+            {name: one.norm for name, one in found.items()},
+            {name: one.zeros for name, one in found.items()},
+            math.hypot(*(before.get(key, one).norm for key, one in now.items())),
+            math.hypot(*(one.norm for one in now.values())) if before else None,
         )
+
+    def keep(self, row: RecordedStep, numbers: StepNumbers) -> None:
+        """Remember the numbers of a step and hand them over; those of all optimizers of a step are one row."""
+        self.hand_over(numbers, row)
+        if self.steps and self.steps[-1].step == row.step:
+            row = self.steps.pop().joined(row)
+        if row.weight_norm or row.grad_norm:  # else no parameter of a step fits the pattern
+            self.steps.append(row)
+        if len(self.steps) > max(_LEAST_STEPS, min(_MOST_STEPS, _MOST_NUMBERS // max(1, len(row.weight_norm)))):
+            self.steps.popleft()
+
+    def _is_due(self, step: int) -> bool:
+        every = self._pace.every  # every optimizer of a step is measured, or none
+        if every is not None:
+            return step % every == 0
+        return step == self._last_step or (step >= _FIRST_ON_AUTO and time.perf_counter() >= self._next)
 
     def _name(self, parameter: torch.Tensor) -> str | None:
         reference, name = self._names.get(id(parameter), (None, ""))
@@ -148,6 +157,24 @@ class NormMeter:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self.say(f"no gradient in the first {FIRST_STEPS} steps: {shown}{more}")
         self._met = None
+
+
+class Measured(NamedTuple):
+    """A gradient: its norm, and the share of zeros among its elements."""
+
+    norm: float
+    zeros: float
+
+
+def _measured(gradients: Sequence[torch.Tensor]) -> list[Measured]:
+    with torch.no_grad():
+        whole = [local_part(gradient.detach()) for gradient in gradients]
+        # of a sparse gradient the elements that are stored; the others are zero
+        given = [grad.coalesce().values() if grad.layout is torch.sparse_coo else grad for grad in whole]
+        norms, counts = norms_of(given), numbers_of([gradient.count_nonzero() for gradient in given])
+    return [
+        Measured(norm, 1 - count / max(1, grad.numel())) for norm, count, grad in zip(norms, counts, given, strict=True)
+    ]
 
 
 def is_capturing() -> bool:

@@ -35,30 +35,57 @@ class StepNumbers:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """Parameters by name after a step: norms of weights and gradients (L2), and the share of zeros in gradients."""
+    """Parameters by name after a step: norms of weights and gradients (L2), and the share of zeros in gradients.
+
+    Gradients are those before the loop clipped them; ``norm`` is that of all together, of parameters that have no name
+    here too, and ``clipped`` the same after clipping, ``None`` for a loop that does not clip.
+    """
 
     step: Count
     weight_norm: dict[Name, float]
     grad_norm: dict[Name, float]
     zeros: dict[Name, float]
+    norm: float | None = left_out()
+    clipped: float | None = left_out()
 
     @property
     def total(self) -> float:
         """The norm of all gradients together."""
-        return math.hypot(*self.grad_norm.values())
+        return math.hypot(*self.grad_norm.values()) if self.norm is None else self.norm
+
+    def joined(self, other: RecordedStep) -> RecordedStep:
+        """The numbers of two optimizers in the same step."""
+        is_clipped = self.clipped is not None or other.clipped is not None
+        clipped = (row.total if row.clipped is None else row.clipped for row in (self, other))
+        return RecordedStep(
+            self.step,
+            self.weight_norm | other.weight_norm,
+            self.grad_norm | other.grad_norm,
+            self.zeros | other.zeros,
+            math.hypot(self.total, other.total),
+            math.hypot(*clipped) if is_clipped else None,
+        )
 
 
 def flat(numbers: StepNumbers, row: RecordedStep | None) -> dict[str, float]:
     """The known numbers of a step in one dict: ``loss``, ``lr``, those the loop noted, ``grad_norm/h.0.weight``.
 
-    A noted number does not replace one that was measured, such as the loss of this step by a trainer's average.
+    Those of one of several optimizers have its name behind them: ``loss.critic_optimizer``. A noted number does not
+    replace one that was measured, such as the loss of this step by a trainer's average.
     """
-    own = ("step", "loss", "lr", "grad_norm", "scale", "seconds")
-    found = {name: value for name in own if (value := getattr(numbers, name)) is not None}
-    found = {**found, **(numbers.noted or {}), **found}
+    own = {name: value for name in _OWN if (value := getattr(numbers, name)) is not None}
+    if row is not None:
+        own["grad_norm"] = row.total
+        own |= {"clipped_to": row.clipped} if row.clipped is not None else {}
+    end = f".{numbers.optimizer}" if numbers.optimizer is not None else ""
+    own = {f"{name}{end}": value for name, value in own.items()}
+    found: dict[str, float] = {"step": numbers.step, **own, **(numbers.noted or {}), **own}
     for kind in ("grad_norm", "weight_norm", "zeros") if row is not None else ():
         found |= {f"{kind}/{name}": value for name, value in getattr(row, kind).items()}
     return found
+
+
+_OWN = ("loss", "lr", "grad_norm", "scale", "seconds")
 
 
 def by_optimizer(timeline: Sequence[StepNumbers]) -> dict[str, list[StepNumbers]]:

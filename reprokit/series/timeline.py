@@ -1,11 +1,11 @@
-"""The last steps in numbers: loss, learning rate, gradient norm where the loop computed one, scale, seconds.
+"""The last steps in numbers (loss, learning rate, gradient norm, scale, seconds), and the count of iterations.
 
 Losses, norms and scales are kept as the tensors they are and turned into numbers only when somebody asks.
 
-Counting iterations as a person would: one per attempted optimizer step, however many optimizers there are. An optimizer
-that takes over from another one (it holds the same parameters, or the other one is gone or steps no more) goes on with
-its count; of several that live side by side, the one that has stepped most often counts. Steps that a grad scaler skips
-are normal; a scale that collapses is a failure.
+An iteration is what a person would count, however many optimizers there are: it ends before an optimizer steps a second
+time. An optimizer that holds parameters of an older one takes its seat. One whose parameters no module had before the
+last update trains another model: a process may train several, one after the other, and the timeline shows that of one.
+Steps that a grad scaler skips are normal; a scale that collapses is a failure.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import collections
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,13 +26,8 @@ from reprokit.series.story import StepNumbers
 
 TIMELINE_STEPS = 100
 _MOST_SERIES = 4  # optimizers with a series of their own; more are parts of one, such as one for each parameter
-
-
-class Turn(NamedTuple):
-    """A step in numbers, and the ``id`` of the optimizer that made it; ``None``: it is not over."""
-
-    numbers: StepNumbers
-    optimizer: int | None
+BY_HAND = -1  # the seat of updates that the loop makes itself
+_LONGEST = 64  # steps in a row that are told apart: a critic may make some before the generator makes one
 
 
 class Timeline:
@@ -43,27 +38,19 @@ class Timeline:
 
     def __init__(self) -> None:
         self.loss: torch.Tensor | float | None = None
-        self.grad_norm: torch.Tensor | None = None
+        self.grad_norm: torch.Tensor | float | None = None
         self._grad_start: torch.Tensor | float | None = None
         self._num_grad_starts = 0
         self._noted: dict[str, float] = {}
         self._steps: collections.deque[Numbers] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()
 
-    def end_step(
-        self,
-        place: int,
-        number: int,
-        rate: Any,
-        scale: torch.Tensor | None,
-        now: float,
-        optimizer: weakref.ref[torch.optim.Optimizer] | None,
-    ) -> None:
+    def end_step(self, place: int, number: int, rate: Any, scale: torch.Tensor | None, now: float, seat: int) -> None:
         """A step is over: the ``place``-th that any optimizer made, in iteration ``number``."""
         seconds = now - self._started
         noted, self._noted = self._noted, {}
         loss = self.likely_loss
-        self._steps.append(Numbers(place, number, loss, rate, self.grad_norm, scale, seconds, optimizer, noted))
+        self._steps.append(Numbers(place, number, loss, rate, self.grad_norm, scale, seconds, seat, noted))
         self._started = now
         self.loss = self.grad_norm = self._grad_start = None
         self._num_grad_starts = 0
@@ -77,10 +64,6 @@ class Timeline:
         """`torch.autograd.grad` starts from this number; of several none is known to be the loss, and none is kept."""
         self._num_grad_starts += 1
         self._grad_start = number if self._num_grad_starts == 1 else None
-
-    def last(self) -> StepNumbers:
-        """The step that has just ended."""
-        return _turn(self._steps[-1]).numbers
 
     def after(self, place: int) -> list[Numbers]:
         """The steps behind the one at ``place``."""
@@ -96,107 +79,204 @@ class Timeline:
         """So much time has passed unwatched."""
         self._started += seconds
 
-    def until(self, place: int, number: int, loss: float | None) -> list[Turn]:
-        """The steps up to the one at ``place``, which is iteration ``number`` and may be running still."""
-        steps = [_turn(step) for step in self._steps if step.place <= place]
-        if any(step.place == place for step in self._steps):
-            return steps
-        running = StepNumbers(number, loss, grad_norm=number_of(self.grad_norm), noted=self._noted or None)
-        return [*steps, Turn(running, None)]
+    def last(self, names: Mapping[int, str]) -> StepNumbers:
+        """The step that has just ended, with the name of its optimizer if ``names`` by seat has one."""
+        return replace(_plain(self._steps[-1]), optimizer=names.get(self._steps[-1].seat))
+
+    def seat_of(self, place: int, running: int) -> int:
+        """The seat of the optimizer that made the step at ``place``; ``running`` if that is not over."""
+        return next((row.seat for row in reversed(self._steps) if row.place == place), running)
+
+    def until(
+        self, place: int, step: int, loss: float | None, running: int, kin: Collection[int], names: Mapping[int, str]
+    ) -> list[StepNumbers]:
+        """The steps of optimizers in the seats ``kin`` up to the one at ``place``, which is iteration ``step``.
+
+        That may be running still, for the optimizer in the seat ``running``. Where several optimizers take turns their
+        steps have ``names``, by seat.
+        """
+        rows = [row for row in self._steps if row.place <= place and row.seat in kin]
+        found, seats = [_plain(row) for row in rows], [row.seat for row in rows]
+        if not any(row.place == place for row in rows):
+            found.append(StepNumbers(step, loss, grad_norm=number_of(self.grad_norm), noted=self._noted or None))
+            seats.append(running)
+        num_turns = sum(one != other for one, other in itertools.pairwise(seats))
+        if not 1 < len(set(seats)) <= min(num_turns, _MOST_SERIES):
+            return found
+        known = {seat: names.get(seat, f"optimizer {number}") for number, seat in enumerate(dict.fromkeys(seats), 1)}
+        return [replace(row, optimizer=known[seat]) for row, seat in zip(found, seats, strict=True)]
 
 
-def _turn(step: Numbers) -> Turn:
-    loss, rate, norm, scale = map(number_of, (step.loss, step.rate, step.norm, step.scale))
-    numbers = StepNumbers(step.step, loss, rate, norm, scale, round(step.seconds, 6), noted=step.noted or None)
-    optimizer = step.optimizer() if step.optimizer is not None else None
-    return Turn(numbers, id(step.optimizer if optimizer is None else optimizer) if step.optimizer is not None else None)
-
-
-def with_optimizers(turns: Sequence[Turn], names: Mapping[int, str]) -> list[StepNumbers]:
-    """The steps with the names of their optimizers where several take turns, else without.
-
-    ``names`` are by ``id``. A step that is not over is given to the optimizer whose turn it should be.
-    """
-    order = [turn.optimizer for turn in turns if turn.optimizer is not None]
-    if turns and turns[-1].optimizer is None and order:
-        order.append(_next(order))
-    num_turns = sum(one != other for one, other in itertools.pairwise(order))
-    if not 1 < len(set(order)) <= min(num_turns, _MOST_SERIES):
-        return [turn.numbers for turn in turns]
-    known = {key: names.get(key, f"optimizer {number}") for number, key in enumerate(dict.fromkeys(order), 1)}
-    return [replace(turn.numbers, optimizer=known.get(turn.optimizer or 0, known[order[-1]])) for turn in turns]
-
-
-def _next(order: list[int]) -> int:
-    """Whose turn it is: that of the optimizer that followed when the last turns were the same for the longest time."""
-    for length in range(len(order) - 1, 0, -1):
-        for end in range(len(order) - 1, length - 1, -1):
-            if order[end - length : end] == order[-length:]:
-                return order[end]
-    return order[0]
+def _plain(row: Numbers) -> StepNumbers:
+    loss, rate, norm, scale = map(number_of, (row.loss, row.rate, row.norm, row.scale))
+    return StepNumbers(row.step, loss, rate, norm, scale, round(row.seconds, 6), noted=row.noted or None)
 
 
 class Iterations:
-    """``completed`` iterations, and ``micro_step`` backward calls made in the one that is running."""
+    """``completed`` is the running iteration, ``micro_step`` the backward calls made in it, ``total`` all updates.
+
+    Every optimizer has a seat, a small number. ``completed`` supposes that the optimizer steps next which did so after
+    the same turns before; `running` knows more of a step that failed.
+    """
 
     def __init__(self) -> None:
-        self.completed = 0
-        self.micro_step = 0
-        self.total = 0
-        self._counts: dict[int, int] = {}
+        self.completed = self.micro_step = self.total = 0
+        self._seats: dict[int, int] = {BY_HAND: BY_HAND}  # by the ``id`` of the optimizer
+        self._refs: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._attempts: dict[int, int] = {}
-        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._parameters: dict[int, set[int]] = {}
-        self._supposed: dict[int, tuple[int, int]] = {}  # who seems to have been replaced, and how far it was
-        self._last: int | None = None
+        self._owned: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # parameters by seat
+        self._met: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # parameters, and the updates before each
+        self._idle: set[int] = set()  # parameters with a gradient that no optimizer has used
+        self._only: weakref.ref[torch.optim.Optimizer] | None = None  # the only optimizer so far
+        self._current, self._stepped = -1, set[int]()  # the last iteration with an update, and the seats that made some
+        self._last: dict[int, int] = {}  # iteration of the last update, by seat
+        self._models: dict[int, int] = {BY_HAND: 0}  # the number of the model that a seat trains
+        self._began: dict[int, int] = {0: 0}  # its first iteration
+        self._supposed: int | None = None  # a seat that seems to have begun something new, and the turns so far
+        self._turn: tuple[int | None, int, int | None] = (None, 0, None)  # seat, how many times, the seat before
+        self._after: dict[tuple[int | None, int, int | None], int] = {}
+
+    def meet(self, module: torch.nn.Module) -> None:
+        """A module is called for the first time."""
+        found = {id(parameter): (self.total, weakref.ref(parameter)) for parameter in module.parameters()}
+        self._met |= found
+        self._idle -= found.keys()
 
     def attempts(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of this very optimizer were attempted."""
-        known = self._optimizers.get(id(optimizer))
-        return self._attempts[id(optimizer)] if known is not None and known() is optimizer else 0
+        return self._attempts[id(optimizer)] if self._knows(optimizer) else 0
 
-    def attempted(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of ``optimizer`` ended or was skipped by a grad scaler."""
-        key = id(optimizer)
-        known = self._optimizers.get(key)
-        if known is None or known() is not optimizer:
-            own = {id(parameter) for parameter in parameters_of(optimizer)}
-            inherited = [
-                count
-                for other, count in self._counts.items()
-                if self._optimizers[other]() is None or own & self._parameters[other] or other == key
-            ]
-            self._counts[key], self._attempts[key] = max(inherited, default=0), 0
-            self._optimizers[key], self._parameters[key] = weakref.ref(optimizer), own
-        self._counts[key] += 1
-        self._attempts[key] += 1
+    def seat(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """The seat of an optimizer, ``None`` for updates by hand; a new one takes that of one with its parameters."""
+        if optimizer is None:
+            return BY_HAND
+        if self._knows(optimizer):
+            return self._seats[id(optimizer)]
+        own = {id(parameter): weakref.ref(parameter) for parameter in parameters_of(optimizer)}
+        older = [seat for seat in self._owned if self._alive(seat) & own.keys()]
+        seat = older[-1] if older else len(self._owned)
+        self._seats[id(optimizer)], self._refs[id(optimizer)] = seat, weakref.ref(optimizer)
+        self._owned[seat] = self._owned.get(seat, {}) | own
+        self._attempts[id(optimizer)] = 0
+        return seat
+
+    def of(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """The iteration that an update which is about to be made, or attempted, belongs to."""
+        if optimizer is not None and self._only is not None and self._only() is optimizer:
+            return self._current + 1
+        seat = self.seat(optimizer)
+        return self._of(seat, self._owned.get(seat, ()))
+
+    def attempted(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """A step of ``optimizer`` ended or was skipped by a grad scaler; ``None``: the loop changed parameters itself."""
+        if optimizer is not None and self._only is not None and self._only() is optimizer:  # as nearly always
+            self.total += 1
+            self._attempts[id(optimizer)] += 1
+            self._current += 1
+            self._last[0] = self._current
+            self._turn = (0, min(self._turn[1] + 1, _LONGEST), None)
+            self.completed, self.micro_step = self._current + 1, 0
+            return
+        seat = self.seat(optimizer)
+        step, is_new = self._of(seat, self._owned.get(seat, ())), seat not in self._last
+        if is_new and seat != BY_HAND:
+            self._suppose(seat, step)
+        elif self._supposed not in (None, seat):
+            self._suppose_nothing(seat)
+        if step != self._current or seat in self._stepped:
+            self._stepped.clear()
+        self._current = self._last[seat] = step
+        self._stepped.add(seat)
+        if optimizer is not None:
+            self._attempts[id(optimizer)] += 1
         self.total += 1
-        if len(self._counts) > 1:
-            self._notice_replacement(key)
-        self._last = key
-        if self._counts[key] > self.completed:
-            self.completed = self._counts[key]
-            self.micro_step = 0
+        self._only = self._refs.get(id(optimizer)) if len(self._last) == 1 and seat == 0 else None
+        before, count, earlier = self._turn
+        if before is not None:
+            self._after[self._turn] = self._after[before, count, None] = seat
+        self._turn = (seat, min(count + 1, _LONGEST), earlier) if before == seat else (seat, 1, before)
+        following = self._following
+        completed = self._of(following, ())
+        self.micro_step = self.micro_step if completed == self._current else 0
+        self.completed = completed
 
-    def _notice_replacement(self, key: int) -> None:
-        """A new optimizer that steps twice in a row goes on for an older one, unless that one steps again."""
-        for new, (old, count) in list(self._supposed.items()):
-            if old == key:
-                self._counts[new] -= count
-                self.completed = max(self._counts.values())
-                del self._supposed[new]
-        is_new = self._attempts[key] == self._counts[key] == 2
-        if is_new and self._last == key and key not in self._supposed:
-            old = max((other for other in self._counts if other != key), key=self._counts.__getitem__)
-            if list(self._counts).index(old) < list(self._counts).index(key):
-                self._supposed[key] = (old, self._counts[old])
-                self._counts[key] += self._counts[old]
+    def running(self, leaves: Iterable[int] = ()) -> tuple[int, int]:
+        """The iteration of the running step, and the seat of the optimizer that would have made its update, which may
+        be a new one; ``leaves`` are the ``id``s of parameters that it differentiates by."""
+        behind = set(leaves)
+        strangers = (behind & self._met.keys()).difference(self._idle, *map(self._alive, self._owned))
+        following = self._following
+        if following is None or strangers:
+            seat = len(self._owned)
+            return self._of(seat, strangers), seat
+        known = [seat for seat in self._owned if behind & self._alive(seat)]
+        seat = following if following in known or not known else known[-1]
+        return self._of(seat, ()), seat
 
-    def updated_by_hand(self) -> None:
-        """The loop changed parameters without an optimizer."""
-        self.completed += 1
-        self.total += 1
-        self.micro_step = 0
+    def kin(self, seat: int, step: int) -> set[int]:
+        """The seats of the optimizers that train the same model as the one in ``seat``, whose update is iteration
+        ``step``."""
+        model = self._models.get(seat)
+        if model is None:  # it has not stepped yet
+            model = self._models[self._turn[0]] if self._turn[0] is not None and step == self._current else None
+        return {seat, *(other for other, number in self._models.items() if number == model and model is not None)}
+
+    def began(self, seat: int, step: int) -> int:
+        """The first iteration of the model that is trained from a seat in iteration ``step``."""
+        return min((self._began[self._models[other]] for other in self.kin(seat, step) if other in self._models), default=step)
+
+    def names(self, names: Mapping[int, str]) -> dict[int, str]:
+        """Names of optimizers, given by ``id``, by their seats."""
+        return {seat: names[key] for key, seat in self._seats.items() if key in names}
+
+    @property
+    def has_several(self) -> bool:
+        """True if several optimizers train one model, as far as is known."""
+        return 1 < sum(self._models.get(seat) == self._models.get(self._turn[0] or 0) for seat in self._owned) <= _MOST_SERIES
+
+    def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = self._refs.get(id(optimizer))
+        return known is not None and known() is optimizer
+
+    @property
+    def _following(self) -> int | None:
+        """The seat that is supposed to make the next update."""
+        seat, count, _ = self._turn
+        return self._after.get(self._turn, self._after.get((seat, count, None), seat))
+
+    def _alive(self, seat: int) -> set[int]:
+        return {key for key, reference in self._owned[seat].items() if reference() is not None}  # an id may come back
+
+    def _of(self, seat: int, own: Collection[int]) -> int:
+        if seat in self._last:
+            if self._supposed not in (None, seat):  # what seemed to be new takes turns with this one
+                return self._last[seat] + 1
+            return self._current + (seat in self._stepped)
+        return self._current + (self._current < 0 or not self._joins(own))
+
+    def _joins(self, own: Collection[int]) -> bool:
+        """True if an optimizer that has never stepped belongs to the iteration of the last update: its parameters were
+        there before, and no other optimizer has made several steps alone."""
+        return self._turn[1] == 1 and not self._is_other_model(own)
+
+    def _is_other_model(self, own: Collection[int]) -> bool:
+        return bool(own) and all(key in self._met and self._met[key][0] >= self.total for key in own)
+
+    def _suppose(self, seat: int, step: int) -> None:
+        """An optimizer steps for the first time: for the model of the one before, or for another one."""
+        before = self._turn[0]
+        is_other = self._current >= 0 and self._is_other_model(self._owned[seat])
+        self._models[seat] = len(self._began) if is_other else self._models[before] if before is not None else 0
+        unused = (self._met.keys() - self._idle).difference(*map(self._alive, self._owned))
+        self._idle |= {key for key in unused if getattr(self._met[key][1](), "grad", None) is not None}
+        self._began.setdefault(self._models[seat], step)
+        self._supposed = seat if step > self._current >= 0 else None
+
+    def _suppose_nothing(self, seat: int) -> None:
+        """An older optimizer steps again: those that have begun since train the same model, in the same iterations."""
+        model, later = self._models[seat], {n for s, n in self._models.items() if self._last.get(s, -1) > self._last[seat]}
+        self._models.update({other: model for other, number in self._models.items() if number in later})
+        self._supposed = None
 
 
 COLLAPSED_SCALE = 1.0

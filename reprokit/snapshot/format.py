@@ -116,7 +116,8 @@ class FailedProgram(Protocol):
 class CaptureSettings(Settings):
     """The settings of torch, and those of the capture: how it watched, what it kept, which process it was.
 
-    ``compilers`` are the backends that the script has compiled something with.
+    ``compilers`` are the backends that the script has compiled something with. ``began_at`` is the first step of this
+    model, if the process trained others before.
     """
 
     watch: Annotated[str, one_of("every-step", "sampled", "deferred")] | None = left_out()
@@ -127,6 +128,7 @@ class CaptureSettings(Settings):
     noted_every: Count | None = left_out()
     is_noted: bool | None = left_out()
     compilers: tuple[Name, ...] | None = left_out()
+    began_at: Count | None = left_out()
 
 
 @dataclass(frozen=True)
