@@ -52,10 +52,17 @@ def _escape(found: re.Match[str]) -> str:
 _GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
 
 
-def json_line(row: Mapping[str, Any]) -> str:
-    """Numbers that JSON does not have are texts: ``nan``, ``inf``, ``-inf``."""
-    lacking = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps({**row, **lacking}, allow_nan=False)
+def json_line(value: Any, *, is_ascii: bool = True) -> str:
+    """Plain data as one line of JSON; numbers that JSON does not have are texts: ``nan``, ``inf``, ``-inf``."""
+    return json.dumps(_without_nonfinite(value), allow_nan=False, ensure_ascii=is_ascii)
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {name: _without_nonfinite(item) for name, item in value.items()}
+    return [_without_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -41,6 +41,7 @@ def capture(
     source: Source = "traceback",
     budget: float | Literal["off"] | None = DEFAULT_PERCENT,
     from_step: int | None = None,
+    at_step: int | Collection[int] = (),
     on_snapshot: Callable[[Path], object] | None = None,
     record: str | None = None,
     on_numbers: Callable[[dict[str, float]], object] | None = None,
@@ -50,7 +51,7 @@ def capture(
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
     the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
-    ``watch``, ``on``, ``source``, ``budget``, ``from_step``, ``on_snapshot``, ``record``, ``on_numbers`` and
+    ``watch``, ``on``, ``source``, ``budget``, ``from_step``, ``at_step``, ``on_snapshot``, ``record``, ``on_numbers`` and
     ``on_event`` are those of `Session`. Yields the session, whose ``snapshots`` are files.
     Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
@@ -77,6 +78,7 @@ def capture(
         source=source,
         budget=budget,
         from_step=from_step,
+        at_step=at_step,
         on_snapshot=on_snapshot,
         record=record,
         on_numbers=on_numbers,
@@ -107,6 +109,11 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
     A step that was not noted is to be captured once more, with the ``command`` line of the script if there is one.
     """
     shown = shown_path(path, start)
+    if result["failure"]["kind"] == "none":
+        doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
+        details = [f"  {doubt}"] if doubt else []
+        step = result["failure"]["step"]
+        return [f"saved step {step}, which is healthy -> {shown}", *details, f"next: {shlex.join(['reprokit', 'trace', shown])}"]
     place = place_line(result)
     has_line = "event" in result["failure"] and "difference" not in result["failure"]  # of its own above
     cause = None if has_line else cause_line(result)

@@ -20,7 +20,7 @@ from reprokit.capture.calls import Backward, OptimizerStep, Unscale
 from reprokit.capture.meters import MeasuredStep, OutOfTime, StepMeter
 from reprokit.capture.names import parameter_names
 from reprokit.capture.replay import Missing, Replay, quiet_hooks
-from reprokit.capture.save import BEGUN_BEFORE, NOT_KEPT, Case, Describing, Made
+from reprokit.capture.save import BEGUN_BEFORE, NOT_KEPT, Case, Describing, Made, NotKept
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.world import CannotGoBack
 from reprokit.errors import ignored_errors, pass_on
@@ -47,10 +47,6 @@ _LEAST_RATIO = 0.3  # of gradient norms and updates, see `early.detectors`
 _MOST_BESIDE = 4  # healthy steps that a failing one is compared with
 _PHASES = {"loss": Phase.FORWARD, "gradient norm": Phase.BACKWARD, "update": Phase.OPTIMIZER}
 _OBSERVED = {"loss": "loss", "gradient norm": "gradient", "update": "parameter"}
-
-
-class NotKept(Exception):
-    """The step where an event began cannot be played any more; the message says why."""
 
 
 class EventStep(Describing):

@@ -24,6 +24,8 @@ _FAST = 2.0  # how many times larger the last number is before it is worth a wor
 def what(result: Mapping[str, Any]) -> str:
     """The failure: ``nan from `torch.sqrt` ``, without the space at the end."""
     failure = result["failure"]
+    if failure["kind"] == "none":
+        return "healthy step, saved on request"
     if "difference" in failure:
         return f"difference between ranks in `{failure['difference']['parameter']}`"
     if "event" in failure:

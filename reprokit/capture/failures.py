@@ -6,6 +6,7 @@ Also what is only found when the block ends, an exception that ends it included.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import threading
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from reprokit.capture import exceptions
-from reprokit.capture.events import EventStep, NotKept
+from reprokit.capture.events import EventStep
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
-from reprokit.capture.save import Describing, Made, NothingFound, Place, SkippedLoss, Verdict, backward_from
+from reprokit.capture.save import Describing, Made, NothingFound, NotKept, Place, SkippedLoss, Verdict, backward_from
 from reprokit.capture.tape import Op
 from reprokit.errors import chain, has_arrived
 from reprokit.series.detectors import Alarm, Finding
@@ -83,6 +84,7 @@ class Failures:
         loop.failures = self
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
+        self.num_failed = 0  # of these files, those of steps that failed
         self.is_deliberate = self.is_terminated = False
         self.takes_skipped = takes_skipped
         self.num_skipped = 0
@@ -173,6 +175,7 @@ class Failures:
         frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
         with recorder.paused():
             loop.ranks.part()
+            self.save_asked()
             self._let_go_of_skipped()
             path = self.early.catch_up(frame) if self.early is not None else None
             if path is not None:
@@ -181,7 +184,7 @@ class Failures:
             if bad is not None:
                 return self.save(Verdict(bad, frame, is_late=True))
             path = self._look_at_the_last_step(error, frame)
-            if path is not None or self.snapshots:
+            if path is not None or self.num_failed:
                 return path
             is_buffer_bad = self._kept is not None or bool(loop.bad_buffers())
         if self._takes_exceptions and isinstance(cause, Exception):
@@ -271,6 +274,38 @@ class Failures:
             self.early.tell_saved(alarm, path, self.results[-1])
         return path
 
+    def save_asked(self, before: float = math.inf) -> None:
+        """Save the steps before ``before`` that were asked for; training goes on."""
+        loop = self._loop
+        known = {mark.step for mark in loop.tape.marks}
+        for step in sorted(step for step in loop.asked if step < before):
+            loop.asked.discard(step)
+            if step not in known and step >= loop.iterations.completed:
+                self.session.say(f"step {step} was asked for, and the training ended before it was over")
+                continue
+            verdict = Verdict("", sys._getframe(2), asked=step)
+            with self.session.replaying(ends=False):
+                try:
+                    made = Describing(loop, verdict, self._command, {"watch": loop.watch}).made()
+                    made = replace(made, snapshot=self._place.private(made.snapshot))
+                    path, snapshot = self._place.write(made, is_asked=True)
+                except NotKept as reason:
+                    self.session.say(f"step {step} was not saved: {reason}")
+                    continue
+                except Exception as error:
+                    self.session.complain(f"could not save step {step}", error)
+                    continue
+            self.snapshots.append(path)
+            self.results.append({**snapshot.summary(), "path": str(path)})
+            self.session.hand_over(path)
+
+    def end_here(self) -> None:
+        """Stop the loop after its last step that was asked for; raises `CaptureStop`."""
+        self.save_asked(self._loop.iterations.completed)
+        self.session.leave()
+        self.session.stops = True
+        self.session.stop()
+
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _made(self, verdict: Verdict) -> Made:
@@ -332,6 +367,7 @@ class Failures:
     def save(self, verdict: Verdict, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then, unless it turns out
         that the loop has skipped the step."""
+        self.save_asked(self._loop.iterations.completed)
         path = self._save_pending(verdict)
         if path is not None:
             return path
@@ -349,7 +385,7 @@ class Failures:
             with _termination_deferred(self._hurry) as arrived:
                 yield
         finally:
-            if arrived and not (self.snapshots and self.session.stops):
+            if arrived and not (self.num_failed and self.session.stops):
                 signal.raise_signal(signal.SIGTERM)
 
     def _hurry(self) -> None:
@@ -380,6 +416,7 @@ class Failures:
                 return None
             self.snapshots.append(path)
             self.results.append(result)
+            self.num_failed += 1
         if path is not None:  # `SkippedLoss` ends the context, and not the session
             self.session.leave()
         return path

@@ -79,6 +79,8 @@ class Loop:
         self.clipped: torch.Tensor | None = None
         self.is_urgent = self.is_noted = self.has_differentiated = False
         self.has_alarm: Callable[[], bool] = lambda: False  # asked before a copy
+        self.asked: set[int] = set()  # steps to save although they are healthy
+        self.last_step: int | None = None  # after which the loop is stopped
         self.copied_at = -1  # the step of the last copy; the first ones begin before any step
         self.loss_sites: set[tuple[Any, int]] = set()  # where the first steps computed losses
         self._sentinel, self._last_layer = Sentinel(), Sentinel(is_last=True)
@@ -383,8 +385,7 @@ class Loop:
             self._note_numbers(None, self.iterations.of(None), time.perf_counter())
             self.iterations.attempted(None)
             self.interrupt()
-            if self.early is not None:
-                self.early.act()
+            self._act_after_step()
 
     def _bad_derivative(self) -> Op | None:
         """The first call of the loop that gave bad gradients, of those that it has not made again since."""
@@ -638,8 +639,7 @@ class Loop:
             elif recorder.guard(self.scalers.skipped, scaler) and self.matter:
                 self.failures.fail("gradient")
             recorder.guard(self._end_step, optimizer, time.perf_counter())
-            if self.early is not None and recorder.enabled:
-                recorder.guard(self.early.act)
+            recorder.guard(self._act_after_step)
         return output
 
     # -- the end of a step ---------------------------------------------------------------------------------------
@@ -663,7 +663,7 @@ class Loop:
     def end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """When it is time to, check everything; then begin a new step. ``None`` stands for an update made by hand."""
         started = time.perf_counter()
-        is_due = self._is_due(started)
+        is_due = self._is_due(started, optimizer)
         if is_due and self.ranks.meeting is not None:
             started = self.ranks.check_together(started)
             is_due = not self.ranks.has_missed
@@ -675,8 +675,14 @@ class Loop:
                 self.failures.keep_bad_buffer()
         if self.recorder.enabled:
             self._end_step(optimizer, started, was_checked=is_due)
-            if self.early is not None and self.recorder.enabled:
-                self.early.act()
+            self._act_after_step()
+
+    def _act_after_step(self) -> None:
+        """Report what was seen, and stop the loop if it is to; raises `CaptureStop` then."""
+        if self.early is not None and self.recorder.enabled:
+            self.early.act()
+        if self.last_step is not None and self.iterations.completed > self.last_step and self.recorder.enabled:
+            self.failures.end_here()
 
     @property
     def num_steps(self) -> int:
@@ -688,10 +694,14 @@ class Loop:
         """The steps that can be played."""
         return len(self.tape.marks) if self.world.is_complete else 0
 
-    def _is_due(self, now: float) -> bool:
+    def _is_due(self, now: float, optimizer: torch.optim.Optimizer | None) -> bool:
         """True if the running step, which is over, is followed by a copy; all ranks copy after the same step."""
         if self.budget.from_step == self.iterations.completed + 1:  # the last step that is not noted
             return True
+        if self.asked:  # a step that was asked for is played from a copy right before it
+            until = min(self.asked) - self.iterations.of(optimizer)
+            if until <= 1:
+                return until == 1
         if self.ranks.meeting is not None:
             return self.iterations.total + 1 >= self.ranks.due_at
         tape, world = self.tape, self.world
@@ -733,6 +743,8 @@ class Loop:
         if self.recorder.gaps:
             world.interrupt()
         step = self.iterations.of(optimizer)
+        if self.asked and min(self.asked) < step:
+            self.failures.save_asked(step)
         self._note_numbers(optimizer, step, ended)
         num_calls = len(self.tape.log) // SLOTS - self.tape.begin
         is_copied = was_checked and not (self.ranks.is_alone and world.is_complete and self.has_alarm())
@@ -784,7 +796,8 @@ class Loop:
 
     def choose(self) -> None:
         """Note the functions of the running step, or not."""
-        is_noted = self.is_noted = self.budget.notes(self.iterations.completed)
+        step = self.iterations.completed
+        is_noted = self.is_noted = step in self.asked or self.budget.notes(step)
         self.recorder.turn(is_on=is_noted)
 
     def interrupt(self) -> None:

@@ -55,6 +55,14 @@ def check_options(
         raise UsageError(f"`from_step` cannot be {from_step}", hint="it is the number of a step, the first one is 0")
 
 
+def check_steps(at_step: object) -> set[int]:
+    """The steps that are asked for, as a set; raises `UsageError` for anything but numbers of steps."""
+    steps = at_step if isinstance(at_step, Collection) and not isinstance(at_step, str) else [at_step]
+    if not all(isinstance(step, int) and not isinstance(step, bool) and step >= 0 for step in steps):
+        raise UsageError(f"`at_step` cannot be {at_step!r}", hint="it is a step, or several; the first one is 0")
+    return set(steps)
+
+
 _LONGEST_PART = ".rank99999"
 _LONGEST_END = f"{_LONGEST_PART}-step999999999-9999.repro.pt"
 

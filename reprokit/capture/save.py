@@ -50,7 +50,7 @@ from reprokit.capture.world import CannotGoBack, give_gradients, owned_by, pytho
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.differences import Reference
-from reprokit.locate.failure import EXCEPTION, Failure, RankDifference, kind_of
+from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import NAN, bad_tensor, local_part, ways_of
 from reprokit.program.functions import hidden_writes
@@ -93,6 +93,10 @@ class SkippedLoss(Exception):
         self.step = step
 
 
+class NotKept(Exception):
+    """A step cannot be played any more; the message says why."""
+
+
 class NothingFound(Exception):
     """Going back together has shown no bad step; the message says why."""
 
@@ -106,8 +110,8 @@ class Verdict:
     up over a value, and nothing says that it is a loss. ``takes_skipped``: a step that the loop skipped is a failure
     too. ``has_earlier``: an earlier step had a bad loss, of which no bad update was made. ``alarm``: no value is bad,
     but numbers of the run have left their course. ``together``: all ranks go back. ``difference``: no value is bad, but
-    this parameter differs between ranks. ``keep`` is a call that gave bad gradients. ``wanted``: somebody has asked for
-    this step.
+    this parameter differs between ranks. ``keep`` is a call that gave bad gradients. ``asked``: this step is to be saved
+    although it is healthy.
     """
 
     where: str
@@ -121,6 +125,7 @@ class Verdict:
     together: Meeting | None = None
     difference: RankDifference | None = None
     keep: Op | None = None
+    asked: int | None = None
 
 
 @dataclass(frozen=True)
@@ -213,12 +218,16 @@ class Place:
         path = with_part(self.output, part)
         return path.with_name(f"{path.name.removesuffix('.pt').removesuffix('.repro')}.events.jsonl")
 
-    def write(self, made: Made) -> tuple[Path, Snapshot]:
-        """Write the file and read it back; another name is found when it is taken and may not be overwritten."""
+    def write(self, made: Made, *, is_asked: bool = False) -> tuple[Path, Snapshot]:
+        """Write the file and read it back; another name is found when it is taken and may not be overwritten.
+
+        There may be several steps that somebody has asked for: all names have the step then.
+        """
         snapshot = made.snapshot
         part = rank_suffix() or self.part
         automatic = f"{self.name}{part}-step{snapshot.step}"
-        path = with_part(self.output, part) if self.output else free_path(self.directory, automatic)
+        own = f"{part}-step{snapshot.step}" if is_asked else part
+        path = with_part(self.output, own) if self.output else free_path(self.directory, automatic)
         if path.exists() and not self.overwrite:
             path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
         save(snapshot, path)
@@ -261,6 +270,8 @@ class Describing:
     def made(self) -> Made:
         """The first bad step: in the past if the state is bad, else the one that is running."""
         loop, verdict, world, tape = self.loop, self.verdict, self.loop.world, self.loop.tape
+        if verdict.asked is not None:
+            return self._asked(verdict.asked)
         running, pending = tape.running(), verdict.op
         place = _place_of(pending, running)
         ops = running[:place] if place is not None else running
@@ -320,6 +331,27 @@ class Describing:
             past, _ = self.from_the_past([made.culprit])
             return past or made
         return made
+
+    def _asked(self, step: int) -> Made:
+        """A healthy step, with the updates of all its optimizers, played from the last copy. Raises `NotKept`."""
+        loop, world = self.loop, self.loop.world
+        segments = [segment for segment in self.segments() if segment.mark.step <= step]
+        first = next((n for n, segment in enumerate(segments) if segment.mark.step == step), None)
+        if not world.is_complete or not world.copies or first is None:
+            raise NotKept(NOT_KEPT)
+        replay = Replay(world, loop.tape, segments, world.copies[-1])
+        try:
+            with replay.going_back():
+                with quiet_hooks(world.modules, replay.leaves()):
+                    ops, contents = replay.begin(first)
+                ops += _one_after_another(replay.segments[first + 1 :])
+                mark = replace(segments[-1].mark, micro_step=0, generators=segments[first].mark.generators)
+                case = Case("", ops, None, mark, False, self.verdict.frame, contents=contents, notes=replay.notes)
+                return self.make(replace(case, likewise=loop.tape.running(), explain=_healthy))
+        except Missing:
+            raise NotKept(BEGUN_BEFORE) from None
+        except CannotGoBack as reason:
+            raise NotKept(str(reason)) from reason
 
     def _bad_output(self, ops: list[Op], mark: Mark) -> Op | None:
         """The first call of a root module with a bad result, which the loop may have let go of since."""
@@ -771,6 +803,10 @@ class _Played:
     hooks: list[Any]
     notes: list[str]
     before: StateBefore
+
+
+def _healthy(program: Program, tensors: Tensors) -> Failure:
+    return Failure(Phase.FORWARD, HEALTHY)
 
 
 def _place_of(op: Op | None, ops: Sequence[Op]) -> int | None:

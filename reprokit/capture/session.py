@@ -34,6 +34,7 @@ from reprokit.capture.options import (
     Watch,
     check_name,
     check_options,
+    check_steps,
     current_folder,
     events_in,
 )
@@ -58,7 +59,8 @@ class Session:
     the training state (``None``: chosen by their cost; 0: no copies). ``watch``: ``sampled`` checks the loss, one early
     gradient and clipped norms in every step and everything when the copy is refreshed; ``every-step`` checks everything
     always. ``budget`` is the share of the loop's CPU time in percent that is kept by noting fewer steps (``None`` or
-    ``"off"``: no limit), ``from_step`` the first step to note. ``on`` says what is a failure, ``source`` how much of
+    ``"off"``: no limit), ``from_step`` the first step to note. The steps ``at_step`` are saved although they are healthy,
+    and training goes on; after ``last_step`` the loop is stopped. ``on`` says what is a failure, ``source`` how much of
     the user's code is kept. ``on_snapshot`` is called with the path of every file written, when all hooks are gone; an
     exception of it is printed. ``record`` measures norms of gradients and weights: ``auto``, every ``N`` steps, or
     ``N:PATTERN`` for some parameters. ``on_numbers`` is called with a dict of the numbers of every step that was
@@ -88,11 +90,14 @@ class Session:
         source: Source = "traceback",
         budget: float | Literal["off"] | None = DEFAULT_PERCENT,
         from_step: int | None = None,
+        at_step: int | Collection[int] = (),
+        last_step: int | None = None,
         on_snapshot: Callable[[Path], object] | None = None,
         record: str | None = None,
         on_numbers: Callable[[dict[str, float]], object] | None = None,
         on_event: Callable[[TrainingEvent], object] | None = None,
     ) -> None:
+        asked = check_steps(at_step)
         check_options(after, history, watch, on, source, budget, from_step)
         check_name(output, directory, name)
         given = (("on_snapshot", on_snapshot), ("on_numbers", on_numbers), ("on_event", on_event))
@@ -126,6 +131,8 @@ class Session:
             takes_exceptions="exception" in on,
             takes_skipped="skipped" in on,
         )
+        self._loop.asked, self._loop.last_step = asked, last_step
+        self._loop.choose()
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
         self._on_numbers = on_numbers
         if record is not None or on_numbers is not None:
@@ -193,7 +200,7 @@ class Session:
     @property
     def has_failed(self) -> bool:
         """True if a step failed and was saved, for another reason than an exception that the script raised itself."""
-        return bool(self.snapshots) and not self._failures.is_deliberate
+        return self._failures.num_failed > 0 and not self._failures.is_deliberate
 
     @property
     def has_checked(self) -> bool:
@@ -360,6 +367,16 @@ class Session:
             raise UsageError(f"`{odd}` cannot be {type(numbers[odd]).__name__}", hint="session.note takes numbers")
         if self.is_watching:
             self._loop.timeline.note({name: value for name, value in found.items() if value is not None})
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of the training that are over."""
+        return self._loop.iterations.completed
+
+    def trained_parameters(self) -> set[str]:
+        """The names of all parameters that are to be trained."""
+        names = self._parameter_names()
+        return {names[id(p)] for p in self._loop.world.parameters if p.requires_grad and id(p) in names}
 
     def _parameter_names(self) -> dict[int, str]:
         return parameter_names(self._loop.world.modules, sys._getframe().f_back)

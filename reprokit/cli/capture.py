@@ -36,6 +36,7 @@ from reprokit.cli.console import (
     check_folder,
     common_options,
     print_json,
+    read_steps,
     remove_file,
     say,
 )
@@ -71,6 +72,7 @@ class Capture:
     verbosity: Verbosity
     budget: float | None = options.DEFAULT_PERCENT
     from_step: int | None = None
+    at_step: tuple[int, ...] = ()
     part: str = ""
     record: str | None = None
     numbers: Path | None = None
@@ -128,6 +130,7 @@ class Capture:
         found += ["--history", "auto" if self.history is None else str(self.history or "off")]
         found += ["--budget", "off" if self.budget is None else str(self.budget)]
         found += ["--from-step", str(self.from_step)] if self.from_step is not None else []
+        found += ["--at-step", ",".join(map(str, self.at_step))] if self.at_step else []
         found += ["--record", self.record] if self.record is not None else []
         found += ["--numbers", str(self.numbers.absolute())] if self.numbers is not None else []
         found += [word for kind in self.on for word in ("--on", kind)]
@@ -242,6 +245,7 @@ class Watch:
                 source=plan.source,
                 budget=plan.budget,
                 from_step=plan.from_step,
+                at_step=plan.at_step,
                 record=plan.record,
                 on_numbers=self._writer(plan.numbers) if plan.numbers is not None else None,
             )
@@ -371,6 +375,12 @@ class Watch:
     type=click.IntRange(min=0),
     metavar="N",
     help="Note no step before step N, and all from there on.",
+)
+@click.option(
+    "--at-step",
+    metavar="N[,M]",
+    callback=lambda context, option, value: tuple(sorted(read_steps(value, "--at-step") or ())),
+    help="Save these steps although they are healthy, in files with their numbers; training goes on.",
 )
 @click.option(
     "--record",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
-import json
 import math
 import os
 import shlex
@@ -25,7 +24,7 @@ import click
 
 from reprokit.errors import OutputError, ReprokitError, UsageError
 from reprokit.snapshot.files import REDUCTION_FILE, RESULTS, unfinished
-from reprokit.words import print_line, visible
+from reprokit.words import json_line, print_line, visible
 
 Plan = TypeVar("Plan")
 
@@ -124,11 +123,11 @@ def print_text(text: str) -> None:
 
 def print_json(result: Mapping[str, Any]) -> None:
     """A result as one line of JSON on stdout, with JSON's own escapes for what that cannot say."""
-    text = json.dumps(result, ensure_ascii=False, allow_nan=True)
+    text = json_line(result, is_ascii=False)
     try:
         text.encode(_encoding())
     except UnicodeEncodeError:
-        text = json.dumps(result, allow_nan=True)
+        text = json_line(result)
     print_text(f"{text}\n")
 
 
@@ -282,3 +281,16 @@ def deadline(seconds: float, error: ReprokitError) -> Iterator[Callable[[], None
 def too_long(seconds: float, hint: str | None = None) -> ReprokitError:
     hint = hint or f"--max-time {2 * seconds:g} waits longer"
     return ReprokitError(f"the step takes over {seconds:g} s to run", hint=hint)
+
+
+def read_steps(value: str | None, option: str) -> frozenset[int] | None:
+    """``1,3,7-9`` as a set."""
+    if value is None:
+        return None
+    found: set[int] = set()
+    for word in value.split(","):
+        first, dash, last = word.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
+            raise UsageError(f"`{value}` is not a list of steps", hint=f"{option} takes numbers such as 1,3 or 7-9")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)

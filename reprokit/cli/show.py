@@ -46,6 +46,7 @@ class Show:
     frames: int | None = None
 
     def execute(self) -> int:
+        from reprokit.locate.failure import HEALTHY
         from reprokit.snapshot.format import load
 
         hint = f"--max-time {2 * self.max_time:g} waits longer; --json does not run it"
@@ -59,7 +60,10 @@ class Show:
         else:
             words = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
             with deadline(self.max_time, too_long(self.max_time, hint)):
-                print_screen(snapshot, f"{what(summary)} at step {snapshot.step}", next_command=shown_command(*words))
+                is_healthy = snapshot.failure.kind == HEALTHY
+                words = ("reprokit", "trace", str(self.snapshot)) if is_healthy else words
+                headline = f"{what(summary)}{',' if is_healthy else ' at'} step {snapshot.step}"
+                print_screen(snapshot, headline, next_command=shown_command(*words))
             if self.verbosity is Verbosity.VERBOSE:
                 click.echo(f"\n{snapshot.environment.collect_env}", err=True)
         return 0

@@ -1,6 +1,7 @@
 """``reprokit trace``: forward and backward frames of chosen steps of a script, or of the step that a snapshot holds.
 
-A script runs as Python would run it, and ends with the same bits. Rows leave the process when their step is over.
+A script runs as Python would run it, and ends with the same bits. Its steps are saved as `capture --at-step` saves them,
+into files that are shown when the script has ended.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from traceback import print_exception
 from typing import IO, TYPE_CHECKING, Literal
 
 import click
@@ -25,15 +26,16 @@ from reprokit.cli.console import (
     common_options,
     deadline,
     max_time_option,
+    read_steps,
     say,
     too_long,
 )
-from reprokit.errors import UsageError
-from reprokit.words import counted
+from reprokit.errors import ReprokitError, UsageError, pass_on
+from reprokit.words import counted, replay_words
 
 if TYPE_CHECKING:
+    from reprokit.capture.session import Session
     from reprokit.locate.ranges import FrameRow
-    from reprokit.measure import FrameRecorder
 
 Format = Literal["table", "jsonl", "csv", "html"]
 MOST_NAMES = 6  # in one line
@@ -109,7 +111,7 @@ def _own_stdout() -> Iterator[IO[str]]:
 
 @dataclass(frozen=True, slots=True)
 class TraceScript:
-    """A script or module to run with some of its steps measured."""
+    """A script or module of which some steps are saved into files that are shown and deleted."""
 
     target: str
     is_module: bool
@@ -123,51 +125,99 @@ class TraceScript:
     def execute(self) -> int:
         if not self.is_module:
             launch.read_script(self.target)
-        tracers: list[FrameRecorder] = []
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(launch.hide_own_frames())
-            stack.enter_context(self.output.opened(is_shared=True))
-            stack.callback(self._tell, tracers)
-            stack.callback(launch.when_imported("torch", lambda: self._start(stack, tracers)))
-            run = launch.run_module if self.is_module else launch.run_script
-            run(self.target, self.argv)
+        with contextlib.ExitStack() as outer:
+            outer.enter_context(launch.hide_own_frames())
+            outer.enter_context(self.output.opened(is_shared=True))
+            shown = _Shown(self, Path(outer.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-trace-"))))
+            outer.callback(shown.write)
+            with contextlib.ExitStack() as stack:
+                stack.callback(launch.when_imported("torch", lambda: shown.start(stack)))
+                run = launch.run_module if self.is_module else launch.run_script
+                try:
+                    run(self.target, self.argv)
+                except SystemExit as error:
+                    if getattr(error, "session", None) is None or error.session is not shown.session:  # type: ignore[attr-defined]
+                        raise
         return 0
 
-    def _start(self, stack: contextlib.ExitStack, tracers: list[FrameRecorder]) -> None:
-        from reprokit.measure import FrameRecorder
 
-        tracer = FrameRecorder(
-            self.steps,
-            self.output.write,
-            self._complain,
-            pattern=self.module,
-            stop_after=self.stop_after,
-            histograms=self.output.histograms,
-        )
-        tracers.append(tracer)
-        stack.callback(tracer.remove)
-        tracer.install()
+class _Shown:
+    """The chosen steps of a script: saved while it runs, shown when it has ended."""
 
-    def _complain(self, error: BaseException) -> None:
-        say(f"no more steps are measured after an error of its own ({type(error).__name__}: {error})")
-        if self.verbosity is Verbosity.VERBOSE:
-            print_exception(error)
+    def __init__(self, plan: TraceScript, folder: Path) -> None:
+        self.session: Session | None = None
+        self._plan = plan
+        self._folder = folder
+        self._process = os.getpid()
+        self._trained: set[str] = set()  # names of parameters
+        self._with_gradient: set[str] = set()
 
-    def _tell(self, tracers: list[FrameRecorder]) -> None:
-        if self.output.num_rows:
-            rows = counted(self.output.num_rows, "row")
-            place = f" -> {self.output.path}" if self.output.path is not None else ""
-            say(f"{rows}{place}", self.verbosity)
-            names = sorted(tracers[0].without_gradient or ())
+    def start(self, stack: contextlib.ExitStack) -> None:
+        """Begin to watch; if that fails, say so and let the script run."""
+        from reprokit.capture.session import Session
+
+        try:
+            self.session = stack.enter_context(
+                Session(
+                    name="trace",
+                    directory=self._folder,
+                    after="continue",
+                    quiet=True,
+                    verbose=self._plan.verbosity is Verbosity.VERBOSE,
+                    on=("exception",),
+                    source="none",
+                    budget=None,
+                    at_step=self._plan.steps,
+                    last_step=self._plan.stop_after,
+                    on_snapshot=self._note_names,
+                )
+            )
+        except Exception as error:
+            pass_on(error)
+            say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+
+    def _note_names(self, path: Path) -> None:
+        if self.session is not None:
+            self._trained |= self.session.trained_parameters()
+
+    def write(self) -> None:
+        """Show the steps."""
+        if os.getpid() != self._process:
+            return
+        from reprokit.render.module_ranges import names_with_gradient, rows_of, surveyed
+        from reprokit.snapshot.format import load
+
+        plan, session = self._plan, self.session
+        for path in session.snapshots if session is not None else ():
+            try:
+                snapshot = load(path)
+                if snapshot.step not in plan.steps:  # the script raised in another one
+                    continue
+                found = surveyed(snapshot, histograms=plan.output.histograms)
+            except ReprokitError as error:
+                say(f"step {path.stem}: {error}")
+                continue
+            plan.output.write(rows_of(found, snapshot.step, plan.module))
+            self._with_gradient |= names_with_gradient(found)
+            if snapshot.fidelity != "exact":
+                say(f"step {snapshot.step}: {replay_words(snapshot.fidelity, snapshot.fidelity_note)}", plan.verbosity)
+        self._tell()
+
+    def _tell(self) -> None:
+        plan, output = self._plan, self._plan.output
+        if output.num_rows:
+            place = f" -> {output.path}" if output.path is not None else ""
+            say(f"{counted(output.num_rows, 'row')}{place}", plan.verbosity)
+            names = sorted(self._trained - self._with_gradient) if self._with_gradient else []
             if names:
                 more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
                 shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
-                say(f"no gradient in the chosen steps: {shown}{more}", self.verbosity)
-        elif not tracers:
+                say(f"no gradient in the chosen steps: {shown}{more}", plan.verbosity)
+        elif self.session is None:
             say("no rows: the script did not import torch")
         else:
-            steps = counted(tracers[0].num_steps, "step")
-            matching = f" that matches `{self.module}`" if self.module is not None else ""
+            steps = counted(self.session.num_steps, "step")
+            matching = f" that matches `{plan.module}`" if plan.module is not None else ""
             say(f"no rows: no module{matching} was called in the chosen steps; an optimizer's step ended {steps}")
 
 
@@ -226,7 +276,7 @@ class _Command(click.Command):
 @click.option(
     "--steps",
     metavar="N,N-M,...",
-    callback=lambda context, option, value: _steps(value),
+    callback=lambda context, option, value: read_steps(value, "--steps"),
     help="The steps of the script to measure, from 0 on; the first one by default.",
 )
 @click.option("--stop-after", type=click.IntRange(min=0), metavar="N", help="Stop the script after step N.")
@@ -255,7 +305,7 @@ def command(
 ) -> TraceScript | TraceFile:
     """Print weights, inputs, outputs and gradients of every module call in numbers.
 
-    Of a script the chosen steps are measured while it runs. Of a snapshot its program is run; nothing of yours is.
+    Of a script the chosen steps are saved while it runs, and shown when it has ended. Of a snapshot its program is run; nothing of yours is.
     Options stand before the script, or behind its last argument.
     """
     if not target or not target[0]:
@@ -283,16 +333,3 @@ def _is_snapshot(path: str) -> bool:
             return file.read(4) == b"PK\x03\x04"
     except OSError:
         return False
-
-
-def _steps(value: str | None) -> frozenset[int] | None:
-    """``1,3,7-9`` as a set."""
-    if value is None:
-        return None
-    found: set[int] = set()
-    for word in value.split(","):
-        first, dash, last = word.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
-            raise UsageError(f"`{value}` is not a list of steps", hint="--steps takes numbers such as 1,3 or 7-9")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)

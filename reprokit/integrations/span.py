@@ -39,6 +39,7 @@ class Options(TypedDict, total=False):
     source: Source
     budget: float | None
     from_step: int | None
+    at_step: int | Collection[int]
     on_snapshot: Callable[[Path], object] | None
     on_event: Callable[[TrainingEvent], object] | None
     record: str | None
@@ -82,7 +83,7 @@ class Span:
         """End well; what is found only now stops the program as a capture in the midst of the loop would have."""
         session = self._session
         self.end()
-        if session is not None and session.snapshots and self._options.get("after", "stop") == "stop":
+        if session is not None and session.has_failed and self._options.get("after", "stop") == "stop":
             from reprokit.capture.mode import CaptureStop
 
             raise CaptureStop(session)

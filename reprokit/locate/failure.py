@@ -9,6 +9,7 @@ from reprokit.grammar import Count, Line, Name, Row, Text, left_out, one_of
 from reprokit.program.ir import Call, Phase, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
+HEALTHY = "none"  # the kind of a step that did not fail, which was asked for
 EVENTS = ("spike", "explosion", "dead", "scale")  # kinds of failures in which every value is finite
 QUANTITIES = ("loss", "gradient norm", "share of zeros", "update")
 
@@ -83,7 +84,7 @@ class RankDifference:
 class Failure:
     """The origin of a failure in a program.
 
-    ``kind``: ``nan``, ``inf``, ``exception`` or an event, and in a
+    ``kind``: ``nan``, ``inf``, ``exception`` or an event; ``none`` for a healthy step that was asked for; in a
     reduction also ``mismatch`` and ``function`` (the user's own check); ``way`` tells ``+inf`` from ``-inf``, and names
     the reference or the function.
     ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already, or when only the
@@ -103,7 +104,7 @@ class Failure:
     """
 
     phase: Phase
-    kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function", *EVENTS)]
+    kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function", HEALTHY, *EVENTS)]
     way: Line = ""
     call: Name | None = None
     call_index: Count | None = None
@@ -154,7 +155,7 @@ class Failure:
     @property
     def is_of_whole_step(self) -> bool:
         """True if no single call or input shows it, so that there is no origin to follow it to."""
-        return self.kind not in ("nan", "inf", EXCEPTION) and self.call is None and self.input_name is None
+        return self.kind not in ("nan", "inf", EXCEPTION, HEALTHY) and self.call is None and self.input_name is None
 
 
 def kind_of(way: str) -> str:

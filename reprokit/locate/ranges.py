@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from reprokit.locate.ways import local_part
+from reprokit.words import json_line
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -363,7 +363,7 @@ def table(rows: Sequence[FrameRow], room: int) -> Group:
 
 def json_lines(rows: Iterable[FrameRow]) -> str:
     """One JSON object a line."""
-    return "".join(f"{json.dumps(row.plain(), allow_nan=False)}\n" for row in rows)
+    return "".join(f"{json_line(row.plain())}\n" for row in rows)
 
 
 def csv_lines(rows: Iterable[FrameRow], *, has_header: bool, histograms: bool = False) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from reprokit.locate.failure import Failure, root_of
+from reprokit.locate.failure import HEALTHY, Failure, root_of
 from reprokit.program.ir import Phase
 from reprokit.render import wording
 from reprokit.render.call_code import labels
@@ -31,6 +31,10 @@ _NOTICED = {
 def of_failure(snapshot: Snapshot) -> list[Fact]:
     """The failure, its place and step, and the fidelity of the replay."""
     failure = snapshot.failure
+    if failure.kind == HEALTHY:
+        size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
+        note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
+        return [("when", when(snapshot)), ("replay", f"{snapshot.fidelity}{note}"), ("program", size)]
     noticed = f", noticed in {noticed_in(snapshot)}" if noticed_in(snapshot) else ""
     message = f": {wording.message(failure)}" if wording.message(failure) else ""
     note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""

@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from reprokit.errors import ReprokitError
+from reprokit.locate.blame import GRAD_SCALER
 from reprokit.locate.failure import Failure
 from reprokit.locate.ranges import FrameRow, Range, Role
-from reprokit.program.ir import AUTOGRAD_BACKWARD, Phase, Program, Scope
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Phase, Program, Scope, iter_refs
 from reprokit.render.call_code import labels
 from reprokit.render.survey import Survey, survey, written_by
 from reprokit.snapshot.format import Snapshot
@@ -132,22 +133,38 @@ class _Frames:
 def recorded_rows(
     snapshot: Snapshot, pattern: str | None = None, *, last: int | None = None, histograms: bool = False
 ) -> list[FrameRow]:
-    """Run the captured step, and return the rows of its module calls: forward in the order in which modules were left,
-    then backward.
+    """Run the captured step and return its rows, see `rows_of`. Raises `ReprokitError` if it cannot be run here."""
+    return rows_of(surveyed(snapshot, histograms=histograms), snapshot.step, pattern, last=last)
 
-    ``pattern`` is a shell pattern for paths of modules. ``last`` asks for so many frames, up to the one in which the
-    step failed. ``histograms``: measure these too. Raises `ReprokitError` if the step cannot be run here.
-    """
+
+def surveyed(snapshot: Snapshot, *, histograms: bool) -> Survey:
+    """Run the captured step; raises `ReprokitError` if it cannot be run here. ``histograms``: measure these too."""
     found = survey(snapshot, histograms=histograms)
     if found.error is not None:
         reason = str(found.error).partition("\n")[0]
         raise ReprokitError(
             f"the captured step cannot be run here: {reason}", hint="`reprokit show --json` does not run it"
         )
+    return found
+
+
+def names_with_gradient(found: Survey) -> set[str]:
+    """The names of parameters that got a gradient, or a step of an optimizer."""
+    updated = {ref.value for call in found.program.calls if call.is_optimizer_step for ref in iter_refs(call.kwargs["params"])}
+    return {item.name for item in found.program.inputs if item.value in found.leaf_gradients or item.value in updated}
+
+
+def rows_of(found: Survey, step: int, pattern: str | None = None, *, last: int | None = None) -> list[FrameRow]:
+    """The rows of the module calls: forward in the order in which modules were left, then backward.
+
+    ``pattern`` is a shell pattern for paths of modules. ``last`` asks for so many frames, up to the one in which the
+    step failed.
+    """
     made = _Frames(found)
     names = labels(found.program)
-    ordered = [item for item in made.ordered if pattern is None or fnmatchcase(item[0][-1].label, pattern)]
-    forward = [_forward(snapshot.step, key, made.parts(key, indexes), names) for key, indexes in ordered]
+    modules = (item for item in made.ordered if GRAD_SCALER not in item[0])
+    ordered = [item for item in modules if pattern is None or fnmatchcase(item[0][-1].label, pattern)]
+    forward = [_forward(step, key, made.parts(key, indexes), names) for key, indexes in ordered]
     backward = [_backward(found, row_values) for row_values in reversed(forward)]
     if last is not None:
         forward, backward = _until_failure(found.failure, found.program, ordered, forward, backward)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -134,7 +134,7 @@ class Survey:
 
     ``written`` holds the range of a value after a call, by (index, value); ``inputs`` the range of what the program was
     given, when it was first read; ``gradients`` what the backward passes sent to a value, ``leaf_gradients`` what the
-    step left in ``.grad`` of a leaf. ``operands`` is what the
+    step left in ``.grad`` of a leaf, or what its optimizer was given. ``operands`` is what the
     origin read, ``optimizer`` what an optimizer's step had for the parameter it ruined. ``positions`` is about the bad
     tensor. ``writers`` and ``readers`` list for every value the calls that write and read it, in order. ``error`` ended
     the run before its time.
@@ -188,7 +188,7 @@ def survey(
             outcome = run(
                 snapshot.program,
                 snapshot.tensors,
-                observer=_Watch(found, range_of),
+                observer=_Watch(found, range_of, has_leaves=shown is None),
                 keep=frozenset(),
                 only=only,
             )
@@ -197,7 +197,8 @@ def survey(
         else:
             found.error = outcome.error if outcome.error_call != snapshot.failure.call_index else None
             if shown is None:
-                found.leaf_gradients = {value: range_of(gradient) for value, gradient in outcome.gradients.items()}
+                for value in outcome.gradients.keys() - found.leaf_gradients.keys():
+                    found.leaf_gradients[value] = range_of(outcome.gradients[value])
     return found
 
 
@@ -211,8 +212,9 @@ def ends(snapshot: Snapshot) -> set[int]:
 
 
 class _Watch:
-    def __init__(self, found: Survey, range_of: Callable[[torch.Tensor], Range]) -> None:
+    def __init__(self, found: Survey, range_of: Callable[[torch.Tensor], Range], *, has_leaves: bool) -> None:
         self._found = found
+        self._has_leaves = has_leaves
         self._measure = range_of
         self._inputs = {item.value for item in found.program.inputs if item.role != "rng"}
         self._states = {item.value for item in found.program.inputs if item.role == "rng"}
@@ -225,6 +227,8 @@ class _Watch:
             if value in values and value in self._inputs and value not in found.inputs:
                 found.inputs[value] = self._measure(values[value])
                 self._hook(value, values[value])
+        if call.is_optimizer_step and self._has_leaves:
+            found.leaf_gradients |= {v: self._measure(gradient) for v, gradient in _given_to(call, values)}
         if index != found.failure.call_index:
             return
         if call.is_optimizer_step:
@@ -274,6 +278,15 @@ class _Watch:
                 found.positions = positions_of(gradient, found.name)
 
         return record
+
+
+def _given_to(call: Call, values: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parameters of an optimizer's step, and the gradients that it is given."""
+    for params, grads in zip(call.kwargs["params"], call.kwargs["grads"], strict=True):
+        for ref, grad in zip(params, grads, strict=True):
+            gradient = values[grad.value] if isinstance(grad, Ref) else values[ref.value].grad
+            if gradient is not None:
+                yield ref.value, gradient
 
 
 def written_by(call: Call, failure: Failure) -> tuple[int, ...]:

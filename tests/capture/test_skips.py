@@ -388,7 +388,7 @@ def adversaries(is_skipped: bool, loss_of: Callable[..., torch.Tensor] = divided
     for step, x, y in batches():
         update(criticize, classify(critic, model(x).detach(), y))
         optimize.zero_grad()
-        loss = loss_of(critic(model(x)), y, step == BAD_STEP - 1)  # the step of the first optimizer counts already
+        loss = loss_of(critic(model(x)), y, step == BAD_STEP)
         loss.backward()
         if not torch.isfinite(loss) and is_skipped:
             continue

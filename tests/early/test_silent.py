@@ -70,7 +70,7 @@ def test_a_dead_layer_is_named_in_an_issue_without_a_repro(tmp_path: Path) -> No
 
 def test_a_dead_layer_is_found_where_memory_holds_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps since the copy are never enough; those of the earlier copy count as well."""
-    monkeypatch.setattr(Loop, "_is_due", lambda loop, now: loop.num_steps >= LEAST_SILENT - 5)
+    monkeypatch.setattr(Loop, "_is_due", lambda loop, *_: loop.num_steps >= LEAST_SILENT - 5)
     with _watched(tmp_path, "dead") as watched:
         model = mlp(16, 32, 1)
         with torch.no_grad():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reprokit.errors import NotReproduced
+from reprokit.errors import NotReproduced, UsageError
 from reprokit.locate.compiled import Compiled
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, Reference
-from reprokit.locate.failure import EVENTS, Failure
+from reprokit.locate.failure import EVENTS, HEALTHY, Failure
 from reprokit.locate.failure import EXCEPTION as RAISED
 from reprokit.shrink import spec as specs
 from reprokit.shrink.candidate import Candidate
@@ -43,6 +43,11 @@ def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
 
 def require_reproducible(snapshot: Snapshot) -> None:
     """Raise `NotReproduced` for a failure that one process cannot show."""
+    if snapshot.failure.kind == HEALTHY:
+        raise UsageError(
+            "the step is healthy and was saved with `--at-step`, so there is no failure to shrink",
+            hint="`reprokit trace FILE` shows its tensors; `--check` looks for a failure of your own",
+        )
     if snapshot.failure.difference is not None:
         raise NotReproduced(
             "the parameters of the ranks differ, and one process cannot show that",
