@@ -26,12 +26,11 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from reprokit import torch_private
-from reprokit.series.timeline import parameters_of
 from reprokit.capture.structure import ATOMS
-from reprokit.capture.names import root_names
-from reprokit.series.timeline import Iterations
+from reprokit.capture.tensor_names import root_names
 from reprokit.errors import pass_on
 from reprokit.locate.ranges import FrameRow, Pass, Role, measure
+from reprokit.series.timeline import Iterations, parameters_of
 
 _MAX_TENSORS = 32  # of one role in one call: the cache of a language model has two for each layer
 _MAX_DEPTH = 4

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from reprokit.capture import exceptions
-from reprokit.capture.events import EventStep, NotKept
+from reprokit.capture.event_step import EventStep, NotKept
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere

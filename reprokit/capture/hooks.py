@@ -22,7 +22,7 @@ from torch.optim import optimizer as optimizers
 
 from reprokit import torch_private
 from reprokit.capture.callers import HAS_FRAME_OF_APPLY, applying, first_user_frame
-from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, Scale, Unscale, ZeroGrad
+from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
 from reprokit.capture.structure import repeatable
@@ -95,7 +95,7 @@ class WholeCalls:
         scaler = args[0]
         if not self._recorder.enabled or not scaler.is_enabled():
             return target(*args, **kwargs)
-        return self._perform(Scale, target, args, kwargs, lambda: self._loop.scalers.scaled(scaler))
+        return self._perform(ScaleLoss, target, args, kwargs, lambda: self._loop.scalers.scaled(scaler))
 
     def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Divide gradients by a grad scaler's scale; ``target`` is given its inverse."""

@@ -25,7 +25,7 @@ from reprokit import torch_private
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.budget import Budget
 from reprokit.capture.callers import compiled_call, first_user_frame, learn_loop
-from reprokit.capture.calls import Backward, Op, OptimizerStep, Root, Scale, StepNote, name_of, starts_of
+from reprokit.capture.calls import Backward, Op, OptimizerStep, Root, ScaleLoss, StepNote, name_of, starts_of
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start, leaves_behind
 from reprokit.capture.options import Watch
@@ -247,7 +247,7 @@ class Loop:
         """The tensor to check: what the grad scaler was given, if ``start`` is its product."""
         number, alive = self.tape.known(start), None
         for op in reversed(self.tape.running()) if number is not None else ():
-            if op.kind is Scale and number in op.outs:
+            if op.kind is ScaleLoss and number in op.outs:
                 alive = self.tape.alive()
                 given = [item for item in op.ins]
                 return alive.get(given[list(op.outs).index(number)], start)

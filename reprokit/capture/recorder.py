@@ -20,12 +20,12 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.callers import KINDS, caller_of
 from reprokit.capture.calls import Backward, BackwardNote, Function, FunctionNote, Root
-from reprokit.capture.facts import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
 from reprokit.capture.mode import StackedMode
-from reprokit.capture.names import note_unfollowed
 from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.structure import ATOMS, is_leaf, iter_tensors, repeatable, with_own_index
 from reprokit.capture.tape import Number, Op, Tape
+from reprokit.capture.tensor_names import note_unfollowed
+from reprokit.capture.traits import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
 from reprokit.errors import ignored_errors
 from reprokit.program import functions
 from reprokit.program.ir import Mode

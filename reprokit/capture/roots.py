@@ -18,8 +18,8 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 
 from reprokit import torch_private
 from reprokit.capture.attributes import AttributeWatch
-from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
 from reprokit.capture.callers import first_user_frame
+from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
 from reprokit.capture.structure import iter_tensors
 from reprokit.program.trace import current_mode
 

@@ -27,15 +27,14 @@ from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import LayerMeter, layers_of
-from reprokit.capture.names import Names, names_of, root_names
 from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import (
     Found,
     Missing,
     Player,
-    Recording,
     Replay,
     ReplayedStep,
+    TracedPlayer,
     leaves_in,
     num_backward,
     put_first_back,
@@ -46,6 +45,7 @@ from reprokit.capture.replay import (
 )
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, without_graph
+from reprokit.capture.tensor_names import Names, names_of, root_names
 from reprokit.capture.world import CannotGoBack, give_gradients, owned_by, python_generators_restored
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
@@ -602,7 +602,7 @@ class Describing:
             before, copies = collect_state(world.modules, optimizers, owners, case.stand_ins)
             before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(world.optimizers) else [])
             state = world.buffers.ids if case.is_now else world.state_ids() | world.buffers.ids
-            recorder = Recording(
+            recorder = TracedPlayer(
                 loop.tape,
                 self._names(case).describe,
                 roots,
