@@ -270,6 +270,10 @@ class Loop:
             self._differentiated.update(p for tensor in tensors if (p := address_of(tensor)) is not None)
             self.has_differentiated = True
 
+    def is_differentiated(self, tensor: torch.Tensor) -> bool:
+        """True if a transform differentiates by a tensor that no optimizer updates."""
+        return bool(self._differentiated) and address_of(tensor) in self._differentiated
+
     def _waits_for(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(tensors) and tensors[0].is_cuda and self.watch != "every-step" and not self.is_urgent
 
@@ -352,7 +356,7 @@ class Loop:
 
         A teacher gets no gradient. Where there is no optimizer, any state that could get one counts.
         """
-        if address_of(owner) in self._differentiated:
+        if self.is_differentiated(owner):
             return True
         if not self.has_differentiated or not (owner.requires_grad or self.world.is_trained(owner)):
             return False

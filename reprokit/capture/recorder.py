@@ -19,7 +19,7 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.callers import KINDS, caller_of
-from reprokit.capture.calls import Backward, BackwardNote, Function, FunctionNote, Root
+from reprokit.capture.calls import Backward, BackwardNote, Function, FunctionNote, Root, Transform
 from reprokit.capture.mode import StackedMode
 from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.structure import ATOMS, is_leaf, iter_tensors, repeatable, with_own_index
@@ -299,7 +299,7 @@ class Recorder(StackedMode):
             return None
         else:
             state = [written] if world.is_state(written) else []
-            if not state and is_leaf(written):
+            if not state and (is_leaf(written) or self.loop.is_differentiated(written)):
                 if not self.loop.has_differentiated:
                     return None  # being made, for example a parameter of a module that no root holds yet
                 world.train(written)
@@ -408,12 +408,16 @@ class Recorder(StackedMode):
             outs: Any = ()
         elif out.__class__ is _Tensor:
             outs = tape.result(out)
+            if kind is Transform:
+                tape.held[outs] = out
             if out.requires_grad and not out.dim():
                 tape.scalars.append((out, code, instruction))
         else:
             tensors = list(iter_tensors(out))
             outs = tuple(map(tape.result, tensors))
-            if kind is Root:
+            if kind is Transform:  # perhaps gradients, which are looked at where the loop says that its step is over
+                tape.held.update(zip(outs, tensors, strict=True))
+            elif kind is Root:
                 tape.scalars.extend((t, code, instruction) for t in tensors if t.requires_grad and not t.dim())
         tape.add(kind, target, given, named, outs, (code, instruction), mode, note)
 

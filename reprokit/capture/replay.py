@@ -397,7 +397,7 @@ class TracedPlayer(Player):
             tensor = self.env.get(number)
             value = self.tracer.value_of(tensor) if tensor is not None else None
             if value is not None:
-                origin = self._describe_old(number, tensor)  # type: ignore[arg-type]
+                origin = self._describe_old(number, self.alive.get(number, tensor))  # type: ignore[arg-type]
                 self.of_loop[value] = origin.name if origin is not None else "input"
 
     def perform(self, op: Op, args: Any, kwargs: Any) -> Any:

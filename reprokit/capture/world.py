@@ -195,7 +195,7 @@ class Buffers:
 
 
 def _has_counter(space: dict[str, Any]) -> bool:
-    return isinstance(space.get("num_batches_tracked"), torch.Tensor)
+    return "num_batches_tracked" in space and isinstance(space["num_batches_tracked"], torch.Tensor)
 
 
 class _OptimizerNote:
@@ -228,7 +228,9 @@ class _Bindings:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._modules = list(modules)
-        self._parts = [(part, dict(part._buffers), dict(part._parameters)) for m in self._modules for part in m.modules()]
+        parts = {id(part): part for module in self._modules for part in module.modules()}.values()
+        # a scripted module makes the objects of its parameters anew
+        self._parts = [(p, dict(p._buffers), dict(p._parameters) if isinstance(p._parameters, dict) else {}) for p in parts]
 
     def now(self) -> _Bindings:
         return _Bindings(self._modules)
