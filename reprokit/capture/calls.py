@@ -103,7 +103,7 @@ class Function(Kind):
     @classmethod
     def clears_gradients(cls, op: Op) -> bool:
         is_set = op.note is not None and op.note.is_write and name_of(op) in GRAD_WRITES
-        return is_set  # X
+        return is_set and not any(isinstance(value, Number) for value in op.args[1:])  # perhaps made of the old one
 
     @classmethod
     def reads_gradients(cls, op: Op) -> bool:
