@@ -19,11 +19,12 @@ from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.tape import Number, Op
 from reprokit.capture.traits import facts_of
 from reprokit.capture.variables import Place, play_with
-from reprokit.capture.world import owned_by, parameters_of, set_options, set_python_generators
+from reprokit.capture.world import owned_by, set_options, set_python_generators
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.functions import DATA_WRITES, GRAD_WRITES, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, ZERO_GRAD, Call, Phase, Ref
 from reprokit.program.trace import CannotRecord, InputName, Tracer
+from reprokit.series.timeline import parameters_of
 
 if TYPE_CHECKING:
     from reprokit.capture.attributes import Noted

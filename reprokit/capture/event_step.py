@@ -23,7 +23,7 @@ from reprokit.capture.save import BEGUN_BEFORE, NOT_KEPT, Case, Describing, Made
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.world import CannotGoBack
-from reprokit.errors import ignored_errors, pass_on
+from reprokit.errors import ignored_errors
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.gains import Step, blocked, explained
 from reprokit.locate.let_through import let_through

@@ -12,7 +12,6 @@ import inspect
 import math
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import FrameType
@@ -25,14 +24,14 @@ from reprokit import torch_private
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.budget import Budget
 from reprokit.capture.callers import compiled_call, first_user_frame, learn_loop
-from reprokit.capture.calls import Backward, Op, OptimizerStep, Root, ScaleLoss, StepNote, name_of, starts_of
+from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, StepNote, name_of, starts_of
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start, leaves_behind
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.structure import is_leaf, iter_tensors, repeatable
-from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, address_of
+from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op, address_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.errors import pass_on
 from reprokit.locate.compiled import Compiled

@@ -94,7 +94,8 @@ class Recorder(StackedMode):
             or _tracing_state() is not None
         ):
             return self._perform_unusual(facts, func, args, dict(kwargs or {}))
-        user, walker = None, sys._getframe(1)
+        user: FrameType | None = None
+        walker: FrameType | None = sys._getframe(1)
         while walker is not None:  # inline: every call of the loop comes through here
             kind = KINDS.get(id(walker.f_code))
             if kind == "loop" or kind == "top":
@@ -132,7 +133,8 @@ class Recorder(StackedMode):
         """Note a call of the usual kind, which changes nothing and is over: it has made one tensor of tensors."""
         tape = self.tape
         values, first, held = tape.values, tape.first, tape.held
-        given, is_usual = [], out.__class__ in _TENSORS and not (kwargs and not ATOMS.issuperset(map(type, kwargs.values())))
+        given: list[Any] = []
+        is_usual = out.__class__ in _TENSORS and (not kwargs or ATOMS.issuperset(map(type, kwargs.values())))
         num_tensors = 0
         for value in args if is_usual else ():
             kind = value.__class__
@@ -143,7 +145,8 @@ class Recorder(StackedMode):
                     given.append(tape.add_input(value))
                     continue
                 number = known[1]
-                given.append(tape.hold(number, value) if number < first and number not in held else number)
+                is_earlier = number < first and number not in held
+                given.append(tape.hold(number, value) if is_earlier else number)  # type: ignore[arg-type]
             elif kind in _SINGLE:
                 given.append(value)
             else:

@@ -1,4 +1,4 @@
-"""Doing again what the loop did, on the user's own modules and optimizers: to find the first bad step, and to record it.
+"""Doing again what the loop did, on the user's own modules and optimizers: to find the first bad step and to record it.
 
 A `Player` plays calls; a `TracedPlayer` plays them under a tracer, so that they become a program. A `Replay` plays the
 steps since a copy of the state, and finds the first one with a nan or inf: everything is checked in every step that is
@@ -585,7 +585,8 @@ class Replay:
         """The state of the copy; afterwards everything is as it was. Raises `CannotGoBack` with nothing changed."""
         leaves = self.leaves()
         self._live_gradients = [(leaf, leaf.grad) for leaf in leaves]
-        kept = [(grad, grad.clone()) for _, grad in self._live_gradients if grad is not None and self.together is not None]
+        gradients = self._live_gradients if self.together is not None else []
+        kept = [(grad, grad.clone()) for _, grad in gradients if grad is not None]
         changing = self._world.changing()
         self._live = {id(t): t.detach().clone() for t in changing if t.requires_grad}
         with contextlib.ExitStack() as stack:
@@ -953,7 +954,8 @@ def _without_update(ops: list[Op], where: str, keep: Op | None = None) -> list[O
     if where == "loss" or (where == "parameter" and keep is None):
         return ops
     last = max((n for n, op in enumerate(ops) if op.kind is Backward or op is keep), default=len(ops))
-    return ops[: last + 1] + [op for op in ops[last + 1 :] if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
+    later = [op for op in ops[last + 1 :] if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
+    return ops[: last + 1] + later
 
 
 def _without_skipped(ops: Sequence[Op]) -> list[Op]:
@@ -964,7 +966,8 @@ def unscaled(ops: Sequence[Op], start: Number) -> Number:
     """The number of what a grad scaler was given, if ``start`` is its product."""
     for op in reversed(ops):
         if op.kind is ScaleLoss and start in op.outs:
-            return list(op.ins)[op.outs.index(start)]
+            number: Number = op.ins[op.outs.index(start)]
+            return number
     return start
 
 

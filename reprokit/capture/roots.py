@@ -184,7 +184,7 @@ class RootCalls:
 def generator_states(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The states of the CPU generator and, when a CUDA tensor is among the arguments, of its device's generator."""
     state = torch.default_generator.get_state()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for tensor in iter_tensors(given):
             if tensor.is_cuda:
                 return state, torch.cuda.get_rng_state(tensor.device)

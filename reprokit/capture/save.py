@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit.capture.attributes import attributes_kept
-from reprokit.capture.calls import Backward, BackwardNote, Function, OptimizerStep, Root, ZeroGrad, name_of, starts_of
+from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, ZeroGrad, name_of, starts_of
 from reprokit.capture.collect_state import collect_state
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
@@ -295,7 +295,6 @@ class Describing:
     ) -> Case:
         """The running step, from the state of now."""
         tape = self.loop.tape
-        _, rest = split(ops)
         kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
         whole = [*kept, *([pending] if pending is not None else [])]
         whole = with_makers(whole, [*tape.carried, *tape.ops(0, tape.begin)], tape, tape.alive())
@@ -325,15 +324,19 @@ class Describing:
         """The first call of a root module with a bad result, which the loop may have let go of since."""
         case = self.now(self.verdict, ops, None, mark, None, [])
         leaves, player = self._leaves(case), Player(self.loop.tape, self.loop.world.buffers.ids)
-        with ignored_errors(), self._at_its_beginning(case, leaves), Modes() as modes:
-            with warnings.catch_warnings(), quiet_hooks(self.loop.world.modules, leaves):
-                warnings.simplefilter("ignore")
-                for op in case.ops:
-                    modes.enter(op.mode)
-                    player.play(op)
-                    is_own = any(op is own for own in ops)
-                    if op.kind is Root and is_own and bad_tensor(player.env[n] for n in op.outs) is not None:
-                        return op
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ignored_errors())
+            stack.enter_context(self._at_its_beginning(case, leaves))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(quiet_hooks(self.loop.world.modules, leaves))
+            modes = stack.enter_context(Modes())
+            for op in case.ops:
+                modes.enter(op.mode)
+                player.play(op)
+                is_own = op.kind is Root and any(op is own for own in ops)
+                if is_own and bad_tensor(player.env[n] for n in op.outs) is not None:
+                    return op
         return None
 
     def _is_past(self, ops: Sequence[Op], pending: Op | None, place: int | None) -> bool:
@@ -570,7 +573,8 @@ class Describing:
             notes.append(f"training raised {raised.type}: {raised.message.partition(chr(10))[0]}")
             replayed.is_close = False
         elif _is_from_statistics(replayed.program, failure):
-            notes.append(f"a normalisation writes `{failure.input_name}`, and its value from before the step was not kept")
+            what = f"a normalisation writes `{failure.input_name}`"
+            notes.append(f"{what}, and its value from before the step was not kept")
             replayed.is_close = False
         notes += [*played.notes, *replayed.mismatches]
         replayed.is_close = replayed.is_close and not case.notes
@@ -840,7 +844,8 @@ def _without_preparation(ops: list[Op], mark: Mark, tape: Tape) -> tuple[list[Op
     prepared = [op for op in plain if name_of(op) or id(op) in known]
     if len(prepared) <= _MOST_CALLS:
         return ops, {}
-    player, made = Player(tape), {}
+    player = Player(tape)
+    made: dict[Number, torch.Tensor] = {}
     try:
         with torch.random.fork_rng(enabled=True), python_generators_restored(mark.generators), Modes() as modes:
             for op in prepared:

@@ -137,7 +137,7 @@ class Buffers:
                 self._versions.append(self._stamp(-1))
 
     def _stamp(self, number: int) -> tuple[torch.Tensor, int]:
-        space, name, home, witness = self._rows[number]
+        _, _, home, witness = self._rows[number]
         found = home[witness]
         return found, found._version if isinstance(found, torch.Tensor) and not found.is_inference() else -1
 
@@ -228,9 +228,10 @@ class _Bindings:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._modules = list(modules)
-        parts = {id(part): part for module in self._modules for part in module.modules()}.values()
-        # a scripted module makes the objects of its parameters anew
-        self._parts = [(p, dict(p._buffers), dict(p._parameters) if isinstance(p._parameters, dict) else {}) for p in parts]
+        self._parts = []
+        for part in {id(part): part for module in self._modules for part in module.modules()}.values():
+            known = part._parameters if isinstance(part._parameters, dict) else {}  # a scripted one makes them anew
+            self._parts.append((part, dict(part._buffers), dict(known)))
 
     def now(self) -> _Bindings:
         return _Bindings(self._modules)
@@ -312,8 +313,10 @@ class Copy:
     def give_back(self) -> None:
         """Go back to it, knowing that nothing has another shape by now."""
         self.contents.write()
-        for note in (*self._notes, *self._bindings):
+        for note in self._notes:
             note.give_back()
+        for binding in self._bindings:
+            binding.give_back()
 
 
 class World:
