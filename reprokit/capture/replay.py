@@ -494,7 +494,7 @@ def needed_ops(ops: Sequence[Op], keep: Op | None = None) -> list[Op]:
 
 def _start_of_hand_update(ops: Sequence[Op]) -> int:
     """The position from which on the loop updates parameters by itself; behind the end when it does not."""
-    if all(op.kind.writes_state(op) for op in ops):
+    if all(op.kind.writes_state(op) or op.kind is OptimizerStep for op in ops):
         return 0
     sources = [[n for n, op in enumerate(ops) if op.kind is kind] for kind in (Backward, Transform)]
     last = next((numbers[-1] for numbers in sources if numbers), len(ops))
