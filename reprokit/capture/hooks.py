@@ -67,7 +67,10 @@ class WholeCalls:
         zeroed = None
         if not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True)):
             zeroed = recorder.guard(_with_gradient, args[0])
-        self._tape.add(ZeroGrad, target, args, None, (), (None, 0), _PLAIN_MODE, zeroed)
+        try:
+            self._tape.add(ZeroGrad, target, args, None, (), (None, 0), _PLAIN_MODE, zeroed)
+        except BaseException as error:
+            recorder.switch_off(error)
         if self._loop.judge.pending is not None or recorder.gaps:
             recorder.guard(self._loop.cleared, args[0])
         return output
@@ -108,10 +111,10 @@ class WholeCalls:
         except BaseException:
             recorder.gaps.append(None)
             raise
-        user = first_user_frame(sys._getframe(2))
-        scale = args[2]
+        frame, scale = sys._getframe(2), args[2]
 
         def note() -> None:
+            user = first_user_frame(frame)
             where = (user.f_code, user.f_lasti)
             given = (None, args[1])
             self._tape.add(Unscale, target, given, None, (), where, current_mode(), scale.detach().clone())
@@ -173,7 +176,7 @@ class WholeCalls:
         if not recorder.is_outermost:
             with recorder.paused():
                 return target(*args, **kwargs)
-        user = first_user_frame(sys._getframe(3))
+        user = recorder.guard(first_user_frame, sys._getframe(3))
         given = recorder.guard(recorder.encode, args, kwargs)
         popped = recorder.step_aside()
         try:
