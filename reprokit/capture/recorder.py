@@ -303,10 +303,11 @@ class Recorder(StackedMode):
         else:
             state = [written] if world.is_state(written) else []
             if not state and (is_leaf(written) or self.loop.is_differentiated(written)):
-                if not self.loop.has_differentiated:
+                if self.loop.has_differentiated:
+                    world.train(written)
+                    state = [written]
+                elif all(item is written or self.tape.known(item) is None for item in iter_tensors((args, kwargs))):
                     return None  # being made, for example a parameter of a module that no root holds yet
-                world.train(written)
-                state = [written]
         if state:
             given, named = self.encode(args, kwargs)
             for item in state:
@@ -317,7 +318,9 @@ class Recorder(StackedMode):
             note = _as(note, is_write=True, writes_state=True)
             return where, note, (written, given, named, facts.writes_data)
         assert isinstance(written, torch.Tensor)
-        has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
+        has_graph = is_leaf(written) or (
+            torch.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
+        )
         if written.layout is torch.strided and not self.tape.before_write(written, has_graph=has_graph):
             return None
         given, named = self.encode(args, kwargs)

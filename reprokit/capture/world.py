@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from reprokit import torch_private
 from reprokit.capture.attributes import Containers, attributes_kept, is_of_torch, tensors_held
 from reprokit.capture.structure import iter_tensors
-from reprokit.capture.tape import address_of
+from reprokit.capture.tape import address_of, version_of
 from reprokit.locate.ways import NAN, bad_tensor, ways_of
 from reprokit.series.timeline import parameters_of
 from reprokit.torch_private import shard_of
@@ -116,7 +116,7 @@ class Buffers:
         self._rows: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []  # each place, and that of its witness
         self._tensors: list[torch.Tensor] = []
         self._contents: list[torch.Tensor] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._versions: list[tuple[torch.Tensor, int, int]] = []
         self._known: set[tuple[int, str]] = set()
 
     def __bool__(self) -> bool:
@@ -136,17 +136,17 @@ class Buffers:
                 self._contents.append(_copy(buffer))
                 self._versions.append(self._stamp(-1))
 
-    def _stamp(self, number: int) -> tuple[torch.Tensor, int]:
-        _, _, home, witness = self._rows[number]
-        found = home[witness]
-        return found, found._version if isinstance(found, torch.Tensor) and not found.is_inference() else -1
+    def _stamp(self, number: int) -> tuple[torch.Tensor, int, int]:
+        space, name, home, witness = self._rows[number]
+        return home[witness], version_of(home[witness]), version_of(space[name])
 
     def refresh(self) -> None:
         """Remember the contents of now; buffers that nothing wrote are left alone."""
         changed = []
         for number, (space, name, home, witness) in enumerate(self._rows):
-            seen, version = self._versions[number]
-            if space[name] is not self._tensors[number] or home[witness] is not seen or seen._version != version:
+            seen, version, own = self._versions[number]
+            buffer = self._tensors[number]
+            if space[name] is not buffer or buffer._version != own or home[witness] is not seen or seen._version != version:
                 changed.append(number)
         for number in changed:
             space, name, _, _ = self._rows[number]
