@@ -121,6 +121,9 @@ def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
         raise
     except Exception as reason:
         pass_on(reason)
+        first = next(iter(loop.ranks.culprits()), None) if verdict.together is not None else None
+        if first is not None and first != loop.ranks.rank:
+            raise SavedElsewhere(first) from reason
         kind = "" if isinstance(reason, (_Unanswered, Parted, Stopped)) else f"{type(reason).__name__}: "
         notes = [NOT_REPLAYED.format(f"{kind}{reason}".partition("\n")[0])]
         kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]

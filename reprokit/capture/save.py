@@ -75,6 +75,7 @@ BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the sta
 HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
 NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
+MODULES_SPREAD = "the state of the model: it is spread over the ranks"
 OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
@@ -601,9 +602,12 @@ class Describing:
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             rng = get_rng_state()
             roots = root_names(world.modules, case.frame)
-            optimizers = [] if case.stand_ins else world.optimizers  # whose state is spread as well
+            is_spread = loop.ranks.is_sharded
+            modules = world.modules if case.together is not None or not is_spread else []
+            optimizers = world.optimizers if not is_spread else []
             owners = roots | names_of(world.optimizers, case.frame)
-            before, copies = collect_state(world.modules, optimizers, owners, case.stand_ins)
+            before, copies = collect_state(modules, optimizers, owners, case.stand_ins)
+            before.left_out.extend([MODULES_SPREAD] if len(modules) < len(world.modules) else [])
             before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(world.optimizers) else [])
             state = world.buffers.ids if case.is_now else world.state_ids() | world.buffers.ids
             recorder = TracedPlayer(
