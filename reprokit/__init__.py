@@ -14,8 +14,8 @@ import reprokit.locate
 import reprokit.render
 import reprokit.shrink  # noqa: F401
 from reprokit.api import Rendered, capture, load, locate, render, shrink, verify
-from reprokit.series.events import TrainingEvent
 from reprokit.errors import ReprokitError
+from reprokit.series.events import TrainingEvent
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session

@@ -42,7 +42,7 @@ from reprokit.shrink.checks.mismatch import MismatchCheck, default_dtype, in_dty
 from reprokit.shrink.checks.predicate import FUNCTION
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.reduction import Answered, Reduction, WhatIfResult
-from reprokit.shrink.signature import SignatureCheck, Verdict
+from reprokit.shrink.signature import Ruling, SignatureCheck
 from reprokit.snapshot.format import Snapshot
 
 AS_IT_IS = "as_it_is"
@@ -236,7 +236,7 @@ def _judged(
         return Trial(Answer.PASSES)
     verdict = check.judge(failure, changed)
     is_anomaly = variant.key == ANOMALY
-    if verdict is Verdict.SAME:
+    if verdict is Ruling.SAME:
         spoiled = _spoiled(plain, changed)
         if spoiled is not None:
             return Trial(Answer.OTHER, f"`{spoiled}` is not finite any more when the program begins")

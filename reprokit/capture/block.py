@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from reprokit.series.events import TrainingEvent
 from reprokit.capture.failure_text import cause_line, growth, place_line, what
 from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Watch, check_name, current_folder
 from reprokit.errors import UsageError
-from reprokit.snapshot.source import Source
+from reprokit.series.events import TrainingEvent
 from reprokit.series.story import StepNumbers
+from reprokit.snapshot.source import Source
 from reprokit.words import print_line, replay_words
 
 if TYPE_CHECKING:

@@ -15,19 +15,20 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from reprokit.capture.attributes import is_of_torch
-from reprokit.capture.facts import facts_of
 from reprokit.capture.structure import is_leaf, iter_tensors
-from reprokit.capture.tape import Op
+from reprokit.capture.tape import Number, Op
+from reprokit.capture.traits import facts_of
 from reprokit.capture.variables import Place, play_with
-from reprokit.capture.world import owned_by, parameters_of, set_options, set_python_generators
+from reprokit.capture.world import owned_by, set_options, set_python_generators
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.functions import DATA_WRITES, GRAD_WRITES, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, ZERO_GRAD, Call, Phase, Ref
 from reprokit.program.trace import CannotRecord, InputName, Tracer
+from reprokit.series.timeline import parameters_of
 
 if TYPE_CHECKING:
     from reprokit.capture.attributes import Noted
-    from reprokit.capture.replay import Player, Recording
+    from reprokit.capture.replay import Player, TracedPlayer
 
 Rng = tuple[torch.Tensor, torch.Tensor | None]  # the states of the CPU's and, where used, a CUDA generator
 
@@ -65,7 +66,7 @@ class Kind:
         raise NotImplementedError
 
     @classmethod
-    def trace(cls, recording: Recording, op: Op, args: Any, kwargs: Any) -> Any:
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
         """The same while it is recorded."""
         return cls.play(recording, op, args, kwargs)
 
@@ -102,7 +103,8 @@ class Function(Kind):
 
     @classmethod
     def clears_gradients(cls, op: Op) -> bool:
-        return op.note is not None and op.note.is_write and name_of(op) in GRAD_WRITES
+        is_set = op.note is not None and op.note.is_write and name_of(op) in GRAD_WRITES
+        return is_set and not any(isinstance(value, Number) for value in op.args[1:])  # perhaps made of the old one
 
     @classmethod
     def reads_gradients(cls, op: Op) -> bool:
@@ -196,7 +198,7 @@ class CompiledNote(TransformNote):
     has_stepped: bool = False
 
 
-class Compiled(Kind):
+class CompiledStep(Kind):
     """A compiled function that differentiates or updates parameters itself."""
 
     differentiates = True
@@ -206,7 +208,7 @@ class Compiled(Kind):
         return Transform.play(player, op, args, kwargs)
 
     @classmethod
-    def trace(cls, recording: Recording, op: Op, args: Any, kwargs: Any) -> Any:
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
         """Run the function as it was written; updates and the clearing of gradients in it are calls of their own."""
         tracer, first = recording.tracer, len(recording.tracer.calls)
         with _watching_updates(recording):
@@ -227,7 +229,7 @@ class Compiled(Kind):
 
 
 @contextlib.contextmanager
-def _watching_updates(recording: Recording) -> Iterator[None]:
+def _watching_updates(recording: TracedPlayer) -> Iterator[None]:
     """Record each step of an optimizer, and `zero_grad`, as one call."""
     tracer, first = recording.tracer, len(recording.tracer.calls)
 
@@ -290,7 +292,7 @@ class Backward(Kind):
         return result
 
     @classmethod
-    def trace(cls, recording: Recording, op: Op, args: Any, kwargs: Any) -> Any:
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
         tracer, name, note = recording.tracer, name_of(op), op.note
         tracer.phase = Phase.BACKWARD
         recording.has_differentiated = True
@@ -324,7 +326,7 @@ class ZeroGrad(Kind):
         _clear(args[0], op.note or ())
 
     @classmethod
-    def trace(cls, recording: Recording, op: Op, args: Any, kwargs: Any) -> None:
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> None:
         clear_gradients(recording, args[0], op.note or ())
 
 
@@ -337,7 +339,7 @@ def _clear(owner: Any, zeroed: Any) -> None:
                 parameter.grad = None
 
 
-def clear_gradients(recording: Recording, owner: Any, zeroed: Any) -> None:
+def clear_gradients(recording: TracedPlayer, owner: Any, zeroed: Any) -> None:
     """Forget the gradients of a module or an optimizer while a step is recorded."""
     _clear(owner, zeroed)
     parameters = owned_by(owner)
@@ -360,7 +362,7 @@ class Clip(Kind):
         return op.target(*args, **kwargs)
 
     @classmethod
-    def trace(cls, recording: Recording, op: Op, args: Any, kwargs: Any) -> Any:
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
         recording.tracer.phase = Phase.OPTIMIZER
         try:
             return cls.play(recording, op, args, kwargs)
@@ -368,7 +370,7 @@ class Clip(Kind):
             recording.tracer.phase = Phase.FORWARD
 
 
-class Scale(Kind):
+class ScaleLoss(Kind):
     """`GradScaler.scale`; its note is the scale."""
 
     is_forward = True
@@ -387,7 +389,7 @@ class Scale(Kind):
             scaler._scale = now
 
     @classmethod
-    def trace(cls, recording: Recording, op: Op, args: Any, kwargs: Any) -> Any:
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
         recording.tracer.outer_scope = (GRAD_SCALER,)
         return cls.play(recording, op, args, kwargs)
 
@@ -424,7 +426,7 @@ class OptimizerStep(Kind):
             step_without_hooks(op.target, args, kwargs)
 
     @classmethod
-    def trace(cls, recording: Recording, op: Op, args: Any, kwargs: Any) -> None:
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> None:
         optimizer: torch.optim.Optimizer = op.target
         recording.tracer.phase = Phase.OPTIMIZER
         with as_then(op):
@@ -463,7 +465,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer, args: Any = (), kwargs:
     step(optimizer, *args, **(kwargs or {}))
 
 
-def optimizer_call(recording: Recording, optimizer: torch.optim.Optimizer) -> Call:
+def optimizer_call(recording: TracedPlayer, optimizer: torch.optim.Optimizer) -> Call:
     """The call of an optimizer's step, with its options and states as they are now."""
     tracer = recording.tracer
     params, grads, options, states = [], [], [], []
@@ -481,7 +483,7 @@ def optimizer_call(recording: Recording, optimizer: torch.optim.Optimizer) -> Ca
 
 
 def _plain_items(
-    recording: Recording, items: Mapping[str, Any], without: str = "", role: str = ""
+    recording: TracedPlayer, items: Mapping[str, Any], without: str = "", role: str = ""
 ) -> dict[str, Any]:
     tracer: Tracer = recording.tracer
     plain = {}
@@ -513,7 +515,7 @@ class Collective(Kind):
     """A collective writes what all processes have into its first argument."""
 
     @classmethod
-    def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> None:
+    def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
         note = op.note
         if note.outcome is not None:
             args[0].copy_(note.outcome)
@@ -523,6 +525,7 @@ class Collective(Kind):
             note.averaged = args[0].detach().clone()
         elif note.averaged is not None:
             args[0].copy_(note.averaged)
+        return args[0]
 
 
 def restore_generators(note: Any) -> None:

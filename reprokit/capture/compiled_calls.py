@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
-from reprokit.capture.calls import Compiled as CompiledKind
-from reprokit.capture.calls import CompiledNote
 from reprokit.capture.callers import learn_loop
+from reprokit.capture.calls import CompiledNote, CompiledStep
 from reprokit.capture.loop import Loop
 from reprokit.capture.recorder import Begun
 from reprokit.capture.structure import is_leaf, iter_leaves, iter_tensors
@@ -142,7 +141,7 @@ class CompiledCalls:
         seen = {n: loss if loss.is_cuda else loss.item() for n, loss in losses.items()}
         note = CompiledNote(begun[-1].places, begun[-1].rng, begun[-1].generators, seen, running.has_updated)
         recorder.is_claimed = True
-        recorder.finish((CompiledKind, *begun[1:-1], note), output)
+        recorder.finish((CompiledStep, *begun[1:-1], note), output)
         if has_gradients:
             loop.has_differentiated = True
             if not running.has_updated:

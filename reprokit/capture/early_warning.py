@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from reprokit.series.events import EventKind, LineLog, TrainingEvent, event_of
-from reprokit.series.detectors import BATCH, Alarm, Detectors, Finding
+from reprokit.capture.event_step import LEAST_SILENT
 from reprokit.capture.failure_text import event_words
-from reprokit.capture.events import LEAST_SILENT
 from reprokit.capture.loop import Loop
 from reprokit.errors import pass_on
 from reprokit.locate.quantity import norms_of
+from reprokit.series.detectors import BATCH, Alarm, Detectors, Finding
+from reprokit.series.events import EventKind, LineLog, TrainingEvent, event_of
 from reprokit.words import visible_line
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.calls import Backward, OptimizerStep, Root
-from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Number, Op, Tape
 from reprokit.errors import chain
 from reprokit.locate.ways import is_bad
@@ -100,8 +99,8 @@ def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
         return None  # no test: the loop was computing
     for op in reversed(running):
         for number in op.outs:
-            tensor = alive.get(number)
-            if number in tested and tensor is not None and tensor.requires_grad and is_bad(tensor.detach()):
+            made_here = alive.get(number)
+            if number in tested and made_here is not None and made_here.requires_grad and is_bad(made_here.detach()):
                 return number, op.code, op.instruction
         if not tested.isdisjoint(op.outs):
             tested.update(op.ins)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from reprokit.capture import exceptions
-from reprokit.capture.events import EventStep
+from reprokit.capture.event_step import EventStep
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
@@ -349,8 +349,10 @@ class Failures:
             what = f"a {named if verdict.where == 'output' else verdict.where} is nan or inf"
         doing = "going back to find the step that made it" if verdict.is_late else "replaying the step"
         pending = self._loop.judge.pending
-        is_pending = pending is not None and verdict.op is not None and verdict.op.note is pending.note
-        return f"{what} at step {pending.step if is_pending else self._loop.running()[0]}; {doing}"
+        step, _ = self._loop.running()
+        if pending is not None and verdict.op is not None and verdict.op.note is pending.note:
+            step = pending.step
+        return f"{what} at step {step}; {doing}"
 
     def _start_of(self, verdict: Verdict) -> float | None:
         """The single number that a backward call starts from."""

@@ -22,7 +22,7 @@ from torch.optim import optimizer as optimizers
 
 from reprokit import torch_private
 from reprokit.capture.callers import HAS_FRAME_OF_APPLY, applying, first_user_frame
-from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, Scale, Unscale, ZeroGrad
+from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
 from reprokit.capture.structure import repeatable
@@ -67,7 +67,10 @@ class WholeCalls:
         zeroed = None
         if not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True)):
             zeroed = recorder.guard(_with_gradient, args[0])
-        self._tape.add(ZeroGrad, target, args, None, (), (None, 0), _PLAIN_MODE, zeroed)
+        try:
+            self._tape.add(ZeroGrad, target, args, None, (), (None, 0), _PLAIN_MODE, zeroed)
+        except BaseException as error:
+            recorder.switch_off(error)
         if self._loop.judge.pending is not None or recorder.gaps:
             recorder.guard(self._loop.cleared, args[0])
         return output
@@ -95,7 +98,7 @@ class WholeCalls:
         scaler = args[0]
         if not self._recorder.enabled or not scaler.is_enabled():
             return target(*args, **kwargs)
-        return self._perform(Scale, target, args, kwargs, lambda: self._loop.scalers.scaled(scaler))
+        return self._perform(ScaleLoss, target, args, kwargs, lambda: self._loop.scalers.scaled(scaler))
 
     def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Divide gradients by a grad scaler's scale; ``target`` is given its inverse."""
@@ -108,10 +111,10 @@ class WholeCalls:
         except BaseException:
             recorder.gaps.append(None)
             raise
-        user = first_user_frame(sys._getframe(2))
-        scale = args[2]
+        frame, scale = sys._getframe(2), args[2]
 
         def note() -> None:
+            user = first_user_frame(frame)
             where = (user.f_code, user.f_lasti)
             given = (None, args[1])
             self._tape.add(Unscale, target, given, None, (), where, current_mode(), scale.detach().clone())
@@ -173,7 +176,7 @@ class WholeCalls:
         if not recorder.is_outermost:
             with recorder.paused():
                 return target(*args, **kwargs)
-        user = first_user_frame(sys._getframe(3))
+        user = recorder.guard(first_user_frame, sys._getframe(3))
         given = recorder.guard(recorder.encode, args, kwargs)
         popped = recorder.step_aside()
         try:

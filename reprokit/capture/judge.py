@@ -69,7 +69,8 @@ class Judge:
 
         ``is_first``: no update was ever made, so that a loop that comes round from bad to bad never makes one.
         """
-        pending, outcome = self.pending, None
+        pending = self.pending
+        outcome: Outcome | None = None
         if pending is not None and self.is_dropped(pending):
             outcome = "skipped"
         elif pending is not None and pending.is_asked and not call.is_asked:

@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit import torch_private
-from reprokit.capture.calls import Backward, Function, OptimizerStep, Root, RootNote
+from reprokit.capture.calls import Backward, Function, Kind, OptimizerStep, Root, RootNote
 from reprokit.capture.meeting import DONE, Meeting, Parted, SavedElsewhere, Stopped
-from reprokit.capture.replay import Found, Replay, code_of, quiet_hooks
+from reprokit.capture.replay import Found, Replay, TracedPlayer, code_of, quiet_hooks
 from reprokit.capture.save import NOT_ALL, NOT_KEPT, NOT_SHOWN, Case, Made, NothingFound
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Mark, Op, Segment
-from reprokit.capture.world import DEFAULT_STATE_BYTES, options_of, set_options
+from reprokit.capture.world import DEFAULT_STATE_BYTES, give_gradients, options_of, set_options
 from reprokit.errors import pass_on
 from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure, RankDifference
 from reprokit.program.ir import Phase, Ref, Site
 from reprokit.program.sites import make_site
+from reprokit.program.trace import current_mode
 
 if TYPE_CHECKING:
     from reprokit.capture.replicas import Replicas
@@ -120,6 +121,9 @@ def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
         raise
     except Exception as reason:
         pass_on(reason)
+        first = next(iter(loop.ranks.culprits()), None) if verdict.together is not None else None
+        if first is not None and first != loop.ranks.rank:
+            raise SavedElsewhere(first) from reason
         kind = "" if isinstance(reason, (_Unanswered, Parted, Stopped)) else f"{type(reason).__name__}: "
         notes = [NOT_REPLAYED.format(f"{kind}{reason}".partition("\n")[0])]
         kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
@@ -136,7 +140,7 @@ class _Inside(Root):
     """The call of a module inside of a root, by itself."""
 
     @classmethod
-    def trace(cls, recording: Any, op: Op, args: Any, kwargs: Any) -> Any:
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
         recording.tracer.enter_module(op.note.root)
         try:
             return cls.play(recording, op, args, kwargs)
@@ -245,18 +249,33 @@ def _whole(parameter: Any) -> torch.Tensor:
         return torch.nn.Parameter(parameter.full_tensor(), requires_grad=parameter.requires_grad)
 
 
+class _Gradients(Kind):
+    """Gradients are there: pairs of parameters and gradients, which are inputs of the program."""
+
+    @classmethod
+    def writes_state(cls, op: Op) -> bool:
+        return True
+
+    @classmethod
+    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            give_gradients(op.target)
+
+
 def _update_on_shards(describing: Describing, found: Found, segments: Sequence[Segment]) -> Made:
     """The update that made a shard of this rank bad; the live state is where its step began."""
     world = describing.loop.world
     gradients = {id(leaf): gradient for leaf, gradient in found.gradients or ()}
     stand_ins: dict[int, torch.Tensor] = {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for parameter in world.parameters:
         part = torch_private.shard_of(parameter)
         if part is not parameter:
             plain = stand_ins[id(parameter)] = torch.nn.Parameter(part.detach(), requires_grad=parameter.requires_grad)
-            gradient = gradients.get(id(parameter))
-            plain.grad = torch_private.shard_of(gradient) if gradient is not None else None
-    ops = [op for op in found.ops if op.kind is OptimizerStep or op.kind.writes_state(op)]
+            if id(parameter) in gradients:
+                pairs.append((plain, torch_private.shard_of(gradients[id(parameter)])))
+    given = Op(_Gradients, pairs, (), {}, (), None, 0, current_mode(), None)
+    ops = [given, *(op for op in found.ops if op.kind is OptimizerStep or op.kind.writes_state(op))]
     case = Case(
         "parameter",
         ops,

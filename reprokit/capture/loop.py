@@ -12,7 +12,6 @@ import inspect
 import math
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import FrameType
@@ -25,14 +24,14 @@ from reprokit import torch_private
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.budget import Budget
 from reprokit.capture.callers import compiled_call, first_user_frame, learn_loop
-from reprokit.capture.calls import Backward, Op, OptimizerStep, Root, Scale, StepNote, name_of, starts_of
+from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, StepNote, name_of, starts_of
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start, leaves_behind
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.structure import is_leaf, iter_tensors, repeatable
-from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, address_of
+from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op, address_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.errors import pass_on
 from reprokit.locate.compiled import Compiled
@@ -249,7 +248,7 @@ class Loop:
         """The tensor to check: what the grad scaler was given, if ``start`` is its product."""
         number, alive = self.tape.known(start), None
         for op in reversed(self.tape.running()) if number is not None else ():
-            if op.kind is Scale and number in op.outs:
+            if op.kind is ScaleLoss and number in op.outs:
                 alive = self.tape.alive()
                 given = [item for item in op.ins]
                 return alive.get(given[list(op.outs).index(number)], start)
@@ -271,6 +270,10 @@ class Loop:
         if not self._has_optimizer:
             self._differentiated.update(p for tensor in tensors if (p := address_of(tensor)) is not None)
             self.has_differentiated = True
+
+    def is_differentiated(self, tensor: torch.Tensor) -> bool:
+        """True if a transform differentiates by a tensor that no optimizer updates."""
+        return bool(self._differentiated) and address_of(tensor) in self._differentiated
 
     def _waits_for(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(tensors) and tensors[0].is_cuda and self.watch != "every-step" and not self.is_urgent
@@ -354,7 +357,7 @@ class Loop:
 
         A teacher gets no gradient. Where there is no optimizer, any state that could get one counts.
         """
-        if address_of(owner) in self._differentiated:
+        if self.is_differentiated(owner):
             return True
         if not self.has_differentiated or not (owner.requires_grad or self.world.is_trained(owner)):
             return False

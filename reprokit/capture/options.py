@@ -12,8 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, get_args
 
-from reprokit.series.events import EventKind
 from reprokit.errors import UsageError, ignored_errors
+from reprokit.series.events import EventKind
 from reprokit.snapshot.source import SOURCES
 
 After = Literal["stop", "continue"]

@@ -283,7 +283,7 @@ class Ranks:
     def _save_or_leave(self, frame: FrameType, is_seen_by_all: bool) -> None:
         """Save the step that is running if this rank is to, or say which one does."""
         loop, failures, session = self._loop, self._loop.failures, self._loop.failures.session
-        culprits, pending = self._culprits(), loop.judge.pending
+        culprits, pending = self.culprits(), loop.judge.pending
         first = next(iter(culprits), None)
         op = failures.op_of(pending) if pending is not None else None
         if self.is_sharded:
@@ -305,7 +305,7 @@ class Ranks:
         bad = "the loss" if culprits.get(first) == "loss" else "a gradient"
         session.say(f"{bad} is nan or inf on rank {first}, which saves its step")
 
-    def _culprits(self) -> dict[int, str]:
+    def culprits(self) -> dict[int, str]:
         """The ranks that have reported, each with what is bad there; those with a bad loss come first."""
         known = [rank for rank in range(self._size) if self._has("bad", rank)]
         reports = {rank: str(self._store.get(self._key("bad", rank)), "utf-8") for rank in known}

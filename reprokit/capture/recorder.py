@@ -19,13 +19,13 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.callers import KINDS, caller_of
-from reprokit.capture.calls import Backward, BackwardNote, Function, FunctionNote, Root
-from reprokit.capture.facts import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
+from reprokit.capture.calls import Backward, BackwardNote, Function, FunctionNote, Root, Transform
 from reprokit.capture.mode import StackedMode
-from reprokit.capture.names import note_unfollowed
 from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.structure import ATOMS, is_leaf, iter_tensors, repeatable, with_own_index
 from reprokit.capture.tape import Number, Op, Tape
+from reprokit.capture.tensor_names import note_unfollowed
+from reprokit.capture.traits import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
 from reprokit.errors import ignored_errors
 from reprokit.program import functions
 from reprokit.program.ir import Mode
@@ -94,7 +94,8 @@ class Recorder(StackedMode):
             or _tracing_state() is not None
         ):
             return self._perform_unusual(facts, func, args, dict(kwargs or {}))
-        user, walker = None, sys._getframe(1)
+        user: FrameType | None = None
+        walker: FrameType | None = sys._getframe(1)
         while walker is not None:  # inline: every call of the loop comes through here
             kind = KINDS.get(id(walker.f_code))
             if kind == "loop" or kind == "top":
@@ -132,7 +133,8 @@ class Recorder(StackedMode):
         """Note a call of the usual kind, which changes nothing and is over: it has made one tensor of tensors."""
         tape = self.tape
         values, first, held = tape.values, tape.first, tape.held
-        given, is_usual = [], out.__class__ in _TENSORS and not (kwargs and not ATOMS.issuperset(map(type, kwargs.values())))
+        given: list[Any] = []
+        is_usual = out.__class__ in _TENSORS and (not kwargs or ATOMS.issuperset(map(type, kwargs.values())))
         num_tensors = 0
         for value in args if is_usual else ():
             kind = value.__class__
@@ -143,7 +145,8 @@ class Recorder(StackedMode):
                     given.append(tape.add_input(value))
                     continue
                 number = known[1]
-                given.append(tape.hold(number, value) if number < first and number not in held else number)
+                is_earlier = number < first and number not in held
+                given.append(tape.hold(number, value) if is_earlier else number)  # type: ignore[arg-type]
             elif kind in _SINGLE:
                 given.append(value)
             else:
@@ -299,11 +302,12 @@ class Recorder(StackedMode):
             return None
         else:
             state = [written] if world.is_state(written) else []
-            if not state and is_leaf(written):
-                if not self.loop.has_differentiated:
+            if not state and (is_leaf(written) or self.loop.is_differentiated(written)):
+                if self.loop.has_differentiated:
+                    world.train(written)
+                    state = [written]
+                elif all(item is written or self.tape.known(item) is None for item in iter_tensors((args, kwargs))):
                     return None  # being made, for example a parameter of a module that no root holds yet
-                world.train(written)
-                state = [written]
         if state:
             given, named = self.encode(args, kwargs)
             for item in state:
@@ -314,7 +318,9 @@ class Recorder(StackedMode):
             note = _as(note, is_write=True, writes_state=True)
             return where, note, (written, given, named, facts.writes_data)
         assert isinstance(written, torch.Tensor)
-        has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
+        has_graph = is_leaf(written) or (
+            torch.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
+        )
         if written.layout is torch.strided and not self.tape.before_write(written, has_graph=has_graph):
             return None
         given, named = self.encode(args, kwargs)
@@ -408,12 +414,16 @@ class Recorder(StackedMode):
             outs: Any = ()
         elif out.__class__ is _Tensor:
             outs = tape.result(out)
+            if kind is Transform:
+                tape.held[outs] = out
             if out.requires_grad and not out.dim():
                 tape.scalars.append((out, code, instruction))
         else:
             tensors = list(iter_tensors(out))
             outs = tuple(map(tape.result, tensors))
-            if kind is Root:
+            if kind is Transform:  # perhaps gradients, which are looked at where the loop says that its step is over
+                tape.held.update(zip(outs, tensors, strict=True))
+            elif kind is Root:
                 tape.scalars.extend((t, code, instruction) for t in tensors if t.requires_grad and not t.dim())
         tape.add(kind, target, given, named, outs, (code, instruction), mode, note)
 

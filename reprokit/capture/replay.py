@@ -1,6 +1,6 @@
-"""Doing again what the loop did, on the user's own modules and optimizers: to find the first bad step, and to record it.
+"""Doing again what the loop did, on the user's own modules and optimizers: to find the first bad step and to record it.
 
-A `Player` plays calls; a `Recording` plays them under a tracer, so that they become a program. A `Replay` plays the
+A `Player` plays calls; a `TracedPlayer` plays them under a tracer, so that they become a program. A `Replay` plays the
 steps since a copy of the state, and finds the first one with a nan or inf: everything is checked in every step that is
 played, what training saw (its losses) is compared bit for bit with what the replay sees, and a step is believed only if
 the replay agrees with training in it and up to the next loss after it. The user's live state is borrowed and given back
@@ -26,24 +26,24 @@ from torch.utils.hooks import RemovableHandle
 
 from reprokit.capture.calls import (
     Backward,
-    Compiled,
+    CompiledStep,
     Function,
     OptimizerStep,
     Root,
-    Scale,
+    ScaleLoss,
     Transform,
     ZeroGrad,
     gives_gradients,
     name_of,
     starts_of,
 )
-from reprokit.capture.facts import VALUE_READS
 from reprokit.capture.judge import Judge, Pending, is_bad_start, leaves_behind
 from reprokit.capture.meeting import NOTHING, Meeting
-from reprokit.capture.names import is_unfollowed
 from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf, iter_tensors, map_leaves
 from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, version_of, without_gradients
+from reprokit.capture.tensor_names import is_unfollowed
+from reprokit.capture.traits import VALUE_READS
 from reprokit.capture.world import Copy, World, give_gradients, owned_by, python_generators_restored
 from reprokit.errors import pass_on
 from reprokit.locate.ways import bad_tensor
@@ -366,7 +366,7 @@ class ReplayedStep:
 Describe = Callable[[Number | None, torch.Tensor], InputName | None]
 
 
-class Recording(Player):
+class TracedPlayer(Player):
     """Plays calls under the ``tracer``. ``performs`` is false for a backward call that is recorded only."""
 
     def __init__(
@@ -397,7 +397,7 @@ class Recording(Player):
             tensor = self.env.get(number)
             value = self.tracer.value_of(tensor) if tensor is not None else None
             if value is not None:
-                origin = self._describe_old(number, tensor)  # type: ignore[arg-type]
+                origin = self._describe_old(number, self.alive.get(number, tensor))  # type: ignore[arg-type]
                 self.of_loop[value] = origin.name if origin is not None else "input"
 
     def perform(self, op: Op, args: Any, kwargs: Any) -> Any:
@@ -441,7 +441,7 @@ class Recording(Player):
 
 
 def record(
-    recorder: Recording, ops: list[Op], *, performs_last: bool, raises: bool = False, keep: Op | None = None
+    recorder: TracedPlayer, ops: list[Op], *, performs_last: bool, raises: bool = False, keep: Op | None = None
 ) -> ReplayedStep:
     """Run calls again and record them.
 
@@ -494,7 +494,7 @@ def needed_ops(ops: Sequence[Op], keep: Op | None = None) -> list[Op]:
 
 def _start_of_hand_update(ops: Sequence[Op]) -> int:
     """The position from which on the loop updates parameters by itself; behind the end when it does not."""
-    if all(op.kind.writes_state(op) for op in ops):
+    if all(op.kind.writes_state(op) or op.kind is OptimizerStep for op in ops):
         return 0
     sources = [[n for n, op in enumerate(ops) if op.kind is kind] for kind in (Backward, Transform)]
     last = next((numbers[-1] for numbers in sources if numbers), len(ops))
@@ -523,7 +523,7 @@ class Found:
     gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
-class Observer(Protocol):
+class PlayObserver(Protocol):
     """Is shown what a replay plays."""
 
     def before(self, mark: Mark, op: Op) -> None:
@@ -585,7 +585,8 @@ class Replay:
         """The state of the copy; afterwards everything is as it was. Raises `CannotGoBack` with nothing changed."""
         leaves = self.leaves()
         self._live_gradients = [(leaf, leaf.grad) for leaf in leaves]
-        kept = [(grad, grad.clone()) for _, grad in self._live_gradients if grad is not None and self.together is not None]
+        gradients = self._live_gradients if self.together is not None else []
+        kept = [(grad, grad.clone()) for _, grad in gradients if grad is not None]
         changing = self._world.changing()
         self._live = {id(t): t.detach().clone() for t in changing if t.requires_grad}
         with contextlib.ExitStack() as stack:
@@ -629,7 +630,7 @@ class Replay:
         self._notes += [note for note in self._player.mismatches if note not in self._notes]
         self._player.keep({n for n in self._player.env if self._last_use.get(n, -1) > number})
 
-    def play_until(self, number: int, observer: Observer | None = None) -> dict[Number, torch.Tensor]:
+    def play_until(self, number: int, observer: PlayObserver | None = None) -> dict[Number, torch.Tensor]:
         """Play the steps before ``number``; returns the values that they have left for it.
 
         An ``observer`` is shown every call right before and after it is played.
@@ -638,7 +639,7 @@ class Replay:
             self._play_whole(position, observer)
         return self._contents()
 
-    def _play_whole(self, number: int, observer: Observer | None) -> bool:
+    def _play_whole(self, number: int, observer: PlayObserver | None) -> bool:
         """Play a step; true if its losses are those of training."""
         segment, is_alike = self.segments[number], True
         with self._step(number) as modes:
@@ -756,7 +757,7 @@ class Replay:
                 keep = op
             if where is None or (is_ruin and keep is None):
                 continue
-            if where == "loss" and op.kind is not Compiled:
+            if where == "loss" and op.kind is not CompiledStep:
                 pending = judge.pending or before
                 assert pending is not None
                 place = next((n for n, o in enumerate(ops[: position + 1]) if o.note is pending.note), None)
@@ -764,7 +765,7 @@ class Replay:
                 found.pending = ops[place] if place is not None else None
                 found.ops = _without_skipped(ops[:place]) if place is not None else []
                 return found, _again(op, remaining)
-            is_over = where == "parameter" or op.kind is Compiled
+            is_over = where == "parameter" or op.kind is CompiledStep
             end = position + is_over
             led = _without_skipped(_without_update(ops[:end], where))
             found = Found(number, where, led, keep=keep)
@@ -830,7 +831,7 @@ class Replay:
             written = written_argument(name_of(op), *player.given(op))
             if name_of(op) in GRAD_WRITES or any(leaf.grad is written for leaf in self.leaves()):
                 judge.correct()
-        elif op.kind is Compiled:
+        elif op.kind is CompiledStep:
             results = self._seen(op)
             self._note_losses([(op.note.seen[place], new) for place, new in results.items()], mark)
             if op.note.has_stepped and bad_tensor(results.values()) is not None:
@@ -895,7 +896,7 @@ class Replay:
                 if op.kind is Backward and op.note.losses:
                     return self._compare(op, segment.mark)
                 player.play(op)
-                if op.kind is Compiled and op.note.seen:
+                if op.kind is CompiledStep and op.note.seen:
                     pairs = [(op.note.seen[place], new) for place, new in self._seen(op).items()]
                     return self._note_losses(pairs, segment.mark)
         changed = [t for t in self._world.changing() if t.requires_grad and id(t) in self._live]
@@ -945,7 +946,7 @@ def split(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
     return list(ops[:end]), list(ops[end:])
 
 
-_FORWARDS = (Root, Transform, Backward, Compiled)
+_FORWARDS = (Root, Transform, Backward, CompiledStep)
 
 
 def _without_update(ops: list[Op], where: str, keep: Op | None = None) -> list[Op]:
@@ -953,7 +954,8 @@ def _without_update(ops: list[Op], where: str, keep: Op | None = None) -> list[O
     if where == "loss" or (where == "parameter" and keep is None):
         return ops
     last = max((n for n, op in enumerate(ops) if op.kind is Backward or op is keep), default=len(ops))
-    return ops[: last + 1] + [op for op in ops[last + 1 :] if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
+    later = [op for op in ops[last + 1 :] if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
+    return ops[: last + 1] + later
 
 
 def _without_skipped(ops: Sequence[Op]) -> list[Op]:
@@ -963,8 +965,9 @@ def _without_skipped(ops: Sequence[Op]) -> list[Op]:
 def unscaled(ops: Sequence[Op], start: Number) -> Number:
     """The number of what a grad scaler was given, if ``start`` is its product."""
     for op in reversed(ops):
-        if op.kind is Scale and start in op.outs:
-            return list(op.ins)[op.outs.index(start)]
+        if op.kind is ScaleLoss and start in op.outs:
+            number: Number = op.ins[op.outs.index(start)]
+            return number
     return start
 
 

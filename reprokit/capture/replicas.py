@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 from torch.nn.parameter import is_lazy
 
-from reprokit.capture.names import parameter_names
+from reprokit.capture.tensor_names import parameter_names
 from reprokit.locate.failure import RankDifference
 
 _PIECE = 2**18  # elements that one number stands for; as text their values take up to 5.4 MiB, a store refuses 8

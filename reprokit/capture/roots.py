@@ -18,8 +18,8 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 
 from reprokit import torch_private
 from reprokit.capture.attributes import AttributeWatch
-from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
 from reprokit.capture.callers import first_user_frame
+from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
 from reprokit.capture.structure import iter_tensors
 from reprokit.program.trace import current_mode
 
@@ -184,7 +184,7 @@ class RootCalls:
 def generator_states(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The states of the CPU generator and, when a CUDA tensor is among the arguments, of its device's generator."""
     state = torch.default_generator.get_state()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for tensor in iter_tensors(given):
             if tensor.is_cuda:
                 return state, torch.cuda.get_rng_state(tensor.device)

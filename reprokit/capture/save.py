@@ -21,21 +21,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit.capture.attributes import attributes_kept
-from reprokit.capture.calls import Backward, BackwardNote, Function, OptimizerStep, Root, ZeroGrad, name_of, starts_of
+from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, ZeroGrad, name_of, starts_of
 from reprokit.capture.collect_state import collect_state
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import LayerMeter, layers_of
-from reprokit.capture.names import Names, names_of, root_names
 from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import (
     Found,
     Missing,
     Player,
-    Recording,
     Replay,
     ReplayedStep,
+    TracedPlayer,
     leaves_in,
     num_backward,
     put_first_back,
@@ -46,6 +45,7 @@ from reprokit.capture.replay import (
 )
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, without_graph
+from reprokit.capture.tensor_names import Names, names_of, root_names
 from reprokit.capture.world import CannotGoBack, give_gradients, owned_by, python_generators_restored
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
@@ -75,6 +75,7 @@ BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the sta
 HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
 NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
+MODULES_SPREAD = "the state of the model: it is spread over the ranks"
 OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
@@ -306,7 +307,6 @@ class Describing:
     ) -> Case:
         """The running step, from the state of now."""
         tape = self.loop.tape
-        _, rest = split(ops)
         kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
         whole = [*kept, *([pending] if pending is not None else [])]
         whole = with_makers(whole, [*tape.carried, *tape.ops(0, tape.begin)], tape, tape.alive())
@@ -357,15 +357,19 @@ class Describing:
         """The first call of a root module with a bad result, which the loop may have let go of since."""
         case = self.now(self.verdict, ops, None, mark, None, [])
         leaves, player = self._leaves(case), Player(self.loop.tape, self.loop.world.buffers.ids)
-        with ignored_errors(), self._at_its_beginning(case, leaves), Modes() as modes:
-            with warnings.catch_warnings(), quiet_hooks(self.loop.world.modules, leaves):
-                warnings.simplefilter("ignore")
-                for op in case.ops:
-                    modes.enter(op.mode)
-                    player.play(op)
-                    is_own = any(op is own for own in ops)
-                    if op.kind is Root and is_own and bad_tensor(player.env[n] for n in op.outs) is not None:
-                        return op
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ignored_errors())
+            stack.enter_context(self._at_its_beginning(case, leaves))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(quiet_hooks(self.loop.world.modules, leaves))
+            modes = stack.enter_context(Modes())
+            for op in case.ops:
+                modes.enter(op.mode)
+                player.play(op)
+                is_own = op.kind is Root and any(op is own for own in ops)
+                if is_own and bad_tensor(player.env[n] for n in op.outs) is not None:
+                    return op
         return None
 
     def _is_past(self, ops: Sequence[Op], pending: Op | None, place: int | None) -> bool:
@@ -602,7 +606,8 @@ class Describing:
             notes.append(f"training raised {raised.type}: {raised.message.partition(chr(10))[0]}")
             replayed.is_close = False
         elif _is_from_statistics(replayed.program, failure):
-            notes.append(f"a normalisation writes `{failure.input_name}`, and its value from before the step was not kept")
+            what = f"a normalisation writes `{failure.input_name}`"
+            notes.append(f"{what}, and its value from before the step was not kept")
             replayed.is_close = False
         notes += [*played.notes, *replayed.mismatches]
         replayed.is_close = replayed.is_close and not case.notes
@@ -629,12 +634,15 @@ class Describing:
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             rng = get_rng_state()
             roots = root_names(world.modules, case.frame)
-            optimizers = [] if case.stand_ins else world.optimizers  # whose state is spread as well
+            is_spread = loop.ranks.is_sharded
+            modules = world.modules if case.together is not None or not is_spread else []
+            optimizers = world.optimizers if not is_spread else []
             owners = roots | names_of(world.optimizers, case.frame)
-            before, copies = collect_state(world.modules, optimizers, owners, case.stand_ins)
+            before, copies = collect_state(modules, optimizers, owners, case.stand_ins)
+            before.left_out.extend([MODULES_SPREAD] if len(modules) < len(world.modules) else [])
             before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(world.optimizers) else [])
             state = world.buffers.ids if case.is_now else world.state_ids() | world.buffers.ids
-            recorder = Recording(
+            recorder = TracedPlayer(
                 loop.tape,
                 self._names(case).describe,
                 roots,
@@ -876,7 +884,8 @@ def _without_preparation(ops: list[Op], mark: Mark, tape: Tape) -> tuple[list[Op
     prepared = [op for op in plain if name_of(op) or id(op) in known]
     if len(prepared) <= _MOST_CALLS:
         return ops, {}
-    player, made = Player(tape), {}
+    player = Player(tape)
+    made: dict[Number, torch.Tensor] = {}
     try:
         with torch.random.fork_rng(enabled=True), python_generators_restored(mark.generators), Modes() as modes:
             for op in prepared:

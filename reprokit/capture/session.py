@@ -26,7 +26,6 @@ from reprokit.capture.failures import Failures
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import CaptureStop
-from reprokit.capture.names import names_of, parameter_names
 from reprokit.capture.options import (
     DEFAULT_ON,
     DEFAULT_PERCENT,
@@ -40,6 +39,7 @@ from reprokit.capture.options import (
 )
 from reprokit.capture.recorder import Recorder
 from reprokit.capture.save import Place, SkippedLoss
+from reprokit.capture.tensor_names import names_of, parameter_names
 from reprokit.capture.world import World
 from reprokit.errors import UsageError, ignored_errors, pass_on
 from reprokit.locate.quantity import number_of

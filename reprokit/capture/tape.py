@@ -211,10 +211,10 @@ class Tape:
         """
         known = self.known(target)
         sharing = [number for number in self._sharing(target) if number != known]
-        if target.numel() > SMALL and not has_graph and not sharing and (known is None or known < self.first):
-            if known not in self.held:
-                self.values.pop(id(target), None)
-                return False
+        is_unread = known is None or (known < self.first and known not in self.held)
+        if target.numel() > SMALL and not has_graph and not sharing and is_unread:
+            self.values.pop(id(target), None)
+            return False
         number = self.number(target)
         for other in (number, *sharing):
             tensor = self.tensor(other)
@@ -330,7 +330,8 @@ class Tape:
         self.saved = {number: content for number, content in self.saved.items() if number in used}
         self.stamps = {number: version for number, version in self.stamps.items() if number in used}
         self.values = {key: pair for key, pair in self.values.items() if pair[1] in used and pair[0]() is not None}
-        held = {id(t): t for t in (*self.inputs.values(), *self.saved.values()) if t.__class__ is not torch.nn.Parameter}
+        kept = (*self.inputs.values(), *self.saved.values())
+        held = {id(tensor): tensor for tensor in kept if tensor.__class__ is not torch.nn.Parameter}
         self._counted = set(held)
         self.num_bytes = sum([tensor.numel() * tensor.element_size() for tensor in held.values()])
         self._by_memory, self._num_scanned = {}, 0

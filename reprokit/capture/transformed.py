@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from reprokit import torch_private
 from reprokit.capture.callers import first_user_frame
 from reprokit.capture.calls import Transform, TransformNote
-from reprokit.capture.names import note_unfollowed
 from reprokit.capture.roots import generator_states
 from reprokit.capture.structure import iter_tensors
+from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.variables import owners_in, read_by
 from reprokit.program.trace import current_mode
 

@@ -51,7 +51,7 @@ def read_by(value: Any) -> Iterator[tuple[Place, Any]]:
     waiting, seen = [value], set[int]()
     while waiting:
         value = waiting.pop()
-        if id(value) in seen:
+        if id(value) in seen or _is_own(value):
             continue
         seen.add(id(value))
         if isinstance(value, functools.partial):
@@ -80,6 +80,12 @@ def read_by(value: Any) -> Iterator[tuple[Place, Any]]:
                     waiting += [part for _, part in parts if _is_function(part)]
                     owned = [(place, part) for place, part in parts if _is_owner(part)]
                     yield from owned or ([(place, held)] if any(True for _ in owners_in(held)) else [])
+
+
+def _is_own(value: Any) -> bool:
+    """True for a function of reprokit's, such as one around a transform, which reads the tape itself."""
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return code is not None and kind_of_file(code.co_filename) == "own"
 
 
 def owners_in(value: Any) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from reprokit import torch_private
 from reprokit.capture.attributes import Containers, attributes_kept, is_of_torch, tensors_held
 from reprokit.capture.structure import iter_tensors
-from reprokit.capture.tape import address_of
+from reprokit.capture.tape import address_of, version_of
 from reprokit.locate.ways import NAN, bad_tensor, ways_of
 from reprokit.series.timeline import parameters_of
 from reprokit.torch_private import shard_of
@@ -116,7 +116,7 @@ class Buffers:
         self._rows: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []  # each place, and that of its witness
         self._tensors: list[torch.Tensor] = []
         self._contents: list[torch.Tensor] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._versions: list[tuple[torch.Tensor, int, int]] = []
         self._known: set[tuple[int, str]] = set()
 
     def __bool__(self) -> bool:
@@ -136,17 +136,17 @@ class Buffers:
                 self._contents.append(_copy(buffer))
                 self._versions.append(self._stamp(-1))
 
-    def _stamp(self, number: int) -> tuple[torch.Tensor, int]:
+    def _stamp(self, number: int) -> tuple[torch.Tensor, int, int]:
         space, name, home, witness = self._rows[number]
-        found = home[witness]
-        return found, found._version if isinstance(found, torch.Tensor) and not found.is_inference() else -1
+        return home[witness], version_of(home[witness]), version_of(space[name])
 
     def refresh(self) -> None:
         """Remember the contents of now; buffers that nothing wrote are left alone."""
         changed = []
         for number, (space, name, home, witness) in enumerate(self._rows):
-            seen, version = self._versions[number]
-            if space[name] is not self._tensors[number] or home[witness] is not seen or seen._version != version:
+            seen, version, own = self._versions[number]
+            buffer = self._tensors[number]
+            if space[name] is not buffer or buffer._version != own or home[witness] is not seen or seen._version != version:
                 changed.append(number)
         for number in changed:
             space, name, _, _ = self._rows[number]
@@ -195,7 +195,7 @@ class Buffers:
 
 
 def _has_counter(space: dict[str, Any]) -> bool:
-    return isinstance(space.get("num_batches_tracked"), torch.Tensor)
+    return "num_batches_tracked" in space and isinstance(space["num_batches_tracked"], torch.Tensor)
 
 
 class _OptimizerNote:
@@ -228,7 +228,10 @@ class _Bindings:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._modules = list(modules)
-        self._parts = [(part, dict(part._buffers), dict(part._parameters)) for m in self._modules for part in m.modules()]
+        self._parts = []
+        for part in {id(part): part for module in self._modules for part in module.modules()}.values():
+            known = part._parameters if isinstance(part._parameters, dict) else {}  # a scripted one makes them anew
+            self._parts.append((part, dict(part._buffers), dict(known)))
 
     def now(self) -> _Bindings:
         return _Bindings(self._modules)
@@ -310,8 +313,10 @@ class Copy:
     def give_back(self) -> None:
         """Go back to it, knowing that nothing has another shape by now."""
         self.contents.write()
-        for note in (*self._notes, *self._bindings):
+        for note in self._notes:
             note.give_back()
+        for binding in self._bindings:
+            binding.give_back()
 
 
 class World:

@@ -25,7 +25,6 @@ import click
 
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
-from reprokit.series.events import LineLog, older
 from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.options import check_name, rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children
@@ -41,6 +40,7 @@ from reprokit.cli.console import (
     say,
 )
 from reprokit.errors import UsageError, pass_on
+from reprokit.series.events import LineLog, older
 from reprokit.snapshot.source import SOURCES, Source
 from reprokit.words import json_line
 

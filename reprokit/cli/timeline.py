@@ -20,8 +20,8 @@ from reprokit.errors import NotASnapshot, UsageError
 from reprokit.words import counted, json_line
 
 if TYPE_CHECKING:
-    from reprokit.snapshot.format import Snapshot
     from reprokit.series.story import RecordedStep
+    from reprokit.snapshot.format import Snapshot
 
 Format = Literal["table", "jsonl", "csv", "tensorboard"]
 FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "tensorboard")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from reprokit.capture import launch
 from reprokit.capture.block import capture
-from reprokit.series.events import TrainingEvent
 from reprokit.capture.options import After, Watch
+from reprokit.series.events import TrainingEvent
 from reprokit.snapshot.source import Source
 
 if TYPE_CHECKING:

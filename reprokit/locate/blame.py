@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from reprokit.errors import pass_on
-from reprokit.locate.calls import constant_ways, short_name
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
 from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of, starts_of
+from reprokit.locate.spelling import constant_ways, short_name
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
 from reprokit.program.dataflow import needed_calls
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
@@ -55,6 +55,7 @@ def find_drop(
     return None
 
 
+_MOST_OPERANDS = 8  # of a call, each of which is followed to its origin
 _STAND_IN = 1.0  # any moderate number will do
 
 
@@ -385,6 +386,7 @@ class _Walk:
         self._program = program
         self._through = through
         self._tensors = tensors
+        self._origins: dict[tuple[int, str, int | None], int | None] = {}
         self.notes = notes
 
     def blame(self, value: int, way: str, at: int) -> Failure:
@@ -410,14 +412,42 @@ class _Walk:
         """The input of a call that explains why its output is bad in this way."""
         reads = self.notes.reads[index]
         order = dict.fromkeys((way, NAN, PLUS, MINUS))
-        for wanted in order:
-            for value, ways in reads.items():
-                if wanted in ways and not self.is_wanted(value, wanted, index):
-                    return value, wanted
+        found = [
+            (value, wanted)
+            for wanted in order
+            for value, ways in reads.items()
+            if wanted in ways and not self.is_wanted(value, wanted, index)
+        ]
+        if found:
+            return self._made_first(found, index)
         for value, ways in reads.items():
             if way in ways:
                 return value, way
         return None
+
+    def _made_first(self, found: list[tuple[int, str]], index: int) -> tuple[int, str]:
+        """The input whose origin comes first, if several are bad and calls made all of them.
+
+        An infinite sum and, one line later, an infinite product that is divided by it: the sum is what went wrong.
+        """
+        first = dict[int, str]()
+        for value, way in found:
+            first.setdefault(value, way)
+        if len(first) == 1 or len(first) > _MOST_OPERANDS:
+            return found[0]
+        origins = {value: self._origin_of(value, way, index) for value, way in first.items()}
+        if None in origins.values():
+            return found[0]
+        value = min(first, key=lambda value: origins[value] or 0)
+        return (value, first[value]) if (origins[value] or 0) < (origins[found[0][0]] or 0) else found[0]
+
+    def _origin_of(self, value: int, way: str, at: int) -> int | None:
+        """The call that is the origin of a bad value, ``None`` if none made it."""
+        key = value, way, self.notes.writer(value, at)
+        if key not in self._origins:
+            self._origins[key] = None  # until it is known
+            self._origins[key] = self.blame(value, way, at).call_index
+        return self._origins[key]
 
     def is_wanted(self, value: int, way: str, at: int) -> bool:
         """True if somebody asked for this infinity: a constant, a mask fill, an input given like that.

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from reprokit.locate.blame import locate
-from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, CatalogueEntry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Also, Diagnosis, Fix
 from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
 from reprokit.locate.scene import CapturedStep, Scene, observe
 from reprokit.locate.signs import Numbers, operands, precision, seen, training
+from reprokit.locate.spelling import short_name
 from reprokit.locate.trials import TrialBudget, WriteCode, attempt
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Phase

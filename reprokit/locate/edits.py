@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
 from reprokit.locate.domains import DOMAINS, number_named
 from reprokit.locate.scene import Scene
+from reprokit.locate.spelling import Slot, argument_at, short_name, slot_of
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Device, Mode, Program, Ref, Symbol, iter_refs, map_leaves
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import VIEWS, argument_at, short_name, slot_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import at_call, at_optimizer, loss_of, measured
+from reprokit.locate.spelling import VIEWS, argument_at, short_name, slot_of
 from reprokit.locate.ways import largest_finite, ways_of
 from reprokit.program.functions import all_written
 from reprokit.program.interpreter import Tensors, run

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from reprokit.errors import pass_on
-from reprokit.locate.calls import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.failure import Failure
+from reprokit.locate.spelling import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.ways import ways_of
 from reprokit.program.dataflow import calls_after, needed_calls, written_in_place
 from reprokit.program.functions import function_named

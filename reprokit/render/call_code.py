@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import exact_signature_of
+from reprokit.locate.spelling import exact_signature_of
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, map_leaves
 from reprokit.render import expression

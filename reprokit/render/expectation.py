@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.catalogue import entries
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
+from reprokit.locate.spelling import VIEWS, short_name
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording

@@ -12,10 +12,10 @@ from reprokit.locate.failure import HEALTHY, Failure, root_of
 from reprokit.program.ir import Phase
 from reprokit.render import wording
 from reprokit.render.call_code import labels
+from reprokit.series.story import has_several_optimizers, paragraph
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.series.story import has_several_optimizers, paragraph
 from reprokit.words import counted, in_root, replay_words
 
 Fact = tuple[str, str]

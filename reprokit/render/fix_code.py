@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reprokit.locate.calls import VIEWS
+from reprokit.locate.spelling import VIEWS
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Program, Ref, Site, iter_refs
 from reprokit.program.statement import called_name, parsed

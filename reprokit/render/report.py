@@ -24,10 +24,10 @@ from reprokit.render.script import Script
 from reprokit.render.survey import survey, ways
 from reprokit.render.templates import render_template
 from reprokit.render.verify import VerifyResult
+from reprokit.series.story import QUANTITIES, LayerSeries, by_layer, by_optimizer, titled
 from reprokit.shrink.reduction import Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot, count_elements
 from reprokit.snapshot.redact import redact_text
-from reprokit.series.story import QUANTITIES, LayerSeries, by_layer, by_optimizer, titled
 from reprokit.words import counted, number_words, verdict_words
 
 _LOG_RATIO = 100.0  # from which on a scale is logarithmic

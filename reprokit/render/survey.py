@@ -20,10 +20,10 @@ from functools import partial
 
 import torch
 
-from reprokit.locate.calls import short_name
 from reprokit.locate.domains import DOMAINS, Domain
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.locate.ranges import Range, ends_of, measure, range_text
+from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
 from reprokit.program.dataflow import calls_after, needed_calls
 from reprokit.program.interpreter import determinism, run

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reprokit.locate.quantity import number_of
 from reprokit.series.course import Course, Departure, Value
 from reprokit.series.events import EventKind
-from reprokit.locate.quantity import number_of
 
 BATCH = 32  # steps whose numbers are looked at together
 _NORMS_IN_A_ROW = 5  # of gradients: their norm varies more than the loss

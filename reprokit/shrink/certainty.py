@@ -17,7 +17,7 @@ from reprokit.shrink.apart import Task
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
-from reprokit.shrink.signature import SignatureCheck, Verdict
+from reprokit.shrink.signature import Ruling, SignatureCheck
 
 MEASURED_RUNS = 30
 REPLAYS = 5  # one bad run among them tells a flaky failure
@@ -36,7 +36,7 @@ class Majority:
         seen: dict[bool, list[Failure | None]] = {True: [], False: []}
         while True:
             found = self.once(candidate)
-            alike = seen[self.once.judge(found, candidate) is Verdict.SAME]
+            alike = seen[self.once.judge(found, candidate) is Ruling.SAME]
             alike.append(found)
             if len(alike) > REPLAYS // 2:
                 return found
@@ -149,7 +149,7 @@ class Certainty:
             self.isolation.change(Task.of(self.check, self.settings))
 
     def _num_same(self, seen: Sequence[Failure | None], candidate: Candidate) -> int:
-        return sum(self.check.judge(found, candidate) is Verdict.SAME for found in seen)
+        return sum(self.check.judge(found, candidate) is Ruling.SAME for found in seen)
 
 
 def _told(outcomes: list[Failure | None]) -> str:

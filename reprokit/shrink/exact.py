@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import short_name
 from reprokit.locate.domains import spectrum_of
 from reprokit.locate.failure import Failure
+from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import bad_mask, ways_of
 from reprokit.program.dataflow import needed_calls, written_in_place
 from reprokit.program.functions import UnknownFunction

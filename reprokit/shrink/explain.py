@@ -21,7 +21,7 @@ from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
 from reprokit.shrink.oracle import OutOfBudget
 from reprokit.shrink.plainness import constant_of, is_number, shortened
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.signature import Verdict
+from reprokit.shrink.signature import Ruling
 
 _MAX_ELEMENTS = 16  # each may cost a bisection
 _PLAIN = (0.0, 1.0, -1.0, 0.5)
@@ -186,29 +186,29 @@ class _Trials:
         self._limit = problem.oracle.checks + MAX_RUNS
         self.is_over = False
 
-    def verdict(self, candidate: Candidate, change: str) -> Verdict:
+    def verdict(self, candidate: Candidate, change: str) -> Ruling:
         """The verdict on a variant; invalid, which says nothing, when it may not be run."""
         is_fit = is_safe(candidate.program, candidate.shapes) and self._oracle.predicate.is_clean(candidate)
         if self.is_over or self._oracle.checks >= self._limit or not is_fit:
-            return Verdict.INVALID
+            return Ruling.INVALID
         try:
             return self._oracle.check(candidate, change)
         except OutOfBudget:
             self.is_over = True
-            return Verdict.INVALID
+            return Ruling.INVALID
 
     def passes(self, change: Change, number: float | int | bool) -> bool:
         """True if the program runs to its end without the failure, with this number in place of another one."""
-        return self.verdict(change.apply(number), f"{change.name} = {number:.6g}") is Verdict.PASSES
+        return self.verdict(change.apply(number), f"{change.name} = {number:.6g}") is Ruling.PASSES
 
     def is_free(self, part: Part) -> bool | None:
         """True if every variant that can run fails in the same way, false if one passes; else ``None``."""
         seen = set()
         for candidate in part.variants:
             seen.add(self.verdict(candidate, f"other contents of {part.name}"))
-            if Verdict.PASSES in seen:
+            if Ruling.PASSES in seen:
                 return False
-        return True if Verdict.SAME in seen and Verdict.OTHER not in seen and not self.is_over else None
+        return True if Ruling.SAME in seen and Ruling.OTHER not in seen and not self.is_over else None
 
 
 def _varied(place: ProgramPart, free: bool | None) -> VariedPart:

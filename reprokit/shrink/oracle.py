@@ -19,7 +19,7 @@ from reprokit.locate.failure import Failure
 from reprokit.shrink.apart import Report
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation import Isolation
-from reprokit.shrink.signature import Signature, SignatureCheck, Verdict
+from reprokit.shrink.signature import Ruling, Signature, SignatureCheck
 
 
 class OutOfBudget(Exception):
@@ -41,10 +41,10 @@ class Oracle:
     isolation: Isolation
     max_time: float = math.inf
     max_checks: float = math.inf
-    on_check: Callable[[Candidate, Verdict, str], None] | None = None
+    on_check: Callable[[Candidate, Ruling, str], None] | None = None
     checks: int = 0
     start: tuple[Candidate, Failure] | None = None
-    _known: dict[str, Verdict] = field(default_factory=dict)
+    _known: dict[str, Ruling] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
@@ -53,7 +53,7 @@ class Oracle:
         """What must stay the same."""
         return self.predicate.signature
 
-    def check(self, candidate: Candidate, change: str = "") -> Verdict:
+    def check(self, candidate: Candidate, change: str = "") -> Ruling:
         """The verdict on a candidate; raises `OutOfBudget` when no more checks are allowed."""
         return self._check(candidate, change, lambda: self.isolation.report(candidate))
 
@@ -67,22 +67,22 @@ class Oracle:
             unknown = {c.digest: c for _, c in batch if self.verdict_without_a_run(c) is None}
             with closing(self.isolation.reports(list(unknown.values()))) as reports:
                 for change, candidate in batch:
-                    if self._check(candidate, change, partial(next, reports)) is Verdict.SAME:
+                    if self._check(candidate, change, partial(next, reports)) is Ruling.SAME:
                         return candidate
         return None
 
     def confirm(self, candidate: Candidate) -> bool:
         """True if a fresh interpreter gives the same failure; not counted as a check, may raise."""
-        return self._judge(candidate, self.isolation.report_freshly(candidate)) is Verdict.SAME
+        return self._judge(candidate, self.isolation.report_freshly(candidate)) is Ruling.SAME
 
-    def verdict_without_a_run(self, candidate: Candidate) -> Verdict | None:
+    def verdict_without_a_run(self, candidate: Candidate) -> Ruling | None:
         """The verdict on a candidate that need not run: it did already, or is bad from the start."""
         known = self._known.get(candidate.digest)
         if known is None and not self.predicate.is_clean(candidate):
-            return Verdict.OTHER
+            return Ruling.OTHER
         return known
 
-    def _check(self, candidate: Candidate, change: str, run: Callable[[], Report]) -> Verdict:
+    def _check(self, candidate: Candidate, change: str, run: Callable[[], Report]) -> Ruling:
         known = self.verdict_without_a_run(candidate)
         if known is not None:
             return known
@@ -140,11 +140,11 @@ class Oracle:
             raise OutOfBudget("max-checks")
         self.checks += 1
 
-    def _judge(self, candidate: Candidate, report: Report) -> Verdict:
+    def _judge(self, candidate: Candidate, report: Report) -> Ruling:
         if report.error is not None:
-            return Verdict.INVALID
+            return Ruling.INVALID
         verdict = self.predicate.judge(report.observation, candidate)
-        if verdict is Verdict.SAME and report.observation is not None:
+        if verdict is Ruling.SAME and report.observation is not None:
             self.remember(candidate, report.observation)
         return verdict
 

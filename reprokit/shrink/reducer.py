@@ -40,7 +40,7 @@ from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes, simplify
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reduction import LogRow, Origin, Reduction, Size, origin_of
-from reprokit.shrink.signature import Verdict
+from reprokit.shrink.signature import Ruling
 from reprokit.snapshot.files import REDUCTION_FILE
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import counted
@@ -213,7 +213,7 @@ class _Run:
             return whole, []
         candidate, failure = sliced
         report = certainty.isolation.report(candidate)
-        if report.error is not None or certainty.check.judge(report.observation, candidate) is not Verdict.SAME:
+        if report.error is not None or certainty.check.judge(report.observation, candidate) is not Ruling.SAME:
             certainty.isolation.forget_limits()  # those of the slice are too tight for the whole step
             return whole, []
         certainty.failure = failure
@@ -234,7 +234,7 @@ class _Run:
             return None
         candidate = Candidate(earlier.program, earlier.tensors)
         failure = self.oracle.failure(candidate)
-        if failure is None or self.oracle.predicate.judge(failure, candidate) is not Verdict.SAME:
+        if failure is None or self.oracle.predicate.judge(failure, candidate) is not Ruling.SAME:
             raise NotReproduced(
                 "the earlier reduction does not fail any more, while the snapshot does",
                 hint="shrink the snapshot again, into another folder with -o or over this one with -f",
@@ -285,14 +285,14 @@ class _Run:
             note = f"`{name}` stopped after an internal error ({first_line}); the other parts ran"
             self.certainty.notes.append(note)
 
-    def _checked(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
+    def _checked(self, candidate: Candidate, verdict: Ruling, change: str) -> None:
         self.checks += 1
         self.verdicts[verdict.value] += 1
-        if verdict is Verdict.SAME:
+        if verdict is Ruling.SAME:
             self.change = change
         self.view.show(f"{self.place}, check {self.checks}: {change}: {verdict.value} ({_size(candidate)})")
 
-    def _varied(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
+    def _varied(self, candidate: Candidate, verdict: Ruling, change: str) -> None:
         self.variants += 1
         self.view.show(f"variant {self.variants}: {change}: {verdict.value}")
 
@@ -316,7 +316,7 @@ class _Run:
             Size(self.snapshot.program.num_calls, self.snapshot.num_elements),
             self.certainty.check.summary(),
             checks=self.checks,
-            verdicts={verdict.value: self.verdicts[verdict.value] for verdict in Verdict},
+            verdicts={verdict.value: self.verdicts[verdict.value] for verdict in Ruling},
             seconds=self.seconds or time.monotonic() - self.started,
             reproduces=self.certainty.reproduces,
             explain=self.explanation.inputs,

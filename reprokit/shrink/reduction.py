@@ -33,7 +33,7 @@ from reprokit.words import counted
 
 KIND = "reduction"
 _MAX_SAMPLES = 4096  # elements of a tensor in the hash, so that a large model does not cost a pass over its memory
-Verdict = Annotated[str, one_of("same", "other", "passes", "invalid")]
+Ruling = Annotated[str, one_of("same", "other", "passes", "invalid")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Reduction:
     before: Size
     signature: Signed
     checks: Count = 0
-    verdicts: dict[Verdict, Count] = field(default_factory=dict)
+    verdicts: dict[Ruling, Count] = field(default_factory=dict)
     seconds: float = 0.0
     reproduces: Line = ""
     explain: list[VariedPart] = field(default_factory=list)

@@ -18,8 +18,8 @@ import torch
 
 from reprokit.errors import ReprokitError
 from reprokit.grammar import Line, Name, left_out
-from reprokit.locate.calls import constant_ways
 from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.spelling import constant_ways
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program, Ref
@@ -32,7 +32,7 @@ ACCUMULATION = "AccumulateGrad"
 ALL_WAYS = frozenset({NAN, PLUS, MINUS})
 
 
-class Verdict(Enum):
+class Ruling(Enum):
     """What a check can say. A crash is never taken for the bug, nor another failure for this one."""
 
     SAME = "same"
@@ -205,13 +205,13 @@ class SignatureCheck(ABC):
         forbidden = ALL_WAYS - _ways_that_reach(whole, failure)
         return replace(self, wanted=Signature.of(failure, whole.program), forbidden=forbidden)
 
-    def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
+    def judge(self, observation: Failure | None, candidate: Candidate) -> Ruling:
         """Compare signatures; an exception that is not the failure is a crash."""
         if observation is None:
-            return Verdict.PASSES
+            return Ruling.PASSES
         if self.wanted is not None and same(Signature.of(observation, candidate.program), self.wanted):
-            return Verdict.SAME
-        return Verdict.INVALID if observation.kind == EXCEPTION else Verdict.OTHER
+            return Ruling.SAME
+        return Ruling.INVALID if observation.kind == EXCEPTION else Ruling.OTHER
 
     def is_clean(self, candidate: Candidate) -> bool:
         """True if no input or constant is bad in a forbidden way."""

@@ -25,12 +25,12 @@ from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program, Site
+from reprokit.series.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.files import replaced, require_file
 from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.rng import Generators, PlainTensor
 from reprokit.snapshot.source import SourceState
-from reprokit.series.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
 from reprokit.words import visible_name
 
 StateValue = PlainTensor | float | bool | tuple[float | bool, ...] | Line | None

@@ -137,6 +137,7 @@ def test_a_step_of_two_optimizers_is_saved_whole(tmp_path: Path) -> None:
 
 def test_models_of_one_process_have_their_own_timelines(tmp_path: Path) -> None:
     """The second one diverges and the loop goes on to the third, whose own failure is saved with its own steps."""
+    begins: list[int] = []
     with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
         for trial, rate in enumerate([0.01, 50.0, 0.05]):
             torch.manual_seed(trial)
@@ -148,10 +149,11 @@ def test_models_of_one_process_have_their_own_timelines(tmp_path: Path) -> None:
                 if trial == 1 and not torch.isfinite(loss):
                     break
                 update(optimizer, loss * (torch.nan if trial == 2 and step == 12 else 1.0))
-            begins = session.num_steps if trial < 2 else begins
+            begins.append(session.num_steps)
     (result,) = session.results
-    assert result["failure"]["step"] == begins + 12 and result["capture"]["began_at"] == begins
-    assert [row["step"] for row in result["timeline"]] == list(range(begins, begins + 13))
+    begin = begins[1]
+    assert result["failure"]["step"] == begin + 12 and result["capture"]["began_at"] == begin
+    assert [row["step"] for row in result["timeline"]] == list(range(begin, begin + 13))
     assert {row["lr"] for row in result["timeline"][:-1]} == {0.05}
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from reprokit.capture.rewind.meeting import digest
-from reprokit.capture.events import ONE_PROCESS
+
+from reprokit.capture.event_step import ONE_PROCESS
 from reprokit.cli import main
 from reprokit.locate.failure import RankDifference
 from reprokit.render import facts

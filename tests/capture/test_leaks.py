@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-from reprokit.series.timeline import Timeline
 from reprokit.capture.session import Session
+from reprokit.series.timeline import Timeline
 from tests.capture.traps_checks import batches, classify, described_once, rooted_loss, training, update
 
 CAPTURES = 200

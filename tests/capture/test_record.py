@@ -13,9 +13,9 @@ from torch import nn
 import reprokit
 from reprokit.errors import UsageError
 from reprokit.locate.gradient_patterns import gradient_patterns
-from reprokit.snapshot.format import load
 from reprokit.series import record
 from reprokit.series.story import RecordedStep
+from reprokit.snapshot.format import load
 from tests.capture.traps_checks import update
 from tests.conftest import Run
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.rewind import updates
 from reprokit.capture.rewind.updates import Updates
+from torch import nn
+
 from reprokit.program.ir import Mode
 
 NUM_BYTES = 4 * 64 * 64  # of the parameters of a layer, and of its gradients

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from reprokit.capture.calls import Root
-from reprokit.capture.names import Names
 from reprokit.capture.tape import Number, Op
+from reprokit.capture.tensor_names import Names
 from reprokit.program.ir import Mode
 
 SOURCE = """

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture.names import names_of
+from reprokit.capture.tensor_names import names_of
 from reprokit.render.module_ranges import frames
 from reprokit.render.survey import survey
 from reprokit.snapshot.format import Snapshot, load

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import reprokit
 from reprokit.capture import early_warning
-from reprokit.capture.events import LEAST_SILENT, EventStep
+from reprokit.capture.event_step import LEAST_SILENT, EventStep
 from reprokit.capture.failure_text import cause_line
 from reprokit.capture.loop import Loop
 from reprokit.locate.diagnose import diagnose

@@ -29,7 +29,7 @@ from reprokit.shrink.checks.mismatch import Double, MismatchCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction, load
-from reprokit.shrink.signature import Signature, SignatureCheck, Signed, Verdict
+from reprokit.shrink.signature import Ruling, Signature, SignatureCheck, Signed
 from reprokit.snapshot.format import Snapshot, save
 from tests.conftest import ForkingSystem, start_python_in
 from tests.shrink import failing
@@ -343,13 +343,13 @@ def snapshots(file: Path) -> list[tuple[str, Snapshot]]:
 def test_every_check_guards_against_slipping(place: int, file: Path) -> None:
     text, snapshot = snapshots(file)[place]
     check, whole, found = settled(text, snapshot)
-    assert check.is_clean(whole) and check.judge(found, whole) is Verdict.SAME
+    assert check.is_clean(whole) and check.judge(found, whole) is Ruling.SAME
     value = next(item.value for item in whole.program.inputs if whole.tensors[item.value].is_floating_point())
     for number in (NAN, INF, -INF) if text != "nonfinite" else (NAN,):
         assert not check.is_clean(whole.with_tensors({value: torch.full_like(whole.tensors[value], number)}))
     crash = Failure("forward", "exception", call="torch.relu", call_index=0, exception=("RuntimeError", "boom"))
-    assert check.judge(crash, whole) is not Verdict.SAME
-    assert check.judge(None, whole) is Verdict.PASSES
+    assert check.judge(crash, whole) is not Ruling.SAME
+    assert check.judge(None, whole) is Ruling.PASSES
     assert pickle.loads(pickle.dumps(check)) == check
 
 

@@ -18,7 +18,7 @@ from reprokit.shrink.explain import Nearest
 from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
-from reprokit.shrink.signature import Verdict
+from reprokit.shrink.signature import Ruling
 from tests.shrink import failing
 from tests.shrink.views import Lines
 
@@ -117,7 +117,7 @@ def test_a_run_that_raises_is_no_pass(tmp_path: Path) -> None:
     check = check.adopted(found, whole)
     target = next(item.value for item in whole.program.inputs if item.name == "target")
     out_of_bounds = whole.with_tensors({target: torch.tensor([2])})
-    assert check.judge(check(out_of_bounds), out_of_bounds) is Verdict.INVALID
+    assert check.judge(check(out_of_bounds), out_of_bounds) is Ruling.INVALID
 
 
 def test_sizes_and_places_are_no_constants() -> None:

@@ -36,7 +36,7 @@ from reprokit.shrink.checks.recorded import NonfiniteCheck
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.signature import Signature, Verdict
+from reprokit.shrink.signature import Ruling, Signature
 from reprokit.snapshot.format import Snapshot, count_elements
 from tests.conftest import ROOT
 from tests.shrink import failing
@@ -82,7 +82,7 @@ def test_whatever_a_candidate_does_is_reported() -> None:
 def test_verdicts_of_candidates_that_crash_or_hang() -> None:
     oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation())
     verdicts = [oracle.check(candidate(number)) for number in (0, 1, 2, 3)]
-    assert verdicts == [Verdict.SAME, Verdict.PASSES, Verdict.INVALID, Verdict.INVALID]
+    assert verdicts == [Ruling.SAME, Ruling.PASSES, Ruling.INVALID, Ruling.INVALID]
 
 
 def test_a_spawned_child_is_used_until_a_candidate_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import PASSES, shrink
-from reprokit.shrink.signature import Verdict
+from reprokit.shrink.signature import Ruling
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing
 from tests.shrink.views import Lines
@@ -44,7 +44,7 @@ def run_once(snapshot: Snapshot, name: str, run_pass: Pass) -> tuple[Candidate, 
             found.append(problem.best)
             run_pass(problem)
             found.append(problem.best)
-            assert problem.oracle.check(problem.best) is Verdict.SAME
+            assert problem.oracle.check(problem.best) is Ruling.SAME
 
     view = Lines()
     with only(name, first_time):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from reprokit.locate.calls import short_name
 from reprokit.locate.scene import Scene
+from reprokit.locate.spelling import short_name
 
 CONFIDENCES = ("certain", "likely", "possible")
 TIERS = ("origin", "context", "general")

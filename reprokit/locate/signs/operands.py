@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import VIEWS, Slot, short_name, slot_of
 from reprokit.locate.domains import DOMAINS, SPECTRA, compare, spectrum_of
 from reprokit.locate.scene import Branch, ObservedCall, Scene, recompute
 from reprokit.locate.signs import Numbers, dtype_name, is_wanted, places, sign
+from reprokit.locate.spelling import VIEWS, Slot, short_name, slot_of
 from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import bind_arguments, run

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import short_name
 from reprokit.locate.domains import DOMAINS
 from reprokit.locate.scene import Scene, recompute
 from reprokit.locate.signs import (
@@ -19,6 +18,7 @@ from reprokit.locate.signs import (
     sign,
     smallest,
 )  # fmt: skip
+from reprokit.locate.spelling import short_name
 from reprokit.program.functions import function_named
 from reprokit.program.ir import Call, map_leaves
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import short_name
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.gains import Step, blocking_bias
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs import Numbers, dtype_name, is_wanted, sign
+from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import largest_finite
 from reprokit.program.ir import Input
 from reprokit.series.story import StepNumbers

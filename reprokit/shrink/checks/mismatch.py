@@ -32,7 +32,7 @@ from reprokit.program.ir import (
     substitute,
 )
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.signature import SignatureCheck, Verdict
+from reprokit.shrink.signature import Ruling, SignatureCheck
 
 _METHOD = "torch.Tensor."
 _REAL = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
@@ -239,8 +239,8 @@ class MismatchCheck(SignatureCheck):
         """This check for the failure of a whole program."""
         return replace(super().adopted(failure, whole), way=failure.way)
 
-    def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
+    def judge(self, observation: Failure | None, candidate: Candidate) -> Ruling:
         """Like any check, and different numbers stay different numbers."""
         verdict = super().judge(observation, candidate)
         is_other_way = observation is not None and observation.way != self.way
-        return Verdict.OTHER if verdict is Verdict.SAME and is_other_way else verdict
+        return Ruling.OTHER if verdict is Ruling.SAME and is_other_way else verdict

@@ -29,7 +29,7 @@ from reprokit.program.interpreter import run
 from reprokit.program.ir import Phase, Program
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import largest_of
-from reprokit.shrink.signature import SignatureCheck, Verdict
+from reprokit.shrink.signature import Ruling, SignatureCheck
 from reprokit.snapshot.format import Snapshot
 
 _Rows = list[list[float]]
@@ -127,7 +127,7 @@ def _numbers(words: str) -> list[int]:
 
 FUNCTION = "function"
 NO_VERDICT = "no verdict"
-_WORDS = {verdict.value: verdict for verdict in Verdict}
+_WORDS = {verdict.value: verdict for verdict in Ruling}
 _LEAST_BOUND = 1.0
 
 
@@ -170,12 +170,12 @@ class FunctionCheck(SignatureCheck):
         except Exception as trouble:  # the function is anybody's code
             said = f"{type(trouble).__name__}: {trouble}" if str(trouble) else type(trouble).__name__
             return Failure(Phase.FORWARD, FUNCTION, said, NO_VERDICT, exception=raised)
-        if verdict is Verdict.PASSES:
+        if verdict is Ruling.PASSES:
             if raised is None:
                 return None
-            verdict = Verdict.INVALID  # nothing passes that does not run to its end
+            verdict = Ruling.INVALID  # nothing passes that does not run to its end
         return Failure(
-            Phase.FORWARD, FUNCTION, self.spec, None if verdict is Verdict.SAME else verdict.value, exception=raised
+            Phase.FORWARD, FUNCTION, self.spec, None if verdict is Ruling.SAME else verdict.value, exception=raised
         )
 
     def complaint(self, observation: Failure | None) -> ReprokitError | None:
@@ -198,13 +198,13 @@ class FunctionCheck(SignatureCheck):
         wanted = replace(made.signature, exception=None)
         return replace(made, wanted=wanted, largest=_largest_given(whole), may_raise=failure.exception is not None)
 
-    def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
+    def judge(self, observation: Failure | None, candidate: Candidate) -> Ruling:
         """An exception is a crash unless the snapshot raised one too."""
         if observation is None:
-            return Verdict.PASSES
+            return Ruling.PASSES
         is_crash = observation.exception is not None and not self.may_raise
-        if is_crash or observation.call in (NO_VERDICT, Verdict.INVALID.value):
-            return Verdict.INVALID
+        if is_crash or observation.call in (NO_VERDICT, Ruling.INVALID.value):
+            return Ruling.INVALID
         return super().judge(replace(observation, exception=None), candidate)
 
     def is_clean(self, candidate: Candidate) -> bool:
@@ -237,14 +237,14 @@ def loss_of(candidate: Candidate) -> int | None:
     return program.outputs[0].value if len(program.outputs) == 1 else None
 
 
-def _verdict_of(answer: Any) -> Verdict:
+def _verdict_of(answer: Any) -> Ruling:
     if isinstance(answer, str):
         if answer not in _WORDS:
             raise ValueError(f"it returned {answer!r}")
         return _WORDS[answer]
     is_flag = isinstance(answer, bool) or (isinstance(answer, torch.Tensor) and answer.dtype is torch.bool)
     if is_flag or type(answer).__name__ in ("bool", "bool_"):  # the latter is NumPy's
-        return Verdict.SAME if bool(answer) else Verdict.PASSES
+        return Ruling.SAME if bool(answer) else Ruling.PASSES
     raise ValueError(f"it returned `{type(answer).__name__}`")
 
 

@@ -40,7 +40,7 @@ from reprokit.shrink.passes.values import plainer_contents
 from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, filled, is_number, plainness, seed_of, state_of_seed
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.recording import shapes_of
-from reprokit.shrink.signature import Verdict
+from reprokit.shrink.signature import Ruling
 
 _SIZE_CHECKS = (
     120  # sizes of a large piece would take the whole budget; a number, so that seconds do not decide the result
@@ -123,7 +123,7 @@ class _Search:
         plain = candidate.pruned()
         if candidate is self._best or not self.problem.accepts(plain):
             return False
-        if self._oracle.check(plain, change) is not Verdict.SAME:
+        if self._oracle.check(plain, change) is not Ruling.SAME:
             return False
         self.problem.best = plain
         return True

@@ -25,7 +25,7 @@ from reprokit.shrink.passes.cut import cuts
 from reprokit.shrink.plainness import is_number
 from reprokit.shrink.problem import Class
 from reprokit.shrink.recording import record
-from reprokit.shrink.signature import Verdict
+from reprokit.shrink.signature import Ruling
 
 _LIMIT = 1e3
 _LIMITS = {torch.float16: 128.0}
@@ -267,7 +267,7 @@ class Choice:
         return piece, found
 
     def _is_same(self, candidate: Candidate, change: str) -> bool:
-        return self.oracle.check(candidate, change) is Verdict.SAME
+        return self.oracle.check(candidate, change) is Ruling.SAME
 
 
 _MAX_ENDS = 4

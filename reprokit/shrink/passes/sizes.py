@@ -23,7 +23,7 @@ from reprokit.shrink.oracle import Proposal
 from reprokit.shrink.passes.setting import with_seeds
 from reprokit.shrink.plainness import filled, ladder, largest_of, sign_of
 from reprokit.shrink.problem import Class, InputAxis, Problem, bad_index, focus, shrink_to
-from reprokit.shrink.signature import Verdict
+from reprokit.shrink.signature import Ruling
 
 _NUM_SEEDS = 4  # each costs a check
 _LARGE = {torch.float16: 10.0}  # in other formats 1e3
@@ -128,7 +128,7 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
     may_be_large = kind == "inf" or _holds_large(problem.best)
     for smaller in (candidate.pruned() for candidate in _slices(problem, kept)):
         outline = _outline(smaller)
-        fits = problem.oracle.verdict_without_a_run(smaller) is not Verdict.INVALID
+        fits = problem.oracle.verdict_without_a_run(smaller) is not Ruling.INVALID
         if fits and outline not in problem.tried_extremes:
             problem.tried_extremes.add(outline)
             plain = _extremes(smaller, kind, may_be_large)

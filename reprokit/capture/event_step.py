@@ -18,12 +18,12 @@ import torch
 
 from reprokit.capture.calls import Backward, OptimizerStep, Unscale
 from reprokit.capture.meters import MeasuredStep, OutOfTime, StepMeter
-from reprokit.capture.names import parameter_names
 from reprokit.capture.replay import Missing, Replay, quiet_hooks
 from reprokit.capture.save import BEGUN_BEFORE, NOT_KEPT, Case, Describing, Made, NotKept
 from reprokit.capture.tape import Mark, Number, Op, Segment
+from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.world import CannotGoBack
-from reprokit.errors import ignored_errors, pass_on
+from reprokit.errors import ignored_errors
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.gains import Step, blocked, explained
 from reprokit.locate.let_through import let_through
