@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from reprokit.capture.rewind.meeting import digest
 
-from reprokit.capture.event_step import ONE_PROCESS
+from reprokit.capture.lockstep import ONE_PROCESS
+from reprokit.capture.replicas import digest
 from reprokit.cli import main
 from reprokit.locate.failure import RankDifference
 from reprokit.render import facts
@@ -31,7 +31,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 is_manual = how.startswith("manual")
 if how in ("more steps", "ends"):
-    from reprokit.capture.run import ranks
+    from reprokit.capture import ranks
     ranks.AT_COPY = ranks.AT_END = 3.0
 if how == "healthy":
     model.register_parameter("own", nn.Parameter(torch.ones(2)))
@@ -69,7 +69,7 @@ for step in range(20):
     if how == "ends" and step == 9 and rank == last:
         sys.exit()
     if how == "broken" and step == 18 and rank == last:
-        from reprokit.capture.rewind.meeting import Replicas
+        from reprokit.capture.replicas import Replicas
 
         Replicas.digest = None
 dist.destroy_process_group()

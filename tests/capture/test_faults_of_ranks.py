@@ -27,8 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.rewind import meeting
-from reprokit.capture.run import ranks
+from reprokit.capture import meeting, ranks
 from reprokit.capture.session import Session
 from tests.capture.test_fail_open import HOME, NTH, fault_in, functions_of
 from tests.capture.traps_checks import same_bits
@@ -140,7 +139,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [("rewind.meeting",), ("save.event_step",), ("run.ranks",)])
+@pytest.mark.parametrize("parts", [("meeting", "replicas"), ("lockstep",), ("ranks",)])
 def test_a_fault_on_one_rank(parts: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     done = run_python_in(
