@@ -285,6 +285,36 @@ def test_nobody_waits_for_a_rank_that_goes_on_unwatched(tmp_path: Path) -> None:
     assert all(len(lines) == 6 for lines in losses(tmp_path))
 
 
+RUINED_ON_ONE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+table = nn.parallel.DistributedDataParallel(nn.Embedding(8, 4))
+optimizer = (torch.optim.RMSprop if rank == 1 else torch.optim.Adam)(table.parameters(), lr=1e-2)
+for step in range(8):
+    optimizer.zero_grad()
+    table(torch.arange(6 if step < 5 else 8)).square().mean().backward()
+    if step == 3 and rank == 1:
+        optimizer.param_groups[0]["eps"] = 0.0  # then a row that was never used is divided by zero
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_an_optimizer_of_one_rank_that_ruins_a_parameter(tmp_path: Path) -> None:
+    """Nothing shows that until a batch has the row, two steps later."""
+    (tmp_path / "train.py").write_text(RUINED_ON_ONE)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run_python_in(tmp_path, *torchrun, "-m", "reprokit", "capture", "train.py")
+    snapshot = only_snapshot(tmp_path)
+    assert (snapshot.failure.phase, snapshot.failure.call) == ("optimizer", "torch.optim.RMSprop.step")
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
+
+
 ACCUMULATING = """
 import contextlib
 import torch

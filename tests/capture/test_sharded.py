@@ -262,6 +262,43 @@ def test_a_step_without_program_says_why(tmp_path: Path) -> None:
     assert "whole parameters take over 0 GiB" in str(snapshot.fidelity_note)
 
 
+HALF = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.late = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x, step):
+        h = torch.tanh(self.body(x))
+        return h + (self.late(h) * 0.0 if step > 1 else 0.0)
+
+net = Net().half()
+for part in (net.body, net.late, net):
+    fully_shard(part)
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)  # whose `eps` is zero in float16
+for step in range(6):
+    optimizer.zero_grad()
+    net(torch.randn(8, 4).half(), step).float().square().sum().backward()  # large enough to be squared in float16
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_an_update_that_ruins_shards_in_half_precision_is_named_at_its_step(tmp_path: Path) -> None:
+    done = launch(tmp_path, HALF, 2, "-m", "reprokit", "capture", "train.py")
+    (path,) = tmp_path.glob("*.pt")
+    snapshot = load(path)
+    assert (snapshot.step, snapshot.failure.phase, snapshot.failure.call) == (2, "optimizer", "torch.optim.Adam.step")
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None), done.stderr
+
+
 COUNTED = (
     MODEL
     + """
