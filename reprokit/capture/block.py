@@ -51,8 +51,8 @@ def capture(
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
     the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
-    ``watch``, ``on``, ``source``, ``budget``, ``from_step``, ``at_step``, ``on_snapshot``, ``record``, ``on_numbers`` and
-    ``on_event`` are those of `Session`. Yields the session, whose ``snapshots`` are files.
+    ``watch``, ``on``, ``source``, ``budget``, ``from_step``, ``at_step``, ``on_snapshot``, ``record``, ``on_numbers``
+    and ``on_event`` are those of `Session`. Yields the session, whose ``snapshots`` are files.
     Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
@@ -112,8 +112,8 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
     if result["failure"]["kind"] == "none":
         doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
         details = [f"  {doubt}"] if doubt else []
-        step = result["failure"]["step"]
-        return [f"saved step {step}, which is healthy -> {shown}", *details, f"next: {shlex.join(['reprokit', 'trace', shown])}"]
+        saved = f"saved step {result['failure']['step']}, which is healthy -> {shown}"
+        return [saved, *details, f"next: {shlex.join(['reprokit', 'trace', shown])}"]
     place = place_line(result)
     has_line = "event" in result["failure"] and "difference" not in result["failure"]  # of its own above
     cause = None if has_line else cause_line(result)

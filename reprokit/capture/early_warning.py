@@ -108,7 +108,8 @@ class EarlyWarning:
         loop = self._loop
         if not self._finds_silent or loop.world.num_copies == self._looked_after:
             return BATCH
-        has_fewer = loop.world.num_copies > 2 and loop.num_kept - loop.num_steps < LEAST_SILENT  # copies of short memory
+        earlier = loop.num_kept - loop.num_steps
+        has_fewer = loop.world.num_copies > 2 and earlier < LEAST_SILENT  # copies of short memory
         return max(LEAST_SILENT - (loop.num_kept if has_fewer else loop.num_steps), 0)
 
     def catch_up(self, frame: FrameType | None, *, waits: bool = True) -> Path | None:

@@ -7,7 +7,6 @@ last healthy one become programs; comparing them shows the call, the input and t
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -30,7 +29,7 @@ from reprokit.locate.let_through import let_through
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
-from reprokit.series.course import HIGH, SPREADS, USUAL, Band
+from reprokit.series.course import HIGH, LEAST_PLAYED, USUAL, band_before, first_off, is_off
 from reprokit.series.detectors import Alarm, Finding
 from reprokit.series.events import QUANTITIES
 
@@ -40,10 +39,6 @@ LEAST_SILENT = 20  # steps with a gradient of zeros
 _MOSTLY = 0.5  # of the elements of a gradient
 _SUDDEN = 8  # steps in which a layer dies that does not fade out by design
 _ABOUT = 0.75  # of the usual share of a gradient that is not zero
-_RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
-_LEAST = 8  # healthy steps that a played number is compared with
-_GAP = 8  # steps before a number that it is not compared with: a slow rise would be its own reference
-_LEAST_RATIO = 0.3  # of gradient norms and updates, see `early.detectors`
 _MOST_BESIDE = 4  # healthy steps that a failing one is compared with
 _PHASES = {"loss": Phase.FORWARD, "gradient norm": Phase.BACKWARD, "update": Phase.OPTIMIZER}
 _OBSERVED = {"loss": "loss", "gradient norm": "gradient", "update": "parameter"}
@@ -201,7 +196,7 @@ def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: 
         one = series[key]
         if len(one.since) < LEAST_SILENT or one.since[-1].place in faded or not (one.before or key in always):
             continue
-        has_learned = len(one.before) >= _LEAST and all(share not in (None, 1.0) for share in one.before)
+        has_learned = len(one.before) >= LEAST_PLAYED and all(share not in (None, 1.0) for share in one.before)
         if not one.is_missing or has_learned:
             way = "none" if one.is_missing else "zeros"
             return Finding("dead", name, way, len(one.since), one.since[-1].place, one.since[-1].step, key)
@@ -278,13 +273,14 @@ def _beginning(
     own_turn = [n for n, one in enumerate(measured) if one.optimizer == measured[number].optimizer]
     series = {name: [getattr(measured[n], name) for n in own_turn] for name in ("norm", "update")}
     last = own_turn.index(number) - 1 if measured else -1  # before the alarm
-    is_by_update = _is_off(series["update"], last)
+    is_by_update = is_off(series["update"], last)
     for quantity, numbers in zip(("gradient norm", "update"), series.values(), strict=True):
-        turn = _first_off(numbers)
-        if is_by_update and _is_off(numbers, last):
+        turn = first_off(numbers)
+        if is_by_update and is_off(numbers, last):
             turn = last if turn is None else min(turn, last)
         if turn is not None and own_turn[turn] < found[0]:
-            band = _band(numbers, turn)
+            band = band_before(numbers, turn)
+            assert band is not None, "it is off it"
             usual = (n for n in range(turn - 1, -1, -1) if (value := numbers[n]) and band.spreads(value) <= USUAL)
             first, before = own_turn[turn], own_turn[next(usual, turn - 1)]
             predicate = Predicate(
@@ -297,34 +293,3 @@ def _beginning(
             )
             found = first, before, predicate
     return found
-
-
-def _is_off(numbers: Sequence[float | None], position: int, limit: float = SPREADS) -> bool:
-    if position < _LEAST or len(_known(numbers[:position])) < _LEAST:
-        return False
-    value = numbers[position]
-    return value is not None and _band(numbers, position).spreads(value) > limit
-
-
-def _band(numbers: Sequence[float | None], position: int) -> Band:
-    """The course of the numbers before a position, without the last ones if there are enough others."""
-    older = _known(numbers[: max(position - _GAP, 0)])
-    before = older if len(older) >= _LEAST else _known(numbers[:position])
-    return Band.of(before[-_RECENT:], _LEAST_RATIO)
-
-
-def _known(numbers: Sequence[float | None]) -> list[float]:
-    return [value for value in numbers if value and math.isfinite(value)]
-
-
-def _first_off(numbers: Sequence[float | None]) -> int | None:
-    """The position from which on all numbers are high, and the last ones off the course of those before.
-
-    ``None`` if the last one is not off.
-    """
-    first, limit = None, SPREADS
-    for position in range(len(numbers) - 1, _LEAST - 1, -1):
-        if not _is_off(numbers, position, limit):
-            break
-        first, limit = position, HIGH
-    return first

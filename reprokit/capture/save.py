@@ -111,8 +111,8 @@ class Verdict:
     up over a value, and nothing says that it is a loss. ``takes_skipped``: a step that the loop skipped is a failure
     too. ``has_earlier``: an earlier step had a bad loss, of which no bad update was made. ``alarm``: no value is bad,
     but numbers of the run have left their course. ``together``: all ranks go back. ``difference``: no value is bad, but
-    this parameter differs between ranks. ``keep`` is a call that gave bad gradients. ``asked``: this step is to be saved
-    although it is healthy.
+    this parameter differs between ranks. ``keep`` is a call that gave bad gradients. ``asked``: this step is to be
+    saved although it is healthy.
     """
 
     where: str

@@ -59,12 +59,12 @@ class Session:
     the training state (``None``: chosen by their cost; 0: no copies). ``watch``: ``sampled`` checks the loss, one early
     gradient and clipped norms in every step and everything when the copy is refreshed; ``every-step`` checks everything
     always. ``budget`` is the share of the loop's CPU time in percent that is kept by noting fewer steps (``None`` or
-    ``"off"``: no limit), ``from_step`` the first step to note. The steps ``at_step`` are saved although they are healthy,
-    and training goes on; after ``last_step`` the loop is stopped. ``on`` says what is a failure, ``source`` how much of
-    the user's code is kept. ``on_snapshot`` is called with the path of every file written, when all hooks are gone; an
-    exception of it is printed. ``record`` measures norms of gradients and weights: ``auto``, every ``N`` steps, or
-    ``N:PATTERN`` for some parameters. ``on_numbers`` is called with a dict of the numbers of every step that was
-    measured (at the pace of ``auto`` without ``record``), ``on_event`` with every event.
+    ``"off"``: no limit), ``from_step`` the first step to note. The steps ``at_step`` are saved although they are
+    healthy, and training goes on; after ``last_step`` the loop is stopped. ``on`` says what is a failure, ``source``
+    how much of the user's code is kept. ``on_snapshot`` is called with the path of every file written, when all hooks
+    are gone; an exception of it is printed. ``record`` measures norms of gradients and weights: ``auto``, every ``N``
+    steps, or ``N:PATTERN`` for some parameters. ``on_numbers`` is called with a dict of the numbers of every step that
+    was measured (at the pace of ``auto`` without ``record``), ``on_event`` with every event.
     ``snapshots`` are the files written, ``results`` their summaries; ``closing`` is the line that says why there are
     none. With ``verbose`` an error of reprokit's own is printed with its traceback. ``stops`` says whether the loop is
     to stop, ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option has.

@@ -1,7 +1,7 @@
 """``reprokit trace``: forward and backward frames of chosen steps of a script, or of the step that a snapshot holds.
 
-A script runs as Python would run it, and ends with the same bits. Its steps are saved as `capture --at-step` saves them,
-into files that are shown when the script has ended.
+A script runs as Python would run it, and ends with the same bits. Its steps are saved as `capture --at-step`
+saves them, into files that are shown when the script has ended.
 """
 
 from __future__ import annotations
@@ -305,7 +305,8 @@ def command(
 ) -> TraceScript | TraceFile:
     """Print weights, inputs, outputs and gradients of every module call in numbers.
 
-    Of a script the chosen steps are saved while it runs, and shown when it has ended. Of a snapshot its program is run; nothing of yours is.
+    Of a script the chosen steps are saved while it runs, and shown when it has ended. Of a snapshot its program is run;
+    nothing of yours is.
     Options stand before the script, or behind its last argument.
     """
     if not target or not target[0]:

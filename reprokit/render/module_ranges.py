@@ -150,8 +150,9 @@ def surveyed(snapshot: Snapshot, *, histograms: bool) -> Survey:
 
 def names_with_gradient(found: Survey) -> set[str]:
     """The names of parameters that got a gradient, or a step of an optimizer."""
-    updated = {ref.value for call in found.program.calls if call.is_optimizer_step for ref in iter_refs(call.kwargs["params"])}
-    return {item.name for item in found.program.inputs if item.value in found.leaf_gradients or item.value in updated}
+    steps = [call for call in found.program.calls if call.is_optimizer_step]
+    known = {ref.value for call in steps for ref in iter_refs(call.kwargs["params"])} | found.leaf_gradients.keys()
+    return {item.name for item in found.program.inputs if item.value in known}
 
 
 def rows_of(found: Survey, step: int, pattern: str | None = None, *, last: int | None = None) -> list[FrameRow]:

@@ -31,6 +31,10 @@ USUAL = 2.0  # spreads up to which a step is one to compare with; the steps of a
 _BEYOND = 2.0  # spreads by which an alarm exceeds the highest value so far
 _NORMAL = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 _LEAST_RATIO = 0.1  # of the spread of logarithms: losses of full batches hardly vary
+OF_NORMS = 0.3  # the same of gradient norms and updates, which vary more
+LEAST_PLAYED = 8  # healthy steps that a played number is compared with
+_GAP = 8  # steps before a number that it is not compared with: a slow rise would be its own reference
+_RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
 _LEAST_SHARE = 0.05  # of the range of a window with numbers below zero
 _LASTING = 10  # steps off the course without going beyond the highest value, after which that is worth a warning
 _REGIME = 50  # steps after which the new values are the run's course
@@ -240,6 +244,53 @@ class Course:
         usual = (value for value in reversed(before) if self.band.spreads(value.number) <= USUAL)
         healthy = next(usual, before[-1] if before else values[0])
         return Departure(severity, tuple(values), self.band.number(0.0), limit, healthy, is_over)
+
+
+# -- numbers of steps that were played -----------------------------------------------------------------------------
+
+
+def band_before(numbers: Sequence[float | None], position: int) -> Band | None:
+    """The course of the numbers before a position, without the last ones if there are enough others; ``None`` where
+    they are too few."""
+    older, before = _known(numbers[: max(position - _GAP, 0)]), _known(numbers[:position])
+    before = older if len(older) >= LEAST_PLAYED else before
+    return Band.of(before[-_RECENT:], OF_NORMS) if len(before) >= LEAST_PLAYED else None
+
+
+def is_off(numbers: Sequence[float | None], position: int, limit: float = SPREADS) -> bool:
+    """True if the number of a step is so many spreads above the course of those before."""
+    value = numbers[position] if position >= LEAST_PLAYED else None
+    band = band_before(numbers, position) if value is not None else None
+    return value is not None and band is not None and band.spreads(value) > limit
+
+
+def first_off(numbers: Sequence[float | None]) -> int | None:
+    """The position from which on all numbers are high, and the last ones off the course of those before.
+
+    ``None`` if the last one is not off.
+    """
+    first, limit = None, SPREADS
+    for position in range(len(numbers) - 1, LEAST_PLAYED - 1, -1):
+        if not is_off(numbers, position, limit):
+            break
+        first, limit = position, HIGH
+    return first
+
+
+def stays_off(numbers: Sequence[float], position: int) -> bool:
+    """True if all numbers from a position on are off the course of those before, of which there may be few: these say
+    nothing about how much they vary."""
+    before = sorted(value for value in numbers[:position] if math.isfinite(value))
+    if not before or before[(len(before) - 1) // 2] <= 0:
+        return False
+    known = _known(numbers[:position])
+    is_enough = len(known) >= LEAST_PLAYED
+    band = Band.of(known[-_RECENT:], OF_NORMS) if is_enough else Band(math.log(_median(known)), OF_NORMS, True)
+    return all(not math.isfinite(value) or band.spreads(value) > SPREADS for value in numbers[position:])
+
+
+def _known(numbers: Sequence[float | None]) -> list[float]:
+    return [value for value in numbers if value and math.isfinite(value)]
 
 
 def _deviations(values: Sequence[float], center: float) -> list[float]:

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from reprokit.locate.quantity import number_of
-from reprokit.series.course import Course, Departure, Value
+from reprokit.series.course import OF_NORMS, Course, Departure, Value
 from reprokit.series.events import EventKind
 
 BATCH = 32  # steps whose numbers are looked at together
 _NORMS_IN_A_ROW = 5  # of gradients: their norm varies more than the loss
-_LEAST_RATIO_OF_NORMS = 0.3
 _FALLS = 6  # of a scale in a row; a scaler that has grown its scale once too often makes one or two
 _SETTLED = 20  # steps in which a grad scaler looks for its first scale
 
@@ -149,7 +148,7 @@ class Detectors:
             if norm is not None and norm != 0.0 and not is_skipped and "explosion" in kinds:
                 course = norms.get(key)
                 if course is None:
-                    course = norms[key] = Course(_NORMS_IN_A_ROW, _LEAST_RATIO_OF_NORMS)
+                    course = norms[key] = Course(_NORMS_IN_A_ROW, OF_NORMS)
                 departure = course.add(place, step, norm, rate)
                 if departure is not None:
                     self._on_alarm(Alarm("explosion", departure, step))

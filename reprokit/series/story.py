@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import correlation, linear_regression, median
 
 from reprokit.grammar import Count, Name, left_out
+from reprokit.series.course import stays_off
 from reprokit.words import counted, number_words
 
 
@@ -198,7 +199,7 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
         said = f"the {name} grows {rate:.2g} times a step from the first step on ({ends})"
         yield math.inf, Chapter(0, module, QUANTITIES[quantity], said)
         return
-    place = next((place for place in range(_LEAST_STEPS, len(series)) if _has_left(values, place)), None)
+    place = next((place for place in range(_LEAST_STEPS, len(series)) if stays_off(values, place)), None)
     if place is None:
         return
     usual = _usual(values[:place])
@@ -217,11 +218,6 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
 def _rises_throughout(values: Sequence[float]) -> bool:
     """True if every value is above the one before, and the last one far above the first."""
     return values[-1] > _FACTOR * values[0] and all(before < value for before, value in itertools.pairwise(values))
-
-
-def _has_left(values: Sequence[float], place: int) -> bool:
-    usual = _usual(values[:place])
-    return usual > 0 and all(not math.isfinite(value) or value > _FACTOR * usual for value in values[place:])
 
 
 def _rise(values: Sequence[float], place: int, usual: float) -> tuple[int, float | None]:

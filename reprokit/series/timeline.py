@@ -138,9 +138,11 @@ class Iterations:
 
     def meet(self, module: torch.nn.Module) -> None:
         """A module is called for the first time."""
-        found = {id(parameter): (self.total, weakref.ref(parameter)) for parameter in module.parameters()}
-        self._met |= found
-        self._idle -= found.keys()
+        parameters: list[torch.Tensor] = list(module.parameters())
+        if parameters:  # those of models that are gone are forgotten
+            self._met = {key: pair for key, pair in self._met.items() if pair[1]() is not None}
+            self._met.update((id(parameter), (self.total, weakref.ref(parameter))) for parameter in parameters)
+            self._idle.difference_update(map(id, parameters))
 
     def attempts(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of this very optimizer were attempted."""
@@ -153,6 +155,7 @@ class Iterations:
         if self._knows(optimizer):
             return self._seats[id(optimizer)]
         own = {id(parameter): weakref.ref(parameter) for parameter in parameters_of(optimizer)}
+        self._owned = {seat: self._owned[seat] if self._alive(seat) else {} for seat in self._owned}
         older = [seat for seat in self._owned if self._alive(seat) & own.keys()]
         seat = older[-1] if older else len(self._owned)
         self._seats[id(optimizer)], self._refs[id(optimizer)] = seat, weakref.ref(optimizer)
@@ -168,7 +171,7 @@ class Iterations:
         return self._of(seat, self._owned.get(seat, ()))
 
     def attempted(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """A step of ``optimizer`` ended or was skipped by a grad scaler; ``None``: the loop changed parameters itself."""
+        """A step of ``optimizer`` ended or was skipped by a grad scaler; ``None``: the loop updated by itself."""
         if optimizer is not None and self._only is not None and self._only() is optimizer:  # as nearly always
             self.total += 1
             self._attempts[id(optimizer)] += 1
@@ -196,7 +199,7 @@ class Iterations:
             self._after[self._turn] = self._after[before, count, None] = seat
         self._turn = (seat, min(count + 1, _LONGEST), earlier) if before == seat else (seat, 1, before)
         following = self._following
-        completed = self._of(following, ())
+        completed = self._of(seat if following is None else following, ())
         self.micro_step = self.micro_step if completed == self._current else 0
         self.completed = completed
 
@@ -223,7 +226,8 @@ class Iterations:
 
     def began(self, seat: int, step: int) -> int:
         """The first iteration of the model that is trained from a seat in iteration ``step``."""
-        return min((self._began[self._models[other]] for other in self.kin(seat, step) if other in self._models), default=step)
+        models = [self._models[other] for other in self.kin(seat, step) if other in self._models]
+        return min((self._began[model] for model in models), default=step)
 
     def names(self, names: Mapping[int, str]) -> dict[int, str]:
         """Names of optimizers, given by ``id``, by their seats."""
@@ -232,7 +236,8 @@ class Iterations:
     @property
     def has_several(self) -> bool:
         """True if several optimizers train one model, as far as is known."""
-        return 1 < sum(self._models.get(seat) == self._models.get(self._turn[0] or 0) for seat in self._owned) <= _MOST_SERIES
+        model = self._models.get(self._turn[0] or 0)
+        return 1 < sum(self._models.get(seat) == model for seat in self._owned) <= _MOST_SERIES
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
         known = self._refs.get(id(optimizer))
@@ -274,7 +279,8 @@ class Iterations:
 
     def _suppose_nothing(self, seat: int) -> None:
         """An older optimizer steps again: those that have begun since train the same model, in the same iterations."""
-        model, later = self._models[seat], {n for s, n in self._models.items() if self._last.get(s, -1) > self._last[seat]}
+        model, last = self._models[seat], self._last[seat]
+        later = {number for other, number in self._models.items() if self._last.get(other, -1) > last}
         self._models.update({other: model for other, number in self._models.items() if number in later})
         self._supposed = None
 
