@@ -166,14 +166,17 @@ class ReprokitRecord(Reprokit):
         self._all = self._recording = 0.0
         norms = self.session._loop.norms
         assert norms is not None
-        end_step = norms.end_step
+        for name in ("before_clip", "measure", "keep"):
+            setattr(norms, name, self._timed(getattr(norms, name)))
 
-        def timed(*args: Any) -> None:
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
             started = time.thread_time()
-            end_step(*args)
+            found = function(*args)
             self._recording += time.thread_time() - started
+            return found
 
-        norms.end_step = timed  # type: ignore[method-assign]
+        return timed
 
     def step(self) -> None:
         started = time.thread_time()

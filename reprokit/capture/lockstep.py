@@ -49,7 +49,6 @@ OTHER_PARAMETERS = "playing the steps since the last copy did not lead every ran
 ONE_PROCESS = "one process cannot show that ranks differ; the snapshot holds the inputs of the step"
 _ORDER = ("loss", "gradient", "parameter")  # what ranks find in one step: the first is the cause
 _DISTRIBUTED = os.path.join("torch", "distributed", "")
-_GAVE = {"loss": "own", "gradient": "shown", "parameter": "shown", "output": "shown"}
 
 
 class _Unanswered(Exception):
@@ -70,14 +69,11 @@ def from_the_past(describing: Describing, segments: list[Segment]) -> Made:
     if together.is_sharded:
         return _sharded_past(describing, segments, together)
     made, others = describing.played(segments, [])
-    for _ in range(2):
-        culprit = made.culprit if made is not None else None
-        ruined = [culprit] if culprit is not None and world.has_worsened(culprit) else []
-        if "ruined" not in together.agree("ruined" if ruined else "whole"):
-            break
+    culprit = made.culprit if made is not None else None
+    ruined = [culprit] if culprit is not None and world.has_worsened(culprit) else []
+    if "ruined" in together.agree("ruined" if ruined else "whole"):
         again, reasons = describing.played(segments, ruined)
         made, others = (again, reasons) if again is not None else (made, others)
-        break
     return _of_saver(together, made, others)
 
 
@@ -176,8 +172,8 @@ def _sharded_past(describing: Describing, segments: list[Segment], together: Mee
     is an update."""
     loop, world, verdict = describing.loop, describing.loop.world, describing.verdict
     made, reasons = None, [NOT_SHOWN]
-    options = {"takes_skipped": verdict.takes_skipped, "together": together}
-    replay = Replay(world, loop.tape, segments, world.copies[-1], **options)
+    takes_skipped, copy = verdict.takes_skipped, world.copies[-1]
+    replay = Replay(world, loop.tape, segments, copy, takes_skipped=takes_skipped, together=together)
     together.said = ()
     try:
         with replay.going_back():
@@ -198,7 +194,7 @@ def _sharded_past(describing: Describing, segments: list[Segment], together: Mee
         if made is None or culprit != together.rank:
             raise SavedElsewhere(culprit)
         return made
-    again = Replay(world, loop.tape, segments, world.copies[-1], together=together)
+    again = Replay(world, loop.tape, segments, copy, together=together)
     with again.going_back():
         with quiet_hooks(world.modules, again.leaves()):
             ops, contents = again.begin(int(number))

@@ -24,7 +24,7 @@ from reprokit import torch_private
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.budget import Budget
 from reprokit.capture.callers import compiled_call, first_user_frame, learn_loop
-from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, StepNote, name_of, starts_of
+from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, StepNote, gives_gradients, starts_of
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start, leaves_behind
 from reprokit.capture.options import Watch
@@ -36,7 +36,7 @@ from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.errors import pass_on
 from reprokit.locate.compiled import Compiled
 from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
-from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, Call
+from reprokit.program.ir import Call
 from reprokit.program.trace import current_mode
 from reprokit.series.record import NormMeter
 from reprokit.series.timeline import Iterations, ScalerWatch, Timeline, parameters_of
@@ -183,7 +183,8 @@ class Loop:
         except BaseException as error:
             self.recorder.switch_off(error)
             return
-        self.recorder.guard(self.act, outcome, before)
+        if outcome is not None:
+            self.recorder.guard(self.act, outcome, before)
         if self.recorder.enabled and is_urgent:
             self.failures.fail("loss", op=_op_of(call))
         elif self.recorder.enabled and bad == "before" and outcome != "skipped":
@@ -197,17 +198,11 @@ class Loop:
         """Whether what a backward call starts from is bad, and what has become of an earlier bad one."""
         self.has_differentiated = True
         starts = [start for start in starts_of(args, kwargs) if isinstance(start, torch.Tensor)]
-        op, before = _op_of(call), self.judge.pending
-        name = name_of(op)
-        gives = len(args) > 1 or bool(kwargs)
-        if gives:
-            from reprokit.capture.calls import gives_gradients
-
-            gives = gives_gradients(op)
-        bad = self._start(call[-1], name, starts, gives_gradients=gives)
+        before, is_asked = self.judge.pending, call[1] is torch.autograd.grad
+        gives = (len(args) > 1 or bool(kwargs)) and gives_gradients(_op_of(call))
+        bad = self._start(call[-1], starts, is_asked=is_asked, gives_gradients=gives)
         if before is None and bad != "now":
             return bad, None, None
-        is_asked = name == AUTOGRAD_GRAD
         counts = bad == "now" and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
         behind = leaves_behind(starts) if counts else set()
         iterations = self.iterations
@@ -218,7 +213,7 @@ class Loop:
         return bad, outcome, before
 
     def _start(
-        self, note: Any, name: str, starts: list[torch.Tensor], *, gives_gradients: bool
+        self, note: Any, starts: list[torch.Tensor], *, is_asked: bool, gives_gradients: bool
     ) -> Literal["now", "before"] | None:
         """``now`` if what a backward call starts from is bad, ``before`` if something was bad some steps ago."""
         if not starts:
@@ -227,7 +222,7 @@ class Loop:
         if len(starts) == 1 and first.numel() == 1 and not (waits or first.is_cuda or first.is_complex()):
             note.losses = [seen] = [first.item()]
             if not self.scalers.is_used:
-                self._note_loss(name, seen)
+                self._note_loss(seen, is_asked=is_asked)
                 return "now" if self.matter and not math.isfinite(seen) and not (
                     gives_gradients and not math.isnan(seen)
                 ) else None
@@ -237,7 +232,7 @@ class Loop:
         if note.losses is not None:
             loss = tensors[0].detach()
             is_near = loss.device.type == "cpu" and loss.numel() == 1 and not loss.is_complex()
-            self._note_loss(name, loss.item() if is_near else loss)  # the loop may write into it for its log
+            self._note_loss(loss.item() if is_near else loss, is_asked=is_asked)  # the loop may write into it for its log
         if not self.matter:
             return None
         if waits:
@@ -254,11 +249,11 @@ class Loop:
                 return alive.get(given[list(op.outs).index(number)], start)
         return start
 
-    def _note_loss(self, name: str, loss: torch.Tensor | float) -> None:
-        if name in (BACKWARD, AUTOGRAD_BACKWARD):
-            self.timeline.loss = loss
-        elif name == AUTOGRAD_GRAD:
+    def _note_loss(self, loss: torch.Tensor | float, *, is_asked: bool) -> None:
+        if is_asked:
             self.timeline.start_grad(loss)
+        else:
+            self.timeline.loss = loss
 
     def note_loss(self, loss: Any) -> None:
         """A transform that differentiates has returned what it started from; the loop may write into it for its log."""
@@ -314,7 +309,7 @@ class Loop:
         if not self.recorder.enabled:
             return
         if self.judge.pending is not None:
-            self.recorder.guard(self.judge.end, call[-1], list(iter_tensors(output)))
+            self.judge.end(call[-1], list(iter_tensors(output)))
         if call[1] is not torch.autograd.grad:
             self.iterations.micro_step += 1
         if self.iterations.total < SETTLED_AFTER:
@@ -322,7 +317,7 @@ class Loop:
         optimizer, self._inside = self._inside, None
         if optimizer is not None:
             call[-1].has_stepped = True
-            self.recorder.guard(self.end_step, optimizer)
+            self.end_step(optimizer)
 
     # -- what the loop does with its gradients by itself ---------------------------------------------------------
 
@@ -449,7 +444,10 @@ class Loop:
             recorder.switch_off(error)
             return None
         if closure is None:
-            recorder.guard(self._check_update, optimizer)
+            try:
+                self._check_update(optimizer)
+            except BaseException as error:
+                recorder.switch_off(error)
             return None
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}

@@ -37,8 +37,6 @@ from reprokit.words import counted
 if TYPE_CHECKING:
     from reprokit.capture.judge import Outcome, Pending
     from reprokit.capture.loop import Loop
-    from reprokit.capture.save import Describing, Made
-    from reprokit.capture.tape import Op, Segment
     from reprokit.program.trace import Tracer
     from reprokit.snapshot.format import Snapshot
 
@@ -166,7 +164,7 @@ class Ranks:
             self._report("loss", self._loop.iterations.total)
 
     def _report(self, what: str, total: int) -> None:
-        """The loss, or a gradient, of this rank is bad, which all ranks are to see at the update that ``total`` counts."""
+        """Something is bad on this rank, which all ranks are to see at the update that ``total`` counts."""
         self._reported_at = total
         self._store.set(self._key("bad", self.rank), what)
         self._store.set(self._key("bad step", total), "yes")
@@ -233,12 +231,16 @@ class Ranks:
 
     # -- saving and stopping -------------------------------------------------------------------------------------
 
-    def _fail_together(self, is_seen_by_all: bool, where: str = "gradient") -> None:
-        """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
+    def _fail_together(
+        self, is_seen_by_all: bool, where: str = "gradient", *, is_difference: bool = False
+    ) -> None:
+        """A process had something bad, or ranks differ: its rank saves, and all stop in the same step."""
         frame, failures, session = sys._getframe(1), self._loop.failures, self._loop.failures.session
         try:
             with failures.until_saved():  # another rank may end before this one has begun to save
-                if not (is_seen_by_all and self._go_back(frame, where)):
+                if is_difference:
+                    is_seen_by_all = self._save_difference(frame)
+                elif not (is_seen_by_all and self._go_back(frame, where)):
                     self._save_or_leave(frame, is_seen_by_all)
             all_stop = self._all_stop(is_seen_by_all and (session.stops or self.is_sharded))
         except Exception as error:
@@ -246,9 +248,9 @@ class Ranks:
             return
         if all_stop:
             session.stop()
-        if session.stops:
+        if session.stops and not is_difference:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
-        if session.stops or not is_seen_by_all:
+        if session.stops or is_difference or not is_seen_by_all:
             self.leave()
 
     def _go_back(self, frame: FrameType, where: str) -> bool:
@@ -347,17 +349,9 @@ class Ranks:
 
     # -- what is saved -------------------------------------------------------------------------------------------
 
-    def made(self, describing: Describing, ops: list[Op], pending: Op | None) -> Made:
-        """The failing step of one rank of a model that is spread over all."""
-        return lockstep.made(describing, ops, pending)
-
-    def from_the_past(self, describing: Describing, segments: list[Segment]) -> Made:
-        """The first bad step of this rank. Raises `SavedElsewhere` if another one made it, or `NothingFound`."""
-        return lockstep.from_the_past(describing, segments)
-
-    def difference_made(self, describing: Describing) -> Made:
-        """The step in which the ranks begin to differ. Raises `SavedElsewhere` on all ranks but one, or `Parted`."""
-        return lockstep.first_difference(describing)
+    made = staticmethod(lockstep.made)
+    from_the_past = staticmethod(lockstep.from_the_past)
+    difference_made = staticmethod(lockstep.first_difference)
 
     def recording(self, tracer: Tracer) -> contextlib.AbstractContextManager[None]:
         """The context in which a step is recorded."""
@@ -389,7 +383,7 @@ class Ranks:
         elif any(answer.bad != _GOOD for answer in answers):
             self._fail_together(True, bad or "parameter")
         elif replicas is not None and replicas.differ([answer.digest for answer in answers], step):
-            self._fail_by_difference()
+            self._fail_together(True, is_difference=True)
         return started + waited
 
     def _meet_for_copy(self, bad: str, digest: str, now: float, *, is_end: bool) -> list[_Answer] | None:
@@ -427,41 +421,26 @@ class Ranks:
         until = f"no copy of the state after step {step}" if self.has_missed else f"{since} from step {step} on"
         self._loop.failures.session.say(f"{reason}; {made}; {until}")
 
-    def _fail_by_difference(self) -> None:
-        """Parameters differ between ranks, which all of them know: the first rank that differs saves, and all stop.
-
-        Where a rank does not answer, nobody waits for it: the training goes on.
-        """
+    def _save_difference(self, frame: FrameType) -> bool:
+        """Parameters differ between ranks, which all of them know: the first rank that differs saves; ``False`` if a
+        rank does not answer."""
         loop, session, replicas, meeting = self._loop, self._loop.failures.session, self.replicas, self.meeting
-        frame, is_together = sys._getframe(1), True
         assert replicas is not None and meeting is not None, "ranks that differ have met"
+        is_together = True
         try:
-            try:
-                found = replicas.compare(lambda text: meeting.exchange("differ", text), meeting.rank, frame)
-                if found is None:
-                    raise Parted("an answer was that of another step")
-            except Parted as reason:
-                self.part()
-                self._say_parted(str(reason), loop.iterations.total)
-                return
+            found = replicas.compare(lambda text: meeting.exchange("differ", text), meeting.rank, frame)
+            if found is None:
+                raise Parted("an answer was that of another step")
             before, after = replicas.equal_after, replicas.different_after
             found = replace(found, equal_after=before, began_at=after, is_exact=before == after - 1)
-            try:
-                loop.failures.save(Verdict("parameter", frame, is_late=True, difference=found))
-            except SavedElsewhere as elsewhere:
-                session.say(f"{elsewhere.what} differs on rank {elsewhere.rank}, which saves its step")
-            except Parted:
-                is_together = False
-                session.say("nothing was saved, because a rank did not answer; the training goes on, unwatched")
-            session.leave()
-            all_stop = self._all_stop(session.stops and is_together)
-            if not all_stop:
-                self.leave()
-        except Exception as error:
-            session.switch_off(error)
-            return
-        if all_stop:
-            session.stop()
+            loop.failures.save(Verdict("parameter", frame, is_late=True, difference=found))
+        except SavedElsewhere as elsewhere:
+            session.say(f"{elsewhere.what} differs on rank {elsewhere.rank}, which saves its step")
+        except Parted as reason:
+            session.say(f"nothing was saved, because a rank did not answer ({reason}); the training goes on, unwatched")
+            is_together = False
+        session.leave()
+        return is_together
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -179,8 +179,8 @@ class Recorder(StackedMode):
         out: Any,
     ) -> None:
         """Note a call that changes nothing, if a replay can make again what it has made."""
-        outputs = list(iter_tensors(out))
-        has_tensors = next(iter_tensors((args, kwargs)), None) is not None
+        outputs = [out] if out.__class__ is _Tensor else list(iter_tensors(out))
+        has_tensors = any(value.__class__ is _Tensor for value in args) or any(True for _ in iter_tensors((args, kwargs)))
         if not outputs or not _can_repeat(facts, note, outputs, has_tensors=has_tensors):
             if isinstance(facts.function, OPERATORS):
                 note_unfollowed(outputs)
@@ -349,23 +349,33 @@ class Recorder(StackedMode):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         """A backward call of the loop: it is checked before it runs, and noted after."""
-        begun = self.guard(self._begin_backward, function, args, kwargs, frame)
-        if begun is None:
-            return function(*args, **kwargs)
-        args, kwargs, call = begun
-        self.is_claimed = True
+        call: Begun | None = None
         popped = self.step_aside()
         try:
-            self.loop.before_backward(call, args, kwargs)
-            output = function(*args, **kwargs)
-        except BaseException as error:
-            self.fail(error, call)
-            raise
+            try:
+                begun = self._begin_backward(function, args, kwargs, frame)
+            except BaseException as error:
+                self.switch_off(error)
+                begun = None
+            if begun is not None:
+                args, kwargs, call = begun
+                self.is_claimed = True
+                self.loop.before_backward(call, args, kwargs)
+                try:
+                    output = function(*args, **kwargs)
+                except BaseException as error:
+                    self.fail(error, call)
+                    raise
+                if self.enabled:
+                    try:
+                        self._add(call, output)
+                        self.loop.after_backward(call, output)
+                    except BaseException as error:
+                        self.switch_off(error)
+                return output
         finally:
             self.step_back(popped)
-        self.guard(self.finish, call, output)
-        self.loop.after_backward(call, output)
-        return output
+        return function(*args, **kwargs)
 
     def _begin_backward(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType

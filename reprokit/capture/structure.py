@@ -51,7 +51,10 @@ def iter_leaves(value: Any, kind: type[Leaf], depth: int = 0) -> Iterator[Leaf]:
         return
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from iter_leaves(item, kind, depth + 1)
+            if isinstance(item, kind):
+                yield item
+            elif type(item) not in ATOMS:
+                yield from iter_leaves(item, kind, depth + 1)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from iter_leaves(item, kind, depth + 1)
@@ -68,7 +71,14 @@ def map_leaves(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any], dept
     if type(value) in ATOMS or isinstance(value, _LEAVES) or depth > _MAX_DEPTH:
         return value
     if isinstance(value, (list, tuple)):
-        items = [map_leaves(item, kind, change, depth + 1) for item in value]
+        items = [
+            change(item)
+            if isinstance(item, kind)
+            else item
+            if type(item) in ATOMS
+            else map_leaves(item, kind, change, depth + 1)
+            for item in value
+        ]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -122,7 +122,11 @@ class Tape:
         if known is None or known[0]() is not tensor:
             return self.add_input(tensor)
         number = known[1]
-        return self.hold(number, tensor) if number < self.first and number not in self.held else number
+        if number >= self.first or number in self.held:
+            return number
+        if tensor.__class__ is torch.nn.Parameter and number in self.inputs:  # clipping may be given hundreds
+            return number
+        return self.hold(number, tensor)
 
     def known(self, tensor: torch.Tensor) -> Number | None:
         """The number of a tensor, ``None`` if it has none."""
