@@ -191,15 +191,21 @@ class Recorder(StackedMode):
         self._add((Function, facts.function, given, named, *where, current_mode(), note), out)
 
     def note_failure(
-        self, error: BaseException, facts: Facts, args: tuple[Any, ...], kwargs: Any, frame: FrameType
+        self,
+        error: BaseException,
+        facts: Facts,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        frame: FrameType,
+        note: FunctionNote | None = None,
     ) -> None:
-        """An exception came out of a call that writes nothing."""
+        """An exception came out of the call of a function."""
         try:
             user, _, _ = caller_of(frame)
             if user is not None:
                 given, named = self.encode(args, dict(kwargs))
                 where = (user.f_code, user.f_lasti)
-                self.fail(error, (Function, facts.function, given, named, *where, current_mode(), None))
+                self.fail(error, (Function, facts.function, given, named, *where, current_mode(), note))
         except BaseException as own:
             self.switch_off(own)
 
@@ -239,9 +245,7 @@ class Recorder(StackedMode):
         try:
             out = func(*args, **kwargs)
         except BaseException as error:
-            self.note_failure(error, facts, args, kwargs, frame)
-            if note is not None and note.is_write:
-                self.gaps.append(None)
+            self.note_failure(error, facts, args, kwargs, frame, note)
             raise
         try:
             if note is not None and note.is_write:
@@ -487,6 +491,8 @@ def _can_repeat(
 
 
 def _may_have_written(op: Op) -> bool:
+    if op.kind is Function:
+        return op.note is not None and bool(op.note.is_write)
     if op.kind is Root:
         return bool(op.note.is_training) and any(module._buffers for module in op.target.modules())
     return op.kind is Backward and op.target is not torch.autograd.grad  # some gradients

@@ -775,6 +775,7 @@ class Describing:
             began_at=began or None,
             num_threads=torch.get_num_threads(),
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled() if case.raised else None,
             matmul_precision=matmul_precision(),
         )
         names = iterations.names(names_of(loop.world.optimizers, case.frame))

@@ -172,10 +172,14 @@ def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The switches of torch that a replay needs to give the same bits; ``None``: as they are."""
+    """The switches of torch that a replay needs to give the same bits; ``None``: as they are.
+
+    An operation without a deterministic version raises only where ``deterministic_warn_only`` is false.
+    """
 
     num_threads: Positive | None = left_out()
     deterministic_algorithms: bool | None = left_out()
+    deterministic_warn_only: bool | None = left_out()
     matmul_precision: Annotated[str, one_of("highest", "high", "medium")] | None = left_out()
 
 
@@ -194,11 +198,12 @@ def determinism(settings: Settings | None = None) -> Iterator[None]:
     )
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     is_deterministic = _given(settings.deterministic_algorithms, before[1])
-    is_change = is_deterministic != before[1] or (is_deterministic and not warn_only)
+    warns = _given(settings.deterministic_warn_only, True)
+    is_change = is_deterministic != before[1] or (is_deterministic and warn_only != warns)
     try:
         torch.set_num_threads(_given(settings.num_threads, before[0]))
         if is_change:  # the call imports torch's compiler, which takes seconds
-            torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
+            torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
         _set_matmul_precision(settings.matmul_precision)
         yield
     finally:

@@ -18,7 +18,7 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import observed
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.functions import is_in_place
-from reprokit.program.interpreter import Outcome, Tensors, run
+from reprokit.program.interpreter import Outcome, Settings, Tensors, determinism, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
 from reprokit.render.code import Code, write_program
 from reprokit.render.expression import fold, quoted
@@ -41,10 +41,20 @@ class Subject:
     way: str
 
 
+DETERMINISTIC = "torch.use_deterministic_algorithms(True)"
+
+
+def needs_determinism(failure: Failure) -> bool:
+    """True for an exception that an operation raises in deterministic mode only: its message names the switch."""
+    return failure.exception is not None and DETERMINISTIC in failure.exception[1]
+
+
 def find_subject(program: Program, tensors: Tensors, failure: Failure) -> Subject | None:
     """The tensor to look at, ``None`` for an exception; raises `NotReproduced` when nothing fails in the same way."""
     wanted = list(_candidates(program, failure))
-    outcome = run(program, tensors, keep=frozenset(wanted))
+    settings = Settings(deterministic_algorithms=True, deterministic_warn_only=False)
+    with determinism(settings if needs_determinism(failure) else None):
+        outcome = run(program, tensors, keep=frozenset(wanted))
     if failure.kind == "exception":
         if outcome.error is None or type(outcome.error).__name__ != _exception_name(failure):
             raise NotReproduced(f"the program does not raise `{_exception_name(failure)}` when it is run again")

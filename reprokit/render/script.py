@@ -16,7 +16,16 @@ from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
-from reprokit.render.check import ScriptParts, event_parts, find_subject, function_parts, mismatch_parts, write_check
+from reprokit.render.check import (
+    DETERMINISTIC,
+    ScriptParts,
+    event_parts,
+    find_subject,
+    function_parts,
+    mismatch_parts,
+    needs_determinism,
+    write_check,
+)
 from reprokit.render.code import SIDE_FILE, write_program
 from reprokit.render.gate import require_closed
 from reprokit.render.templates import render_template
@@ -111,7 +120,7 @@ def write_script(
         "repro.py.j2",
         header=header,
         imports=parts.imports or parts.code.imports,
-        inputs=parts.code.inputs,
+        inputs=(*([DETERMINISTIC] if needs_determinism(failure) else []), *parts.code.inputs),
         body=parts.body,
         check=parts.check,
     )

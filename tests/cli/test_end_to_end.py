@@ -120,3 +120,52 @@ def test_opening_a_snapshot_executes_nothing(tmp_path: Path) -> None:
         done = reprokit(tmp_path, command, str(path))
         assert done.returncode != 0 and not bait.exists()
         assert "Traceback" not in done.stderr and "hint:" in done.stderr
+
+
+DETERMINISTIC = """
+import torch
+
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(6):
+    loss = model(torch.randn(8, 4)).square().mean()
+    if step == 3:
+        loss = loss + torch.empty(4).put_(torch.tensor([1, 1]), torch.tensor([1.0, 2.0])).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+OVERFLOWING_NORM = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4).half()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for step in range(6):
+    loss = model(torch.randn(8, 4).half()).float().square().mean() * (1.0 if step != 3 else 1e5)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "origin", "line"),
+    [
+        (DETERMINISTIC, "torch.Tensor.put_", "torch.use_deterministic_algorithms(True)"),
+        (OVERFLOWING_NORM, "torch.linalg.vector_norm", "torch.linalg.vector_norm("),
+    ],
+    ids=["raised in deterministic mode only", "the norm of clipping overflows"],
+)
+def test_what_a_switch_or_a_bound_has_caused_is_found_and_fails_alone(
+    script: str, origin: str, line: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    captured = json.loads(reprokit(tmp_path, "capture", "--json", "train.py").stdout)
+    assert (captured["failure"]["call"], captured["failure"]["step"], captured["fidelity"]) == (origin, 3, "exact")
+    assert reprokit(tmp_path, "shrink", captured["path"], "-o", "out").returncode == 0
+    assert line in (tmp_path / "out" / "repro.py").read_text()
+    assert run_python_in(tmp_path / "out", "repro.py").returncode == 1
