@@ -114,6 +114,7 @@ def lacking(functions: Collection[str]) -> str | None:
     names = ", ".join(f"`{name}`" for name in lost)
     return f"torch {torch.__version__} lacks {names}: {'; '.join(dict.fromkeys(lost.values()))}"
 
+
 # Several processes. Without one of these names they are not followed.
 _DISTRIBUTED = "several processes are not followed"
 _c10d = _look_up("torch.distributed.distributed_c10d", "", None)

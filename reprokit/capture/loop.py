@@ -223,16 +223,20 @@ class Loop:
             note.losses = [seen] = [first.item()]
             if not self.scalers.is_used:
                 self._note_loss(seen, is_asked=is_asked)
-                return "now" if self.matter and not math.isfinite(seen) and not (
-                    gives_gradients and not math.isnan(seen)
-                ) else None
+                return (
+                    "now"
+                    if self.matter and not math.isfinite(seen) and not (gives_gradients and not math.isnan(seen))
+                    else None
+                )
         elif sum(map(torch.Tensor.numel, starts)) == 1:
             note.losses = [start.detach() for start in starts]
         tensors = [self._unscaled(start) for start in starts] if self.scalers.is_used else starts
         if note.losses is not None:
             loss = tensors[0].detach()
             is_near = loss.device.type == "cpu" and loss.numel() == 1 and not loss.is_complex()
-            self._note_loss(loss.item() if is_near else loss, is_asked=is_asked)  # the loop may write into it for its log
+            self._note_loss(
+                loss.item() if is_near else loss, is_asked=is_asked
+            )  # the loop may write into it for its log
         if not self.matter:
             return None
         if waits:
@@ -726,9 +730,7 @@ class Loop:
             leaves = {id(parameter) for root in roots for parameter in root.parameters()}
         return iterations.running(leaves)
 
-    def _end_step(
-        self, optimizer: torch.optim.Optimizer | None, ended: float, was_checked: bool = False
-    ) -> None:
+    def _end_step(self, optimizer: torch.optim.Optimizer | None, ended: float, was_checked: bool = False) -> None:
         """The running step is over: mark it and, when everything ``was_checked``, take a new copy of the state.
 
         No copy is taken after an alarm, which leads back to the old one. ``optimizer`` is ``None`` after an update made

@@ -50,9 +50,7 @@ class StepMeter:
     With ``seconds`` of CPU time it raises `OutOfTime` at the first step that begins later, after ``least`` steps.
     """
 
-    def __init__(
-        self, alive: Mapping[Number, torch.Tensor], *, seconds: float | None = None, least: int = 0
-    ) -> None:
+    def __init__(self, alive: Mapping[Number, torch.Tensor], *, seconds: float | None = None, least: int = 0) -> None:
         self._alive = alive
         self._least = least
         self._ends = None if seconds is None else time.process_time() + seconds

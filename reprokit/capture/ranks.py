@@ -212,9 +212,7 @@ class Ranks:
         if self.is_sharded:
             return False
         self._store.set(self._key(what, self.rank), "yes")
-        while self._are_all("watches") and not (
-            self._has("bad step", total) or self._are_all(what) or self._is_ending
-        ):
+        while self._are_all("watches") and not (self._has("bad step", total) or self._are_all(what) or self._is_ending):
             if time.monotonic() > ends_at:
                 step = self._loop.iterations.completed
                 seen = f"averaged gradients are bad on rank {self.rank} at step {step}, and not on every rank"
@@ -231,9 +229,7 @@ class Ranks:
 
     # -- saving and stopping -------------------------------------------------------------------------------------
 
-    def _fail_together(
-        self, is_seen_by_all: bool, where: str = "gradient", *, is_difference: bool = False
-    ) -> None:
+    def _fail_together(self, is_seen_by_all: bool, where: str = "gradient", *, is_difference: bool = False) -> None:
         """A process had something bad, or ranks differ: its rank saves, and all stop in the same step."""
         frame, failures, session = sys._getframe(1), self._loop.failures, self._loop.failures.session
         try:

@@ -180,7 +180,9 @@ class Recorder(StackedMode):
     ) -> None:
         """Note a call that changes nothing, if a replay can make again what it has made."""
         outputs = [out] if out.__class__ is _Tensor else list(iter_tensors(out))
-        has_tensors = any(value.__class__ is _Tensor for value in args) or any(True for _ in iter_tensors((args, kwargs)))
+        has_tensors = any(value.__class__ is _Tensor for value in args) or any(
+            True for _ in iter_tensors((args, kwargs))
+        )
         if not outputs or not _can_repeat(facts, note, outputs, has_tensors=has_tensors):
             if isinstance(facts.function, OPERATORS):
                 note_unfollowed(outputs)
@@ -330,9 +332,7 @@ class Recorder(StackedMode):
         given, named = self.encode(args, kwargs)
         return where, _as(note, is_write=True), (written, given, named, False)
 
-    def _note_write(
-        self, facts: Facts, written: Any, note: FunctionNote, where: tuple[Any, int], out: Any
-    ) -> None:
+    def _note_write(self, facts: Facts, written: Any, note: FunctionNote, where: tuple[Any, int], out: Any) -> None:
         target, given, named, is_data = written
         if note.rng is None and facts.is_random and isinstance(target, torch.Tensor):
             note.outcome = target.detach().clone()
@@ -476,9 +476,7 @@ def _begins_forward(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return any(tensor.requires_grad for tensor in iter_tensors((args, kwargs)))
 
 
-def _can_repeat(
-    facts: Facts, note: FunctionNote | None, outputs: list[torch.Tensor], *, has_tensors: bool
-) -> bool:
+def _can_repeat(facts: Facts, note: FunctionNote | None, outputs: list[torch.Tensor], *, has_tensors: bool) -> bool:
     """True if replaying the function gives the same; otherwise its outcome is used by value."""
     if not facts.name:
         return any(tensor.requires_grad for tensor in outputs)

@@ -728,9 +728,7 @@ class Replay:
             self.together.stop(NOTHING)
         return None
 
-    def _look(
-        self, number: int, judge: Judge, modes: Modes, start: Copy | None
-    ) -> tuple[Found | None, Iterator[Op]]:
+    def _look(self, number: int, judge: Judge, modes: Modes, start: Copy | None) -> tuple[Found | None, Iterator[Op]]:
         """The nan or inf of a step, and the calls that were not played. ``start`` gets the state that the forward pass
         of the step begins with."""
         segment, world, player = self.segments[number], self._world, self._player
@@ -982,9 +980,7 @@ def num_backward(ops: Iterable[Op | None]) -> int:
     return sum(op is not None and op.kind is Backward and name_of(op) != AUTOGRAD_GRAD for op in ops)
 
 
-def with_makers(
-    ops: Sequence[Op], earlier: Sequence[Op], tape: Tape, known: Mapping[Number, torch.Tensor]
-) -> list[Op]:
+def with_makers(ops: Sequence[Op], earlier: Sequence[Op], tape: Tape, known: Mapping[Number, torch.Tensor]) -> list[Op]:
     """``ops`` of a step behind those of ``earlier`` ones that made the graphs it goes on with.
 
     What is ``known`` without a graph is used by its value.
@@ -999,4 +995,3 @@ def with_makers(
                 wanted.add(number)
         produced.update(op.outs)
     return [*makers_of(wanted, earlier), *ops]
-

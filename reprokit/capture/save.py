@@ -653,9 +653,7 @@ class Describing:
             )
             if loop.ranks.is_sharded:
                 stack.enter_context(loop.ranks.recording(recorder.tracer))
-            replayed = record(
-                recorder, case.all_ops, performs_last=case.pending is None, raises=raises, keep=case.keep
-            )
+            replayed = record(recorder, case.all_ops, performs_last=case.pending is None, raises=raises, keep=case.keep)
             if case.together is not None:
                 case.together.stop(f"{DONE} loss" if case.pending is not None else DONE)
             if case.where == "output" and case.pending is not None:
@@ -965,4 +963,3 @@ def _micro_step(case: Case, replayed: ReplayedStep, failure: Failure) -> int:
     later = sum(number > failure.call_index for number in backward)
     is_pending = case.pending is not None and name_of(case.pending) in (BACKWARD, AUTOGRAD_BACKWARD)
     return max(0, made - max(0, later - is_pending))
-

@@ -146,7 +146,6 @@ class Names:
             for name, buffer in module.named_buffers():
                 self._add(buffer, InputName(root + user_path(name), "buffer"))
 
-
     def add_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         """The names of parameters for what stands for them, by the ``id`` of the parameter."""
         for key, tensor in stand_ins.items():

@@ -146,7 +146,12 @@ class Buffers:
         for number, (space, name, home, witness) in enumerate(self._rows):
             seen, version, own = self._versions[number]
             buffer = self._tensors[number]
-            if space[name] is not buffer or buffer._version != own or home[witness] is not seen or seen._version != version:
+            if (
+                space[name] is not buffer
+                or buffer._version != own
+                or home[witness] is not seen
+                or seen._version != version
+            ):
                 changed.append(number)
         for number in changed:
             space, name, _, _ = self._rows[number]
@@ -171,9 +176,7 @@ class Buffers:
         bound = Contents([t for _, _, t in now if t is not None and all(t is not known for known in self._tensors)])
         try:
             with torch.no_grad():
-                for (space, name, _, _), tensor, content in zip(
-                    self._rows, self._tensors, self._contents, strict=True
-                ):
+                for (space, name, _, _), tensor, content in zip(self._rows, self._tensors, self._contents, strict=True):
                     if tensor.shape != content.shape:
                         raise CannotGoBack("a buffer has another shape by now")
                     space[name] = tensor

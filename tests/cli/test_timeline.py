@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reprokit.series.events import LineLog
 from reprokit.cli import main
+from reprokit.series.events import LineLog
 from tests.conftest import Run
 
 SCRIPT = """\

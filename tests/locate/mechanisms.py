@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.quantity import measured
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.snapshot.format import Snapshot
 from reprokit.series.story import StepNumbers
+from reprokit.snapshot.format import Snapshot
 from tests.shrink.failing import INF, record, seeded, snapshot_of, traced
 
 NAN = float("nan")

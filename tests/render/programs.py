@@ -14,9 +14,9 @@ from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.program.trace import Tracer
 from reprokit.render.code import SIDE_FILE, Code
 from reprokit.render.verify import VerifyResult
+from reprokit.series.story import StepNumbers
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
-from reprokit.series.story import StepNumbers
 
 Case = tuple[Program, dict[int, torch.Tensor]]
 VERIFIED = VerifyResult(

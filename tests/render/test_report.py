@@ -24,11 +24,11 @@ from reprokit.render.survey import (
     survey,
     ways,
 )
+from reprokit.series.story import LayerSeries
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.source import SourceState
-from reprokit.series.story import LayerSeries
 from tests.render.programs import (
     VERIFIED,
     Case,
