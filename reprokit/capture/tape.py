@@ -437,7 +437,8 @@ def without_gradients(ops: Sequence[Op]) -> list[int]:
     kept = []
     for position, op in enumerate(ops):
         is_of_gone = op.kind.is_pure(op) and not gone.isdisjoint(op.ins)
-        if (position < cleared and (op.kind.makes_gradients or op.kind.reads_gradients(op))) or is_of_gone:
+        is_of_grad = op.kind.makes_gradients and op.target is not torch.autograd.grad  # whose results outlive clearing
+        if (position < cleared and (is_of_grad or op.kind.reads_gradients(op))) or is_of_gone:
             gone.update(op.outs)
         else:
             kept.append(position)
