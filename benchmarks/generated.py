@@ -328,12 +328,13 @@ def root(values: torch.Tensor) -> torch.Tensor:
 
 
 class Training:
-    """One run of a loop. ``planted`` is the count of completed iterations when the fault was met, if it was."""
+    """One run of a loop. ``planted`` is the iteration in which the fault was met, if it was: an iteration ends before an
+    optimizer steps a second time. ``turn`` is the optimizer that steps next."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.planted: int | None = None
-        self.counts: dict[str, int] = {}
+        self.iteration, self.stepped, self.turn = 0, set[str](), "main"
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         torch.manual_seed(loop.seed)
         random.seed(loop.seed)
@@ -503,7 +504,13 @@ class Training:
     def plant(self) -> None:
         """The fault has just been met."""
         if self.planted is None:
-            self.planted = max(self.counts.values(), default=0)
+            self.planted = self.iteration + (self.turn in self.stepped)
+
+    def count(self, role: str) -> None:
+        """An update was made, or left out by a grad scaler."""
+        if role in self.stepped:
+            self.iteration, self.stepped = self.iteration + 1, set()
+        self.stepped.add(role)
 
     def plant_rate(self, optimizer: torch.optim.Optimizer) -> None:
         """An update is about to be made."""
@@ -644,7 +651,7 @@ class Training:
 
         self.plant_rate(optimizer)
         optimizer.step(closure)
-        self.counts["main"] = self.counts.get("main", 0) + 1
+        self.count("main")
         if self.loop.zero == "after":
             self.zero_grad()
 
@@ -671,7 +678,7 @@ class Training:
             self.scaler.update()
         else:
             optimizer.step()
-        self.counts[role] = self.counts.get(role, 0) + 1
+        self.count(role)
 
     def update_by_hand(self, parameters: list[torch.Tensor], rate: float) -> None:
         """Gradient descent as the loop writes it."""
@@ -689,9 +696,11 @@ class Training:
 
     def step_turns(self, step: int) -> None:
         """Two optimizers for two parts of one model, one in each step."""
+        self.turn = "main" if step % 2 == 0 else "second"
         self.zero_grad()
         if all([self.differentiate(self.batch(step, micro)) for micro in range(self.loop.accumulate)]):
-            self.update("main" if step % 2 == 0 else "second")
+            self.update(self.turn)
+            self.turn = "second" if self.turn == "main" else "main"
 
     def step_actor_critic(self, step: int) -> None:
         """Two losses over one forward, an optimizer for each."""
@@ -712,6 +721,7 @@ class Training:
 
     def step_adversarial(self, step: int) -> None:
         """A critic in every step, a generator in every second."""
+        self.turn = "main"
         assert self.other is not None
         batch = self.batch(step, 0)
         fake = self.other(torch.randn(ROWS, WIDTH))
@@ -722,6 +732,7 @@ class Training:
         loss.backward()
         self.update("main")
         if step % 2 == 0:
+            self.turn = "second"
             self.optimizers["second"].zero_grad()
             loss = -self.model(fake, batch.words)[:, 0].mean()
             if self.loop.fault == "fake":
@@ -730,6 +741,7 @@ class Training:
                 self.plant()
             loss.backward()
             self.update("second")
+            self.turn = "main"
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

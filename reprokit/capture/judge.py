@@ -129,9 +129,10 @@ class Judge:
         if pending.is_asked:
             return None
         if pending.has_bad_gradients:
-            if not self.has_bad_gradient():
-                self.pending = None  # the loop has made good ones of them
-            return None
+            if self.has_bad_gradient():
+                return None
+            self.pending = None  # the loop has made good ones of them
+            return "skipped"
         is_used = any(id(p) in pending.behind and id(p) not in pending.cleared for p in parameters)
         return "failed" if is_used else None
 

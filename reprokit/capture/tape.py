@@ -263,6 +263,7 @@ class Tape:
         """The loop has dropped all gradients of the running step, and skipped it: forget the calls that made them."""
         ops = self.running()
         self._drop({self.begin + n for n in set(range(len(ops))) - set(without_gradients(ops))})
+        self.scalars.clear()
 
     def running(self) -> list[Op]:
         """The calls of the running step."""

@@ -161,8 +161,11 @@ Named = tuple[str, Any]
 def root_names(roots: Sequence[torch.nn.Module], frame: FrameType | None) -> dict[int, str]:
     """Names by ``id`` of those root modules that paths or classes alone would mix up.
 
-    That is so for those with parameters if there are several, and for those that share a class.
+    That is so for those with parameters if there are several, and for those that share a class. A part of another root,
+    which the loop calls by itself too, is named as that part.
     """
+    parts = {id(part) for root in roots for part in root.modules() if part is not root}
+    roots = [root for root in roots if id(root) not in parts]
     own = [root for root in roots if next(root.parameters(), None) is not None]
     classes = [type(root).__name__ for root in roots]
     alike = [root for root in roots if classes.count(type(root).__name__) > 1]

@@ -118,6 +118,7 @@ class Buffers:
         self._contents: list[torch.Tensor] = []
         self._versions: list[tuple[torch.Tensor, int, int]] = []
         self._known: set[tuple[int, str]] = set()
+        self.are_replaced = False  # a forward has put another tensor in the place of a buffer
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -158,6 +159,7 @@ class Buffers:
             buffer = space[name]
             if buffer is None or buffer.is_inference():
                 continue
+            self.are_replaced = self.are_replaced or buffer is not self._tensors[number]
             same = buffer is self._tensors[number] and buffer.shape == self._contents[number].shape
             self._tensors[number] = buffer
             if same:
@@ -167,6 +169,11 @@ class Buffers:
             else:
                 self._contents[number] = _copy(buffer)
             self._versions[number] = self._stamp(number)
+
+    def at(self, address: int | None) -> torch.Tensor | None:
+        """The buffer of now with this memory."""
+        tensors = (space[name] for space, name, _, _ in self._rows)
+        return next((tensor for tensor in tensors if tensor is not None and address_of(tensor) == address), None)
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
@@ -411,12 +418,14 @@ class World:
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """True if a tensor shares memory with the state."""
-        return address_of(tensor) in self.addresses
+        return self.owner_of(tensor) is not None
 
     def owner_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The part of the state whose memory a tensor shares."""
-        reference = self.addresses.get(address_of(tensor) or 0)
-        return reference() if reference is not None else None
+        address = address_of(tensor)
+        reference = self.addresses.get(address or 0)
+        owner = reference() if reference is not None else None
+        return owner if owner is not None or not self.buffers.are_replaced else self.buffers.at(address)
 
     def before_write(self, target: torch.Tensor) -> None:
         """State is about to be written; a frozen parameter that nothing had written so far is copied now."""

@@ -23,6 +23,7 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import at_call, at_optimizer, loss_of, measured
 from reprokit.locate.spelling import VIEWS, argument_at, short_name, slot_of
 from reprokit.locate.ways import largest_finite, ways_of
+from reprokit.program.dataflow import node_of
 from reprokit.program.functions import all_written
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs
@@ -85,7 +86,7 @@ class _Sizes:
                 self.with_graph.add(index)
         for value in call.output_refs():
             tensor = values[value]
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if node_of(tensor) is not None:
                 hook = partial(self._note, index, value)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 

@@ -124,7 +124,7 @@ class NodeOwners:
         """Give the new nodes behind the outputs of call number ``index`` to it."""
         places = iter_refs(all_written(call.target, call.args, call.kwargs))
         written = [values[value] for value in (*call.output_refs(), *(ref.value for ref in places)) if value in values]
-        stack = [tensor.grad_fn for tensor in written if tensor.requires_grad and tensor.grad_fn is not None]
+        stack = [node for node in map(node_of, written) if node is not None]
         while stack:
             node = stack.pop()
             if node in self._owner or is_accumulation(node):
@@ -135,6 +135,14 @@ class NodeOwners:
     def owner(self, node: Node) -> int | None:
         """The index of the call that owns the node, or ``None``."""
         return self._owner.get(node)
+
+
+def node_of(tensor: torch.Tensor) -> Node | None:
+    """The node that made a tensor, ``None`` for leaves and for tensors that need no gradient."""
+    try:
+        return tensor.grad_fn if tensor.requires_grad else None
+    except RuntimeError:  # a view made without grad whose base was written since: `w[5] /= w[5].norm()` makes one
+        return None
 
 
 def is_accumulation(node: Node) -> bool:
@@ -148,7 +156,7 @@ def edge_of(tensor: torch.Tensor) -> Edge | None:
         return None
     try:
         edge = torch.autograd.graph.get_gradient_edge(tensor)
-    except AssertionError:  # a view of a parameter that was made without gradients: `requires_grad`, but no node
+    except (AssertionError, RuntimeError):  # views of parameters made without gradients: `requires_grad`, but no node
         return None
     return edge.node, edge.output_nr
 

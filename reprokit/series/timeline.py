@@ -209,7 +209,8 @@ class Iterations:
         behind = set(leaves)
         strangers = (behind & self._met.keys()).difference(self._idle, *map(self._alive, self._owned))
         following = self._following
-        if following is None or strangers:
+        is_by_hand = following == BY_HAND and not self._owned  # nobody says which parameters such updates are of
+        if following is None or (strangers and not is_by_hand):
             seat = len(self._owned)
             return self._of(seat, strangers), seat
         known = [seat for seat in self._owned if behind & self._alive(seat)]
