@@ -328,7 +328,7 @@ def root(values: torch.Tensor) -> torch.Tensor:
 
 
 class Training:
-    """One run of a loop. ``planted`` is the iteration in which the fault was met, if it was: an iteration ends before an
+    """One run of a loop. ``planted`` is the iteration in which the fault was met, if it was: one ends before an
     optimizer steps a second time. ``turn`` is the optimizer that steps next."""
 
     def __init__(self, loop: Loop) -> None:

@@ -419,9 +419,9 @@ def bad_gradient_with_steps_inside_backward() -> list[torch.Tensor]:
     return stepping_inside_backward(rooted_loss)
 
 
-@failing("backward", ROOT, step=BAD_STEP + 1)
+@failing("backward", ROOT, micro_step=1)
 def second_of_two_optimizers() -> list[torch.Tensor]:
-    """The first of them has stepped once more when the second fails, and that is what counts."""
+    """The first of them has stepped in the same iteration when the second fails."""
     torch.manual_seed(0)
     maker, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
     train_maker, train_judge = torch.optim.Adam(maker.parameters()), torch.optim.SGD(judge.parameters(), lr=0.01)

@@ -110,7 +110,7 @@ def test_healthy_training_is_not_changed_and_a_bad_batch_is_captured(
     assert not watched.tracebacks
     assert headlines(watched.told) == expected.lines_for(expected.kind, expected.call)
     steps = assert_located(expected, watched.folder, capsys)
-    assert steps[: expected.num_healthy] == list(range(expected.num_healthy))
+    assert min(steps) == expected.num_healthy  # the timeline is that of the model that failed
     assert_shrinks(expected, watched.folder, capsys)
 
 
@@ -173,7 +173,7 @@ def test_a_run_that_goes_on_after_the_capture_is_not_changed(
     assert len(watched.tracebacks) == len(unwatched.tracebacks) == 1
     assert [path.name for path in watched.folder.glob("*.pt")] == [expected.snapshot]
     steps = assert_located(expected, watched.folder, capsys)
-    assert steps[: expected.num_healthy] == list(range(expected.num_healthy))
+    assert min(steps) == expected.num_healthy  # the timeline is that of the model that failed
     assert_shrinks(expected, watched.folder, capsys)
 
 

@@ -1,5 +1,5 @@
 # Adam.step makes a parameter nan in the optimizer step (torch 2.13.0+cpu).
-# Reduced mechanically by reprokit from 12 torch calls of a training step to 1.
+# Reduced mechanically by reprokit from 8 torch calls of a training step to 1.
 # Ends with exit code 1 while the failure is there, and with 0 once it is gone.
 import torch
 

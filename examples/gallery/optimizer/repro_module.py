@@ -1,5 +1,5 @@
 # Adam.step makes a parameter nan in the optimizer step (torch 2.13.0+cpu).
-# The part of the model that shows how: cut mechanically by reprokit from 12 torch calls of a training step.
+# The part of the model that shows how: cut mechanically by reprokit from 8 torch calls of a training step.
 # Ends with exit code 1 while the failure is there, and with 0 once it is gone.
 import torch
 from torch import nn
