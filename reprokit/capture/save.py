@@ -300,7 +300,11 @@ class Describing:
                 return made
         case = self.now(verdict, ops, pending, mark, keep, notes)
         running = [*ops, *([pending] if pending is not None else [])]
-        return self._better(self.make(case), case, running, notes)
+        try:
+            made = self.make(case)
+        except Missing:  # the step cannot be run again here; what is known of it is worth a file
+            return Made(self.without_replay(replace(case, notes=[*notes, BEGUN_BEFORE])))
+        return self._better(made, case, running, notes)
 
     def now(
         self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]

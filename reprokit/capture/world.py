@@ -246,6 +246,15 @@ class _Bindings:
     def now(self) -> _Bindings:
         return _Bindings(self._modules)
 
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """The tensors that buffers are."""
+        yield from (
+            buffer
+            for _, buffers, _ in self._parts
+            for buffer in buffers.values()
+            if buffer is not None and not buffer.is_inference()
+        )
+
     def check(self) -> None:
         """Raises `CannotGoBack` if a parameter is another one by now."""
         for part, _, parameters in self._parts:
@@ -313,6 +322,8 @@ class Copy:
         current.contents = Contents(self.contents.tensors)
         current._notes = [note.now() for note in self._notes]
         current._bindings = [binding.now() for binding in self._bindings]
+        for binding in current._bindings:  # a call that is played may write into a buffer of now
+            current.contents.add(binding.buffers())
         try:
             self.give_back()
         except BaseException:

@@ -43,6 +43,7 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
     [
         {"fault": "row", "convert": "grown", "bad_step": 3, "event_step": 2},  # a module is replaced midway
         {"fault": "gate", "norm": "moving", "teacher": "average"},  # buffers are replaced by every forward
+        {"fault": "raise_user", "norm": "moving", "teacher": "average"},  # and are as they were after a replay
         {"fault": "loss", "update": "by_data", "convert": "bfloat16", "bad_step": 1},  # converted before it is seen
         {"fault": "overflow", "update": "lbfgs", "history": 1},
         {"fault": "fake", "style": "adversarial"},  # a graph from before the critic's update
