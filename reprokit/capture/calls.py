@@ -22,7 +22,7 @@ from reprokit.capture.variables import Place, play_with
 from reprokit.capture.world import owned_by, set_options, set_python_generators
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.functions import DATA_WRITES, GRAD_WRITES, written_argument
-from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, ZERO_GRAD, Call, Phase, Ref
+from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, ZERO_GRAD, Call, Phase, Ref
 from reprokit.program.trace import CannotRecord, InputName, Tracer
 from reprokit.series.timeline import parameters_of
 
@@ -556,11 +556,5 @@ def gives_gradients(op: Op) -> bool:
     return given is not None or not _GIVEN_GRADIENTS.isdisjoint([k for k, v in op.kwargs.items() if v is not None])
 
 
-def is_backward(op: Op) -> bool:
-    """True for a backward call that leaves gradients in parameters."""
-    return op.kind is Backward and name_of(op) in _LEAVING
-
-
 GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
 _GIVEN_GRADIENTS = frozenset({"gradient", "grad_tensors", "grad_outputs"})
-_LEAVING = (BACKWARD, AUTOGRAD_BACKWARD)

@@ -190,7 +190,7 @@ class Recorder(StackedMode):
         if facts.is_indexing:
             args = with_own_index(args)
         given, named = self.encode(args, kwargs)
-        self._add((Function, facts.function, given, named, *where, current_mode(), note), out)
+        self.finish((Function, facts.function, given, named, *where, current_mode(), note), out)
 
     def note_failure(
         self,
@@ -372,7 +372,7 @@ class Recorder(StackedMode):
                     raise
                 if self.enabled:
                     try:
-                        self._add(call, output)
+                        self.finish(call, output)
                         self.loop.after_backward(call, output)
                     except BaseException as error:
                         self.switch_off(error)
@@ -419,9 +419,6 @@ class Recorder(StackedMode):
 
     def finish(self, begun: Begun, out: Any) -> None:
         """A call is over: note it with its results."""
-        self._add(begun, out)
-
-    def _add(self, begun: Begun, out: Any) -> None:
         kind, target, given, named, code, instruction, mode, note = begun
         tape = self.tape
         if out is None:

@@ -254,11 +254,6 @@ class Tape:
         self.held = {}
         self.scalars.clear()
 
-    def drop_running(self) -> None:
-        """Forget the calls of the running step."""
-        del self.log[self.begin * SLOTS :]
-        self._begin_step()
-
     def drop_gradients(self) -> None:
         """The loop has dropped all gradients of the running step, and skipped it: forget the calls that made them."""
         ops = self.running()
