@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import pkgutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +144,14 @@ def gloo_waits(limit: datetime.timedelta) -> Iterator[None]:
 def shard_of(tensor: Any) -> torch.Tensor:
     """The very tensor that holds this process's part of one that is spread, not a view of it; else ``tensor``."""
     return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+
+
+def shards_of(tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """`shard_of` of many tensors."""
+    return tensors if _PLAIN.issuperset(map(type, tensors)) else list(map(shard_of, tensors))
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_sharded(kind: type) -> bool:

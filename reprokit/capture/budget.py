@@ -49,6 +49,11 @@ class Budget:
             return step >= self.from_step
         return step % self.every == 0
 
+    @property
+    def is_sparing(self) -> bool:
+        """True if some steps are not noted."""
+        return self.every != 1 or self.from_step is not None
+
     def why_not(self, step: int) -> str:
         """The reason why a step was not noted, and what to do."""
         if self.from_step is not None:

@@ -115,7 +115,7 @@ class CompiledCalls:
         frame: FrameType,
     ) -> _Running:
         loop = self._loop
-        drawn = loop.generators.before_module() if loop.generators.is_looking else None
+        drawn = loop.generators.before_module() if loop.generators.looks_left else None
         begun = begin_call(self._recorder, compiled, original, args, kwargs, frame)
         begun[-1].generators = drawn
         owners = list(owners_in((args, kwargs))) + list(owners_in(begun[2]))

@@ -67,10 +67,7 @@ class WholeCalls:
         zeroed = None
         if not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True)):
             zeroed = recorder.guard(_with_gradient, args[0])
-        try:
-            self._tape.add(ZeroGrad, target, args, None, (), (None, 0), _PLAIN_MODE, zeroed)
-        except BaseException as error:
-            recorder.switch_off(error)
+        self._tape.log += (ZeroGrad, target, args, None, (), None, 0, _PLAIN_MODE, zeroed)
         if self._loop.judge.pending is not None or recorder.gaps:
             recorder.guard(self._loop.cleared, args[0])
         return output
@@ -166,33 +163,35 @@ class WholeCalls:
         target: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        note: Callable[[], Any] = lambda: None,
+        note: Callable[[], Any] | None = None,
     ) -> Any:
-        recorder = self._recorder
-        try:
-            args, kwargs = repeatable(args, kwargs)
-        except Exception as error:
-            recorder.switch_off(error)
-        if not recorder.is_outermost:
-            with recorder.paused():
-                return target(*args, **kwargs)
-        user = recorder.guard(first_user_frame, sys._getframe(3))
-        given = recorder.guard(recorder.encode, args, kwargs)
+        recorder, begun = self._recorder, None
+        is_noted = recorder.is_outermost
         popped = recorder.step_aside()
         try:
-            output = target(*args, **kwargs)
-        except BaseException as error:  # such as `error_if_nonfinite` asks for
-            if given is not None:
-                recorder.fail(error, (kind, target, *given, user.f_code, user.f_lasti, current_mode(), None))
-            if kind is Clip and recorder.guard(has_arrived, error):
-                recorder.gaps.append(None)
-            raise
+            try:
+                args, kwargs = repeatable(args, kwargs)
+                if is_noted:
+                    user, given = first_user_frame(sys._getframe(3)), recorder.encode(args, kwargs)
+                    begun = (kind, target, *given, user.f_code, user.f_lasti, current_mode())
+            except BaseException as error:
+                recorder.switch_off(error)
+            try:
+                output = target(*args, **kwargs)
+            except BaseException as error:  # such as `error_if_nonfinite` asks for
+                if begun is not None:
+                    recorder.fail(error, (*begun, None))
+                if is_noted and kind is Clip and recorder.guard(has_arrived, error):
+                    recorder.gaps.append(None)
+                raise
+            if begun is not None and recorder.enabled:
+                try:
+                    recorder.finish((*begun, note() if note is not None else None), output)
+                except BaseException as error:
+                    recorder.switch_off(error)
+            return output
         finally:
             recorder.step_back(popped)
-        if given is not None:
-            call = (kind, target, *given, user.f_code, user.f_lasti)
-            recorder.guard(lambda: recorder.finish((*call, current_mode(), note()), output))
-        return output
 
 
 def _with_gradient(owner: torch.nn.Module | torch.optim.Optimizer) -> frozenset[int]:
@@ -326,7 +325,8 @@ class Hooks:
         original, recorder = torch.autograd.backward, self._recorder
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.is_outermost:  # such as the one that `Tensor.backward` calls
+            is_inner = recorder.depth and not recorder.is_stepping  # such as the one that `Tensor.backward` calls
+            if is_compiling() or is_inner or not recorder.is_outermost:
                 if threading.get_ident() != recorder.thread:
                     recorder.miss_backward()
                 return original(*args, **kwargs)

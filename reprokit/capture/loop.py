@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder
-from reprokit.capture.structure import is_leaf, iter_tensors, repeatable
+from reprokit.capture.structure import TENSORS, is_leaf, iter_tensors, repeatable
 from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op, address_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.errors import pass_on
@@ -95,6 +95,7 @@ class Loop:
         self._met: torch.optim.Optimizer | None = None
         self._in_kernel: dict[str, Any] = _NO_SCALER
         self._attributes: Noted | None = None
+        self._stepped_from: tuple[CodeType, CodeType | None] | None = None  # the code around the last step, as learned
         self._scaler: torch.amp.GradScaler | None = None
         self._inside: torch.optim.Optimizer | None = None
         self.tape.on_lost = self._lose
@@ -124,10 +125,10 @@ class Loop:
             self._begin_anew()
         if id(module) not in recorder.roots.met:
             self.meet_module(module)
-        drawn = self.generators.before_module() if self.generators.is_looking else None
+        drawn = self.generators.before_module() if self.generators.looks_left else None
         if self._is_stale:
             self._is_stale = False
-            if self.world.buffers:
+            if self.world.buffers.rows:
                 self.world.buffers.refresh()
         if torch.is_grad_enabled():
             self._has_forward = True
@@ -178,6 +179,13 @@ class Loop:
         if not self.recorder.enabled:
             return
         try:
+            self.has_differentiated = True
+            is_single = bool(args) and args[0].__class__ in TENSORS and _is_near(args[0])
+            if is_single and self.judge.pending is None and not self.scalers.is_used:
+                call[-1].losses = [seen] = [args[0].item()]
+                if (not self.matter or math.isfinite(seen)) and call[1] is not torch.autograd.grad:  # as nearly always
+                    self.timeline.loss = seen
+                    return
             bad, outcome, before = self._look_at_start(call, args, kwargs)
             is_urgent = bad == "now" and self.ranks.is_alone and not self._can_wait()
         except BaseException as error:
@@ -196,11 +204,10 @@ class Loop:
         self, call: Begun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Literal["now", "before"] | None, Outcome | None, Pending | None]:
         """Whether what a backward call starts from is bad, and what has become of an earlier bad one."""
-        self.has_differentiated = True
         starts = [start for start in starts_of(args, kwargs) if isinstance(start, torch.Tensor)]
         before, is_asked = self.judge.pending, call[1] is torch.autograd.grad
         gives = (len(args) > 1 or bool(kwargs)) and gives_gradients(_op_of(call))
-        bad = self._start(call[-1], starts, is_asked=is_asked, gives_gradients=gives)
+        bad = self._start(call, starts, gives_gradients=gives)
         if before is None and bad != "now":
             return bad, None, None
         counts = bad == "now" and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
@@ -213,33 +220,19 @@ class Loop:
         return bad, outcome, before
 
     def _start(
-        self, note: Any, starts: list[torch.Tensor], *, is_asked: bool, gives_gradients: bool
+        self, call: Begun, starts: list[torch.Tensor], *, gives_gradients: bool
     ) -> Literal["now", "before"] | None:
         """``now`` if what a backward call starts from is bad, ``before`` if something was bad some steps ago."""
         if not starts:
             return None
-        first, waits = starts[0], self._waits_for(starts)
-        if len(starts) == 1 and first.numel() == 1 and not (waits or first.is_cuda or first.is_complex()):
-            note.losses = [seen] = [first.item()]
-            if not self.scalers.is_used:
-                self._note_loss(seen, is_asked=is_asked)
-                return (
-                    "now"
-                    if self.matter and not math.isfinite(seen) and not (gives_gradients and not math.isnan(seen))
-                    else None
-                )
-        elif sum(map(torch.Tensor.numel, starts)) == 1:
-            note.losses = [start.detach() for start in starts]
         tensors = [self._unscaled(start) for start in starts] if self.scalers.is_used else starts
-        if note.losses is not None:
+        if sum(map(torch.Tensor.numel, starts)) == 1:  # the loop may write into it for its log
+            call[-1].losses = [start.item() if _is_near(start) else start.detach() for start in starts]
             loss = tensors[0].detach()
-            is_near = loss.device.type == "cpu" and loss.numel() == 1 and not loss.is_complex()
-            self._note_loss(
-                loss.item() if is_near else loss, is_asked=is_asked
-            )  # the loop may write into it for its log
+            self._note_loss(loss.item() if _is_near(loss) else loss, call)
         if not self.matter:
             return None
-        if waits:
+        if self._waits_for(starts):
             return self._look_later(() if gives_gradients else tensors)
         return "now" if is_bad_start(tensors, gives_gradients=gives_gradients) else None
 
@@ -253,8 +246,8 @@ class Loop:
                 return alive.get(given[list(op.outs).index(number)], start)
         return start
 
-    def _note_loss(self, loss: torch.Tensor | float, *, is_asked: bool) -> None:
-        if is_asked:
+    def _note_loss(self, loss: torch.Tensor | float, call: Begun) -> None:
+        if call[1] is torch.autograd.grad:
             self.timeline.start_grad(loss)
         else:
             self.timeline.loss = loss
@@ -338,12 +331,11 @@ class Loop:
         if self.recorder.gaps and all(p.grad is None for p in self.world.parameters):
             self.recorder.forget_gradients()
 
-    def before_state_write(self, written: Any, given: Any) -> None:
+    def before_state_write(self, owners: Iterable[torch.Tensor], given: Any) -> None:
         """The loop is about to write into its state: a moving average, for example, or its update."""
         if not self._has_forward:
             self._is_stale = True
-        owners = [self.world.owner_of(item) for item in (written if isinstance(written, (list, tuple)) else [written])]
-        trained = [owner for owner in owners if owner is not None and self._is_trained(owner)]
+        trained = list(filter(self._is_trained, owners))
         if not trained:
             return
         if self.judge.pending is not None:
@@ -356,7 +348,7 @@ class Loop:
 
         A teacher gets no gradient. Where there is no optimizer, any state that could get one counts.
         """
-        if self.is_differentiated(owner):
+        if self._differentiated and self.is_differentiated(owner):
             return True
         if not self.has_differentiated or not (owner.requires_grad or self.world.is_trained(owner)):
             return False
@@ -440,7 +432,7 @@ class Loop:
             if self._met is not optimizer:
                 self.meet_optimizer(optimizer)
                 self._met = optimizer
-            self._attributes = recorder.roots.attributes.note(optimizer)
+            self._attributes = None if is_of_torch(optimizer) else recorder.roots.attributes.note(optimizer)
             closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
             wrapped = self._watched_closure(optimizer, closure) if closure is not None else None
         except BaseException as error:
@@ -590,7 +582,10 @@ class Loop:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, frame: FrameType) -> None:
         user = first_user_frame(frame)
-        learn_loop(user.f_code, frame)
+        place = user.f_code, user.f_back.f_code if user.f_back is not None else None
+        if place != self._stepped_from:
+            self._stepped_from = place
+            learn_loop(user.f_code, frame)
         noted, self._attributes = self._attributes, None
         note = StepNote(options_of(optimizer), self._in_kernel, noted)
         given: tuple[Any, ...] = ()
@@ -600,8 +595,8 @@ class Loop:
             plain = tuple(None if value is closure else value for value in args[1:])
             options = {name: None if value is closure else value for name, value in kwargs.items()}
             given, named = self.recorder.encode(*repeatable(plain, options))
-        where = (user.f_code, user.f_lasti)
-        self.tape.add(OptimizerStep, optimizer, given, named, (), where, current_mode(), note)
+        code, instruction = user.f_code, user.f_lasti
+        self.tape.log += (OptimizerStep, optimizer, given, named, (), code, instruction, current_mode(), note)
 
     def _is_collapsing(self) -> bool:
         """True if a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
@@ -680,7 +675,8 @@ class Loop:
                 self.failures.keep_bad_buffer()
         if self.recorder.enabled:
             self._end_step(optimizer, started, was_checked=is_due)
-            self._act_after_step()
+            if self.early is not None or self.last_step is not None:
+                self._act_after_step()
 
     def _act_after_step(self) -> None:
         """Report what was seen, and stop the loop if it is to; raises `CaptureStop` then."""
@@ -709,8 +705,9 @@ class Loop:
                 return until == 1
         if self.ranks.meeting is not None:
             return self.iterations.total + 1 >= self.ranks.due_at
-        tape, world = self.tape, self.world
-        return world.is_due(now, self.num_steps, tape.num_bytes, world.most_bytes(MOST_BYTES))
+        tape, copies = self.tape, self.world.copies
+        num_steps = len(tape.marks) - (copies[-1].num_marks if copies else 0)
+        return self.world.is_due(now, num_steps, tape.num_bytes, MOST_BYTES)
 
     def mark(self, step: int | None = None) -> Mark:
         """The mark of the running step, which belongs to iteration ``step``."""
@@ -736,7 +733,7 @@ class Loop:
         No copy is taken after an alarm, which leads back to the old one. ``optimizer`` is ``None`` after an update made
         by hand; the step ``ended`` before the checks.
         """
-        world = self.world
+        world, iterations, tape = self.world, self.iterations, self.tape
         if world.num_optimizers > 1:
             if self.has_differentiated:
                 self._finished.clear()
@@ -745,29 +742,31 @@ class Loop:
             self._finished = {id(optimizer)}
         if self.recorder.gaps:
             world.interrupt()
-        step = self.iterations.of(optimizer)
+        step = iterations.of(optimizer)
         if self.asked and min(self.asked) < step:
             self.failures.save_asked(step)
         self._note_numbers(optimizer, step, ended)
-        num_calls = len(self.tape.log) // SLOTS - self.tape.begin
+        num_calls = len(tape.log) // SLOTS - tape.begin
         is_copied = was_checked and not (self.ranks.is_alone and world.is_complete and self.has_alarm())
         if not self.is_noted:
             world.interrupt()
         if world.is_complete or is_copied:
-            self.tape.mark(self.mark(step))
+            end, states = len(tape.log) // SLOTS, self.generators.states
+            tape.mark(Mark(end, step, iterations.total, iterations.micro_step, generators=states))
         if is_copied:
             self._copy_state(ended)
             self.generators.look_closely()
         elif not world.is_complete:
-            self.tape.forget()
+            tape.forget()
         if optimizer is not None and len(optimizer.state) != self._num_states.get(id(optimizer)):
             self._num_states[id(optimizer)] = len(optimizer.state)
             world.know_addresses()
-        self.iterations.attempted(optimizer)
-        self.ranks.end_update()
-        if self.iterations.total == SETTLED_AFTER:
+        iterations.attempted(optimizer)
+        if self.ranks.meeting is not None:
+            self.ranks.end_update()
+        if iterations.total == SETTLED_AFTER:
             self.recorder.roots.settle()
-        if optimizer is not None:  # an update made by hand is seen only in a step that is noted
+        if optimizer is not None and self.budget.limit is not None:  # one by hand is seen only in a step that is noted
             self.budget.end_step(ended, num_calls)
         self.restart()
 
@@ -787,13 +786,16 @@ class Loop:
 
     def restart(self) -> None:
         """A new step begins."""
-        self.recorder.begin_step()
-        self.judge.end_step()
+        recorder = self.recorder
+        recorder.raised, recorder.gaps, recorder.is_hand_updated = None, [], False
+        if self.judge.pending is not None:
+            self.judge.end_step()
         self.has_differentiated = self._has_forward = False
         self._is_stale = True
         if self._differentiated:
             self._differentiated = set()
-        self.choose()
+        if self.asked or not self.is_noted or self.budget.is_sparing:
+            self.choose()
         if self.generators.states is not None:
             self.generators.restart()
 
@@ -890,6 +892,11 @@ class Loop:
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+
+
+def _is_near(tensor: torch.Tensor) -> bool:
+    """True for a single real number on the host, which costs nothing to read."""
+    return tensor.is_cpu and tensor.numel() == 1 and not tensor.is_complex()
 
 
 def _op_of(call: Begun) -> Op:

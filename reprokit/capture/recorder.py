@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import ref as _ref
 
 import torch
 
@@ -22,8 +21,8 @@ from reprokit.capture.callers import KINDS, caller_of
 from reprokit.capture.calls import Backward, BackwardNote, Function, FunctionNote, Root, Transform
 from reprokit.capture.mode import StackedMode
 from reprokit.capture.roots import RootCalls, generator_states
-from reprokit.capture.structure import ATOMS, is_leaf, iter_tensors, repeatable, with_own_index
-from reprokit.capture.tape import Number, Op, Tape
+from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
+from reprokit.capture.tape import Known, Number, Op, Tape
 from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.traits import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
 from reprokit.errors import ignored_errors
@@ -70,21 +69,22 @@ class Recorder(StackedMode):
         self.enabled = self._returns = False
         self.roots.uninstall()
 
-    def begin_step(self) -> None:
-        """The parameters have just changed."""
-        self.raised = None
-        self.gaps = []
-        self.is_hand_updated = False
-
     # -- functions the loop calls --------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Perform a torch function of the loop and note it; most are of the usual kind, for which little is done."""
-        facts = FACTS.get(func)
-        if facts is None:
-            facts = self._facts(func)
+        """Perform a torch function of the loop and note it.
+
+        Written out for a call of the usual kind, which changes nothing and makes one tensor of tensors: every call of
+        the loop comes through here.
+        """
+        facts = FACTS.get(func) or self._facts(func)
+        if facts.is_silent:
+            result = func(*args, **(kwargs or {}))
+            if facts.is_read and result.__class__ is float and not math.isfinite(result):
+                self.has_read_bad = True
+            return result
         if (
             not facts.is_plain
             or self.depth
@@ -96,7 +96,7 @@ class Recorder(StackedMode):
             return self._perform_unusual(facts, func, args, dict(kwargs or {}))
         user: FrameType | None = None
         walker: FrameType | None = sys._getframe(1)
-        while walker is not None:  # inline: every call of the loop comes through here
+        while walker is not None:
             kind = KINDS.get(id(walker.f_code))
             if kind == "loop" or kind == "top":
                 user = user or walker
@@ -115,7 +115,42 @@ class Recorder(StackedMode):
             self.note_failure(error, facts, args, kwargs or {}, user)
             raise
         try:
-            self._note(facts, args, kwargs, user, out)
+            tape = self.tape
+            values, first, held = tape.values, tape.first, tape.held
+            given: list[Any] = []
+            is_usual, num_tensors = not kwargs or ATOMS.issuperset(map(type, kwargs.values())), 0
+            is_usual = is_usual and out.__class__ in TENSORS
+            for value in args if is_usual else _NOTHING:
+                kind_of_value = value.__class__
+                if kind_of_value in TENSORS:
+                    num_tensors += 1
+                    known = values.get(id(value))
+                    if known is None or known() is not value:
+                        given.append(tape.add_input(value))
+                    elif (number := known.number) >= first or number in held:
+                        given.append(number)
+                    else:
+                        given.append(tape.hold(number, value))
+                elif kind_of_value in _SINGLE or (kind_of_value is tuple and _SINGLE.issuperset(map(type, value))):
+                    given.append(value)
+                else:
+                    is_usual = False
+                    break
+            if not is_usual or not num_tensors:
+                self._note_unusual(facts, args, dict(kwargs or {}), (user.f_code, user.f_lasti), None, out)
+                return out
+            known = values.get(id(out))
+            if known is None or known() is not out:
+                tape.count = count = tape.count + 1
+                known = values[id(out)] = Known(out)
+                known.number = Number(count)
+            mode = current_mode() if _is_any_autocast_enabled() or not is_grad_enabled() else _PLAIN_MODE
+            code, place = user.f_code, user.f_lasti
+            tape.log += (Function, facts.function, tuple(given), kwargs, known.number, code, place, mode, None)
+            if out.requires_grad and not out.dim():
+                tape.scalars.append((out, code, place))
+            if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
+                tape.sweep()
         except BaseException as error:
             self.switch_off(error)
         return out
@@ -127,48 +162,6 @@ class Recorder(StackedMode):
             self.switch_off(error)
             return UNKNOWN
 
-    def _note(
-        self, facts: Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, user: FrameType, out: Any
-    ) -> None:
-        """Note a call of the usual kind, which changes nothing and is over: it has made one tensor of tensors."""
-        tape = self.tape
-        values, first, held = tape.values, tape.first, tape.held
-        given: list[Any] = []
-        is_usual = out.__class__ in _TENSORS and (not kwargs or ATOMS.issuperset(map(type, kwargs.values())))
-        num_tensors = 0
-        for value in args if is_usual else ():
-            kind = value.__class__
-            if kind is _Tensor or kind is _Parameter:
-                num_tensors += 1
-                known = values.get(id(value))
-                if known is None or known[0]() is not value:
-                    given.append(tape.add_input(value))
-                    continue
-                number = known[1]
-                is_earlier = number < first and number not in held
-                given.append(tape.hold(number, value) if is_earlier else number)  # type: ignore[arg-type]
-            elif kind in _SINGLE:
-                given.append(value)
-            else:
-                is_usual = False
-                break
-        if not is_usual or not num_tensors:
-            self._note_unusual(facts, args, dict(kwargs or {}), (user.f_code, user.f_lasti), None, out)
-            return
-        known = values.get(id(out))
-        if known is not None and known[0]() is out:
-            number = known[1]
-        else:
-            tape.count = count = tape.count + 1
-            number = Number(count)
-            values[id(out)] = (_ref(out), number)
-        mode = current_mode() if _is_any_autocast_enabled() or not is_grad_enabled() else _PLAIN_MODE
-        tape.log += (Function, facts.function, tuple(given), kwargs, number, user.f_code, user.f_lasti, mode, None)
-        if out.requires_grad and not out.dim():
-            tape.scalars.append((out, user.f_code, user.f_lasti))
-        if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
-            tape.sweep()
-
     def _note_unusual(
         self,
         facts: Facts,
@@ -179,10 +172,8 @@ class Recorder(StackedMode):
         out: Any,
     ) -> None:
         """Note a call that changes nothing, if a replay can make again what it has made."""
-        outputs = [out] if out.__class__ is _Tensor else list(iter_tensors(out))
-        has_tensors = any(value.__class__ is _Tensor for value in args) or any(
-            True for _ in iter_tensors((args, kwargs))
-        )
+        outputs = tensors_in(out)
+        has_tensors = not TENSORS.isdisjoint(map(type, args)) or next(iter_tensors((args, kwargs)), None) is not None
         if not outputs or not _can_repeat(facts, note, outputs, has_tensors=has_tensors):
             if isinstance(facts.function, OPERATORS):
                 note_unfollowed(outputs)
@@ -215,11 +206,8 @@ class Recorder(StackedMode):
         self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Perform a function that is not plain, or that the loop itself does not call; note it if need be."""
-        if self.depth or facts.is_silent:
-            result = func(*args, **kwargs)
-            if facts.is_read and result.__class__ is float and not math.isfinite(result):
-                self.has_read_bad = True
-            return result
+        if self.depth:
+            return func(*args, **kwargs)
         if _peek_transforms() is not None:
             self.has_transform = True
             return func(*args, **kwargs)
@@ -281,7 +269,7 @@ class Recorder(StackedMode):
         if self.is_hand_updated and _begins_forward(name, args, kwargs):
             self.loop.finish_hand_update()
         if facts.is_random:
-            tensors = list(iter_tensors((args, kwargs)))
+            tensors = tensors_in((args, kwargs))
             if any(tensor.requires_grad for tensor in tensors):
                 note = _as(note, rng=generator_states(tensors))
         return where, note, None
@@ -299,31 +287,28 @@ class Recorder(StackedMode):
     ) -> tuple[tuple[Any, int], FunctionNote | None, Any] | None:
         """Save what a call is about to overwrite, as far as a replay needs that; ``None`` if the write need not be
         noted."""
-        world = self.loop.world
-        if isinstance(written, (list, tuple)):
-            state = [item for item in written if isinstance(item, torch.Tensor) and world.is_state(item)]
-            if not state:
-                return None
-        elif not isinstance(written, torch.Tensor):
+        world, owners = self.loop.world, []
+        for item in written if isinstance(written, (list, tuple)) else [written]:
+            owner = world.owner_of(item) if isinstance(item, torch.Tensor) else None
+            if owner is not None:
+                owners.append(owner)
+                if world.untouched:
+                    world.before_write(item)
+        if not owners and not isinstance(written, torch.Tensor):
             return None
-        else:
-            state = [written] if world.is_state(written) else []
-            if not state and (is_leaf(written) or self.loop.is_differentiated(written)):
-                if self.loop.has_differentiated:
-                    world.train(written)
-                    state = [written]
-                elif all(item is written or self.tape.known(item) is None for item in iter_tensors((args, kwargs))):
-                    return None  # being made, for example a parameter of a module that no root holds yet
-        if state:
+        if not owners and (is_leaf(written) or self.loop.is_differentiated(written)):
+            if self.loop.has_differentiated:
+                world.train(written)
+                owners = [written]
+            elif all(item is written or self.tape.known(item) is None for item in iter_tensors((args, kwargs))):
+                return None  # being made, for example a parameter of a module that no root holds yet
+        if owners:
             given, named = self.encode(args, kwargs)
-            for item in state:
-                world.before_write(item)
             if facts.writes_data and not _is_alike(args[0], args[1]):
                 self.loop.before_conversion()
-            self.loop.before_state_write(written, (args, kwargs))
+            self.loop.before_state_write(owners, (args, kwargs))
             note = _as(note, is_write=True, writes_state=True)
             return where, note, (written, given, named, facts.writes_data)
-        assert isinstance(written, torch.Tensor)
         has_graph = is_leaf(written) or (
             torch.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
         )
@@ -389,12 +374,12 @@ class Recorder(StackedMode):
             self.roots.meet_class(type(root.f_locals["self"]))
         if user is None:
             return None
-        self.begin_forward()
-        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+        if self.is_hand_updated:
+            self.loop.finish_hand_update()
+        if len(args) != 1 or args[0].__class__ not in TENSORS or not ATOMS.issuperset(map(type, kwargs.values())):
             args, kwargs = repeatable(args, kwargs)
         given, named = self.encode(args, kwargs)
         where = (user.f_code, user.f_lasti)
-        function = facts_of(function).function
         return args, kwargs, (Backward, function, given, named, *where, current_mode(), BackwardNote())
 
     def begin_forward(self) -> None:
@@ -409,7 +394,7 @@ class Recorder(StackedMode):
         tape, given = self.tape, []
         for value in args:
             kind = value.__class__
-            if kind is _Tensor or kind is _Parameter:
+            if kind in TENSORS:
                 given.append(tape.number(value))
             else:
                 given.append(value if kind in ATOMS else tape.encode(value))
@@ -424,19 +409,22 @@ class Recorder(StackedMode):
         if out is None:
             outs: Any = ()
         elif out.__class__ is _Tensor:
-            outs = tape.result(out)
+            known = tape.values.get(id(out))
+            outs = known.number if known is not None and known() is out else tape.new_number(out)
             if kind is Transform:
                 tape.held[outs] = out
             if out.requires_grad and not out.dim():
                 tape.scalars.append((out, code, instruction))
         else:
-            tensors = list(iter_tensors(out))
+            tensors = tensors_in(out)
             outs = tuple(map(tape.result, tensors))
             if kind is Transform:  # perhaps gradients, which are looked at where the loop says that its step is over
                 tape.held.update(zip(outs, tensors, strict=True))
             elif kind is Root:
                 tape.scalars.extend((t, code, instruction) for t in tensors if t.requires_grad and not t.dim())
-        tape.add(kind, target, given, named, outs, (code, instruction), mode, note)
+        tape.log += (kind, target, given, named, outs, code, instruction, mode, note)
+        if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
+            tape.sweep()
 
     def fail(self, error: BaseException, begun: Begun) -> None:
         """An exception came out of a call that is running."""
@@ -497,10 +485,10 @@ def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:
     return (target.dtype, target.shape, target.device) == (value.dtype, value.shape, value.device)
 
 
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_Tensor = torch.Tensor
 _SINGLE = ATOMS | {slice, type(...), torch.Size}
 _PLAIN_MODE = Mode()
+_NOTHING: tuple[Any, ...] = ()
 is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch_private.is_any_autocast_enabled
 _tracing_state = torch_private.tracing_state  # of `torch.jit.trace`, which would trace our work as well

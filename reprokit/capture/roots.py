@@ -91,13 +91,13 @@ class RootCalls:
         """Watch the calls of a class of modules."""
         if cls in self._patched:
             return
-        roots, own = self, cls.__dict__.get("__call__")
+        roots, recorder, own = self, self._recorder, cls.__dict__.get("__call__")
         if cls not in self._known:
             self._known.append(cls)
         inner: Any = own or original or cls.__call__
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not roots.is_root_call():
+            if is_compiling() or (recorder.depth and not recorder.is_stepping) or not roots.is_root_call():
                 return inner(self, *args, **kwargs)
             return roots.call(inner, self, args, kwargs)
 
@@ -162,9 +162,8 @@ class RootCalls:
     ) -> tuple[Any, ...]:
         recorder = self._recorder
         drawn = recorder.loop.before_root(module)
-        user = first_user_frame(frame)
-        mode = current_mode()
-        rng = generator_states(args, kwargs)
+        user, mode = first_user_frame(frame), current_mode()
+        rng = generator_states(args, kwargs) if _uses_cuda() else (_default_generator.get_state(), None)
         attributes = self.attributes.note(module)
         if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
             given = recorder.tape.encode((frame.f_locals["parameters_and_buffers"], args, kwargs))
@@ -197,5 +196,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 _FUNCTIONAL_CALL = torch_private.functional_call_code
+_default_generator = torch.default_generator
+_uses_cuda: Callable[[], bool] = torch.cuda.is_initialized
 _peek_transforms = torch_private.peek_transforms
 _tracing_state = torch_private.tracing_state  # of `torch.jit.trace`, which would trace our work as well

@@ -16,6 +16,7 @@ from reprokit.errors import pass_on
 Leaf = TypeVar("Leaf")
 _MAX_DEPTH = 6
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})  # by exact type
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # the usual classes of tensors
 _LEAVES = (
     str,
     bytes,
@@ -36,6 +37,16 @@ _LEAVES = (
     torch.Generator,
     Enum,
 )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``: one, some, or what `iter_tensors` finds."""
+    kind = type(value)
+    if kind in TENSORS:
+        return [value]
+    if (kind is list or kind is tuple) and TENSORS.issuperset(map(type, value)):
+        return list(value)
+    return list(iter_leaves(value, torch.Tensor))
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reprokit import torch_private
-from reprokit.capture.structure import ATOMS, iter_leaves, map_leaves
+from reprokit.capture.structure import ATOMS, TENSORS, iter_leaves, map_leaves
 from reprokit.program.ir import Mode
 
 if TYPE_CHECKING:
@@ -29,18 +29,25 @@ if TYPE_CHECKING:
 
 SLOTS = 9  # values in the list for each call
 SMALL = 65_536  # elements that are always worth saving before a write
-SWEEP_OPS = 4096  # calls after which those that nobody needs are looked for
+SWEEP_OPS = 4096  # calls of a step after which those that nobody needs are looked for
+_SWEEP_ALL = 65_536  # calls of all steps, which take some 20 MB
 SWEEP_BYTES = 2**26
 MOST_BYTES = 256 * 2**20  # of tensors from outside that a step may hold
 MOST_OPS = 16_384  # of a step whose data are made by calls of their own; a noted call takes a kilobyte
 _MOST_CARRIED = 512  # calls before a copy that made graphs which are alive
-_Ref = weakref.ref
 
 
 class Number(int):
     """Stands for a tensor in the arguments and results of a call."""
 
     __slots__ = ()
+
+
+class Known(weakref.ref[torch.Tensor]):
+    """A tensor of the loop that has a ``number``; one object for both, as a loop makes thousands."""
+
+    __slots__ = ("number",)
+    number: Number
 
 
 class Op(NamedTuple):
@@ -94,7 +101,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.values: dict[int, tuple[weakref.ref[torch.Tensor], Number]] = {}
+        self.values: dict[int, Known] = {}
         self.inputs: dict[Number, torch.Tensor] = {}
         self.held: dict[Number, torch.Tensor] = {}
         self.stamps: dict[Number, int] = {}
@@ -110,6 +117,7 @@ class Tape:
         self.begin = 0
         self.num_bytes = 0
         self.sweep_at, self.sweep_bytes = SWEEP_OPS * SLOTS, SWEEP_BYTES
+        self._sweep_all_at = _SWEEP_ALL * SLOTS
         self._counted: set[int] = set()  # ids of inputs that are part of `num_bytes`
         self._by_memory: dict[int, list[Number]] = {}
         self._num_scanned = 0
@@ -119,9 +127,9 @@ class Tape:
     def number(self, tensor: torch.Tensor) -> Number:
         """The number of a tensor that a call is given; one that nobody knows is from outside."""
         known = self.values.get(id(tensor))
-        if known is None or known[0]() is not tensor:
+        if known is None or known() is not tensor:
             return self.add_input(tensor)
-        number = known[1]
+        number = known.number
         if number >= self.first or number in self.held:
             return number
         if tensor.__class__ is torch.nn.Parameter and number in self.inputs:  # clipping may be given hundreds
@@ -131,7 +139,7 @@ class Tape:
     def known(self, tensor: torch.Tensor) -> Number | None:
         """The number of a tensor, ``None`` if it has none."""
         known = self.values.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
+        return known.number if known is not None and known() is tensor else None
 
     def add_input(self, tensor: torch.Tensor) -> Number:
         """A tensor comes from outside."""
@@ -145,7 +153,7 @@ class Tape:
 
     def hold(self, number: Number, tensor: torch.Tensor) -> Number:
         """The running step uses a tensor from before; something unseen may have written it meanwhile."""
-        version = version_of(tensor)
+        version = -1 if tensor.is_inference() else tensor._version  # as `version_of`
         if number in self.inputs and self.stamps[number] != version and tensor.__class__ is not torch.nn.Parameter:
             return self.add_input(tensor)
         self.held[number] = tensor
@@ -157,18 +165,47 @@ class Tape:
     def new_number(self, tensor: torch.Tensor) -> Number:
         """A number that no tensor had."""
         self.count += 1
-        number = Number(self.count)
-        self.values[id(tensor)] = (_Ref(tensor), number)
+        known = self.values[id(tensor)] = Known(tensor)
+        known.number = number = Number(self.count)
         return number
 
     def result(self, tensor: torch.Tensor) -> Number:
         """The number of a result: a new one, unless the call has returned what it was given."""
         known = self.values.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else self.new_number(tensor)
+        return known.number if known is not None and known() is tensor else self.new_number(tensor)
 
     def encode(self, value: Any) -> Any:
         """Arguments with numbers in the place of tensors."""
+        kind = value.__class__
+        if kind in TENSORS:
+            return self.number(value)
+        if (kind is list or kind is tuple) and TENSORS.issuperset(map(type, value)):
+            return kind(self.numbers(value))
         return map_leaves(value, torch.Tensor, self.number)
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[Number]:
+        """The numbers of many tensors that a call is given: all parameters, or a sample of a memory.
+
+        As `number` and `hold` give them one by one; written out, since a step may have hundreds.
+        """
+        values, held, inputs, stamps, first, found = self.values, self.held, self.inputs, self.stamps, self.first, []
+        try:
+            for tensor in tensors:
+                known = values.get(id(tensor))
+                if known is None or known() is not tensor:
+                    found.append(self.add_input(tensor))
+                    continue
+                number = known.number
+                if number < first and number not in held:
+                    version = tensor._version
+                    if stamps.setdefault(number, version) == version and number > self._cut_at:
+                        held[number] = tensor
+                    elif tensor.__class__ is not torch.nn.Parameter or number not in inputs:
+                        number = self.hold(number, tensor)
+                found.append(number)
+        except RuntimeError:  # an inference tensor has no version
+            return list(map(self.number, tensors))
+        return found
 
     def results(self, value: Any) -> tuple[Number, ...]:
         """The numbers of all tensors in a result."""
@@ -181,8 +218,7 @@ class Tape:
 
     def alive(self) -> dict[Number, torch.Tensor]:
         """All tensors of the loop that are still there, by their numbers."""
-        found = ((number, reference()) for reference, number in self.values.values())
-        living = {number: tensor for number, tensor in found if tensor is not None}
+        living = {known.number: tensor for known in self.values.values() if (tensor := known()) is not None}
         return {**living, **self.held, **self.inputs}
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -243,16 +279,26 @@ class Tape:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def mark(self, mark: Mark) -> None:
-        """The running step is over."""
-        self.marks.append(mark)
-        self._begin_step()
-
-    def _begin_step(self) -> None:
+    def mark(self, mark: Mark | None) -> None:
+        """The running step is over; without a mark nothing is known of it."""
+        if mark is not None:
+            self.marks.append(mark)
+        dead = []
+        for key in reversed(self.values):  # the last ones first: those that the step has made
+            known = self.values[key]
+            if known.number < self.first:
+                break
+            if known() is None:
+                dead.append(key)
+        for key in dead:
+            del self.values[key]
         self.begin = len(self.log) // SLOTS
         self.first = self.count + 1
         self.held = {}
         self.scalars.clear()
+        self.sweep_at = len(self.log) + SWEEP_OPS * SLOTS
+        if len(self.log) > self._sweep_all_at:
+            self.sweep()
 
     def drop_gradients(self) -> None:
         """The loop has dropped all gradients of the running step, and skipped it: forget the calls that made them."""
@@ -285,17 +331,17 @@ class Tape:
         early, later = self.ops(0, end), self.ops(end)
         living = self.alive()
         graphs = {number for number, tensor in living.items() if tensor.requires_grad and tensor.grad_fn is not None}
-        graphs.update(number for op in later for number in op.ins)
+        graphs.update([number for op in later for number in op.ins])
         carried = makers_of(graphs, [*self.carried, *early])
         self.carried = carried if len(carried) <= _MOST_CARRIED else []
         self.log, self.marks = self.log[end * SLOTS :], self.marks[num_marks:]
         for mark in self.marks:
             mark.end -= end
-        self._cut_at = max((number for op in early for number in op.outs), default=self._cut_at)
+        self._cut_at = max([number for op in early for number in op.outs], default=self._cut_at)
         self.before = {number: tensor for number, tensor in self.before.items() if later}
         self._keep()
-        self._begin_step()
-        self.sweep_at, self.sweep_bytes = SWEEP_OPS * SLOTS, SWEEP_BYTES
+        self.mark(None)
+        self.sweep_bytes, self._sweep_all_at = SWEEP_BYTES, _SWEEP_ALL * SLOTS
 
     def drop_past(self) -> None:
         """Forget the steps before the running one."""
@@ -308,7 +354,7 @@ class Tape:
         """Let go of everything."""
         self.log, self.marks, self.carried, self.before = [], [], [], {}
         self._keep()
-        self._begin_step()
+        self.mark(None)
 
     def _keep(self) -> None:
         """Let go of the tensors and the numbers that no call has."""
@@ -329,7 +375,7 @@ class Tape:
         self.inputs = {number: tensor for number, tensor in self.inputs.items() if number in used}
         self.saved = {number: content for number, content in self.saved.items() if number in used}
         self.stamps = {number: version for number, version in self.stamps.items() if number in used}
-        self.values = {key: pair for key, pair in self.values.items() if pair[1] in used and pair[0]() is not None}
+        self.values = {key: known for key, known in self.values.items() if known.number in used and known() is not None}
         kept = (*self.inputs.values(), *self.saved.values())
         held = {id(tensor): tensor for tensor in kept if tensor.__class__ is not torch.nn.Parameter}
         self._counted = set(held)
@@ -348,8 +394,9 @@ class Tape:
         self._drop(dropped)
         if is_large or dropped:
             self.on_lost()
-        self.sweep_at = max(SWEEP_OPS * SLOTS, 2 * len(self.log))
+        self.sweep_at = len(self.log) + max(SWEEP_OPS, len(self.log) // SLOTS - self.begin) * SLOTS
         self.sweep_bytes = max(SWEEP_BYTES, 2 * self.num_bytes)
+        self._sweep_all_at = max(_SWEEP_ALL * SLOTS, 2 * len(self.log))
 
     def _inputs_of(self, ops: Iterable[Op]) -> Iterator[torch.Tensor]:
         used = {number for op in ops for number in op.ins}
@@ -375,7 +422,7 @@ class Tape:
     def _useless(self) -> set[int]:
         """The positions of calls whose results are gone and that no other call depends on."""
         log, found = self.log, set()
-        needed = {number for reference, number in self.values.values() if reference() is not None}
+        needed = {known.number for known in self.values.values() if known() is not None}
         for place in range(len(log) - SLOTS, -1, -SLOTS):
             kind, _, args, kwargs, outs, _, _, _, note = log[place : place + SLOTS]
             is_pure = note is None and kind.is_forward  # inline: there may be thousands of calls
@@ -477,6 +524,7 @@ def address_of(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return None
     try:
-        return torch_private.shard_of(tensor).untyped_storage().data_ptr() or None
+        part = tensor if tensor.__class__ in TENSORS else torch_private.shard_of(tensor)
+        return part.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):
         return None

@@ -23,11 +23,11 @@ from torch.nn.parameter import is_lazy
 
 from reprokit import torch_private
 from reprokit.capture.attributes import Containers, attributes_kept, is_of_torch, tensors_held
-from reprokit.capture.structure import iter_tensors
+from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.capture.tape import address_of, version_of
 from reprokit.locate.ways import NAN, bad_tensor, ways_of
 from reprokit.series.timeline import parameters_of
-from reprokit.torch_private import shard_of
+from reprokit.torch_private import shard_of, shards_of
 
 DEFAULT_STATE_BYTES = 2 * 2**30
 MOST_STEPS = 1000
@@ -94,7 +94,7 @@ def overwrite(contents: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
     has_grad = torch.is_grad_enabled()
     try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
         torch_private.set_grad_enabled(False)
-        torch._foreach_copy_(contents, list(map(shard_of, tensors)), non_blocking=False)
+        torch._foreach_copy_(contents, list(shards_of(tensors)), non_blocking=False)
     except RuntimeError:  # a shape or layout has changed
         contents[:] = [_copy(tensor) for tensor in tensors]
         return
@@ -113,15 +113,12 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []  # each place, and that of its witness
+        self.rows: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []  # each place, and that of its witness
         self._tensors: list[torch.Tensor] = []
         self._contents: list[torch.Tensor] = []
         self._versions: list[tuple[torch.Tensor, int, int]] = []
         self._known: set[tuple[int, str]] = set()
         self.are_replaced = False  # a forward has put another tensor in the place of a buffer
-
-    def __bool__(self) -> bool:
-        return bool(self._rows)
 
     def add_module(self, module: torch.nn.Module) -> None:
         """Remember the buffers of a module."""
@@ -132,19 +129,19 @@ class Buffers:
                 if buffer is None or buffer.is_inference() or key in self._known:
                     continue
                 self._known.add(key)
-                self._rows.append((space, name, space, "num_batches_tracked" if _has_counter(space) else name))
+                self.rows.append((space, name, space, "num_batches_tracked" if _has_counter(space) else name))
                 self._tensors.append(buffer)
                 self._contents.append(_copy(buffer))
                 self._versions.append(self._stamp(-1))
 
     def _stamp(self, number: int) -> tuple[torch.Tensor, int, int]:
-        space, name, home, witness = self._rows[number]
+        space, name, home, witness = self.rows[number]
         return home[witness], version_of(home[witness]), version_of(space[name])
 
     def refresh(self) -> None:
         """Remember the contents of now; buffers that nothing wrote are left alone."""
         changed = []
-        for number, (space, name, home, witness) in enumerate(self._rows):
+        for number, (space, name, home, witness) in enumerate(self.rows):
             seen, version, own = self._versions[number]
             buffer = self._tensors[number]
             if (
@@ -155,7 +152,7 @@ class Buffers:
             ):
                 changed.append(number)
         for number in changed:
-            space, name, _, _ = self._rows[number]
+            space, name, _, _ = self.rows[number]
             buffer = space[name]
             if buffer is None or buffer.is_inference():
                 continue
@@ -172,18 +169,18 @@ class Buffers:
 
     def at(self, address: int | None) -> torch.Tensor | None:
         """The buffer of now with this memory."""
-        tensors = (space[name] for space, name, _, _ in self._rows)
+        tensors = (space[name] for space, name, _, _ in self.rows)
         return next((tensor for tensor in tensors if tensor is not None and address_of(tensor) == address), None)
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """In this context the buffers are what they were."""
-        now = [(space, name, space[name]) for space, name, _, _ in self._rows]
+        now = [(space, name, space[name]) for space, name, _, _ in self.rows]
         held = Contents(list(self._tensors))
         bound = Contents([t for _, _, t in now if t is not None and all(t is not known for known in self._tensors)])
         try:
             with torch.no_grad():
-                for (space, name, _, _), tensor, content in zip(self._rows, self._tensors, self._contents, strict=True):
+                for (space, name, _, _), tensor, content in zip(self.rows, self._tensors, self._contents, strict=True):
                     if tensor.shape != content.shape:
                         raise CannotGoBack("a buffer has another shape by now")
                     space[name] = tensor
@@ -311,7 +308,7 @@ class Copy:
 
     @property
     def num_bytes(self) -> int:
-        return self.contents.num_bytes + num_bytes(gradient for _, gradient in self.gradients)
+        return self.contents.num_bytes + num_bytes([gradient for _, gradient in self.gradients])
 
     def put_back(self) -> Copy:
         """Go back to it; returns the state of before. Raises `CannotGoBack` with nothing changed."""
@@ -347,17 +344,18 @@ class World:
     ``every`` is the number of steps between copies, ``None`` to choose it by cost, 0 for no copies. ``is_complete``
     says whether the steps since the copy are all on the tape, so that one can go back. With ``keeps_earlier`` there are
     copies of two moments, at least `LEAST_STEPS` apart, if both fit into the limit. ``addresses`` is the memory of the
-    state, ``is_short``: steps are so short that every microsecond counts.
+    state, ``untouched`` that of frozen parameters which nothing has written so far. ``is_short``: steps are so short
+    that every microsecond counts.
     """
 
     def __init__(self, every: int | None = None, state_bytes: int = DEFAULT_STATE_BYTES) -> None:
         self.copies: list[Copy] = []
         self.buffers = Buffers()
         self.is_complete = self.is_short = False
-        self.num_copies = 0
+        self.num_copies = self.num_optimizers = 0  # of optimizers all that were met, alive or not
         self.keeps_earlier = False
         self.addresses: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._untouched: dict[int, torch.Tensor] = {}
+        self.untouched: dict[int, torch.Tensor] = {}
         self._every = every
         self._limit = state_bytes
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
@@ -382,7 +380,7 @@ class World:
         self._hold(module)
         if self._every == 0:
             self._ways_met.update((id(buffer), ways_of(buffer)) for buffer in module.buffers())
-        self._add([tensor for tensor in _tensors_of(module) if _is_changing(tensor)], ())
+        self._add([t for t in _tensors_of(module) if _is_changing(t)], ())
         for copy in self.copies:
             copy.bind(module)
         self.buffers.add_module(module)
@@ -395,6 +393,7 @@ class World:
         if known is not None and known() is optimizer:
             return False
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self.num_optimizers = len(self._optimizers)
         self._parameters = None
         self._hold(optimizer)
         self._add(list(state_tensors(optimizer)), (optimizer,))
@@ -422,14 +421,11 @@ class World:
     def know_addresses(self) -> None:
         """Find out which memory is that of the state; frozen parameters are copied only once something writes them."""
         copied = set(map(id, self.copies[-1].contents.tensors)) if self.copies else set()
-        untouched = (t for m in self.modules for t in _tensors_of(m) if not _is_changing(t) and id(t) not in copied)
-        self._untouched = {p: tensor for tensor in untouched if (p := address_of(tensor)) is not None}
-        state = [*self._untouched.values(), *self.changing()]
+        given = [t for module in self.modules for t in _tensors_of(module) if isinstance(t, torch.nn.Parameter)]
+        frozen = [t for t in given if not (t.requires_grad or id(t) in copied)]
+        self.untouched = {p: tensor for tensor in frozen if (p := address_of(tensor)) is not None}
+        state = [*self.untouched.values(), *self.changing()]
         self.addresses = {p: weakref.ref(tensor) for tensor in state if (p := address_of(tensor)) is not None}
-
-    def is_state(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor shares memory with the state."""
-        return self.owner_of(tensor) is not None
 
     def owner_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The part of the state whose memory a tensor shares."""
@@ -440,7 +436,7 @@ class World:
 
     def before_write(self, target: torch.Tensor) -> None:
         """State is about to be written; a frozen parameter that nothing had written so far is copied now."""
-        tensor = self._untouched.pop(address_of(target) or 0, None) if self._untouched else None
+        tensor = self.untouched.pop(address_of(target) or 0, None)
         if tensor is not None:
             self._add([tensor], ())
 
@@ -471,11 +467,6 @@ class World:
         return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
 
     @property
-    def num_optimizers(self) -> int:
-        """How many optimizers were met, alive or not."""
-        return len(self._optimizers)
-
-    @property
     def parameters(self) -> list[torch.Tensor]:
         """Those of all roots and optimizers, each once; looked up again for a new one of these and after a copy."""
         if self._parameters is None:
@@ -488,9 +479,12 @@ class World:
         """The tensors that steps change, each once."""
         unique: dict[int, torch.Tensor] = {}
         for module in self.modules:
-            unique.update({id(tensor): tensor for tensor in _tensors_of(module) if _is_changing(tensor)})
+            for tensor in _tensors_of(module):
+                if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):  # as `_is_changing`
+                    unique[id(tensor)] = tensor
         for optimizer in self.optimizers:
-            unique.update((id(tensor), tensor) for tensor in state_tensors(optimizer))
+            for tensor in state_tensors(optimizer):
+                unique[id(tensor)] = tensor
         for tensor in self.copies[-1].contents.tensors if self.copies else ():
             if id(tensor) not in unique and (self.is_trained(tensor) or isinstance(tensor, torch.nn.Parameter)):
                 unique[id(tensor)] = tensor  # written by the loop: frozen, or of no module and no optimizer
@@ -507,9 +501,13 @@ class World:
         parameters: dict[int, torch.Tensor] = {
             id(p): p for module in self.modules for p in module.parameters() if p.requires_grad
         }
-        parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                parameters.update({id(p): p for p in group["params"]})
         copied = self.copies[-1].contents.tensors if self.copies else ()
-        parameters.update((id(t), t) for t in copied if self.is_trained(t))
+        for tensor in copied:
+            if tensor.requires_grad or id(tensor) in self._trained:
+                parameters[id(tensor)] = tensor
         if bad_tensor(parameters.values()) is None:
             return None
         before = self._before()
@@ -563,11 +561,11 @@ class World:
         """True if copies of the state are taken: they fit into the limit."""
         return self._every != 0 and num_bytes(self.changing()) <= self._limit
 
-    def is_due(self, now: float, num_steps: int, held_bytes: int, most_bytes: int) -> bool:
+    def is_due(self, now: float, num_steps: int, held_bytes: int, default_bytes: int) -> bool:
         """True if it is time to check everything and to take the next copy, so many steps after the last one, which
         hold so many bytes."""
         is_first = self.num_copies == 1 and self.is_complete and self._every != 0  # played from the start of training
-        is_full = held_bytes > most_bytes
+        is_full = held_bytes > default_bytes and held_bytes > self.most_bytes(default_bytes)
         if is_first and num_steps < _BEGINNING and not is_full:
             return False
         if self._has_grown or is_full or num_steps >= MOST_STEPS:
@@ -603,7 +601,7 @@ class World:
         """
         if num_steps and self.num_copies > 1:  # the first steps are longer than those that follow
             step_seconds = (started - self._taken_at) / (num_steps + 1)
-            is_on_gpu = any(tensor.is_cuda for tensor in self.copies[-1].contents.tensors) if self.copies else False
+            is_on_gpu = bool(self.copies) and "cuda" in {t.device.type for t in self.copies[-1].contents.tensors}
             self.is_short = step_seconds < _SHORT and not is_on_gpu
         self._parameters = None
         self._held, self._has_grown = [], False  # those that only this holds are gone now
@@ -621,7 +619,7 @@ class World:
             new = self.copies[-1] if self.copies else Copy()
             self.copies.clear()
         new.take(tensors, self.optimizers, self.modules)
-        new.take_gradients(p for optimizer in unfinished for p in parameters_of(optimizer))
+        new.take_gradients([p for optimizer in unfinished for p in parameters_of(optimizer)])
         self.copies.append(new)
         self.is_complete = True
         self.num_copies += 1
@@ -658,7 +656,7 @@ class World:
 
     def forget(self) -> None:
         """The capture is over: let go of everything that belongs to the user."""
-        self._held, self._untouched, self.addresses = [], {}, {}
+        self._held, self.untouched, self.addresses = [], {}, {}
         self._modules.clear()
         self._optimizers.clear()
         self._trained.clear()
@@ -690,10 +688,9 @@ def is_unmade(module: torch.nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not is_lazy(tensor) and not tensor.is_inference() and tensor.grad_fn is None:
-            yield tensor
+def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    given = (*module.parameters(), *module.buffers())
+    return [t for t in given if not is_lazy(t) and not t.is_inference() and t.grad_fn is None]
 
 
 def _is_changing(tensor: torch.Tensor) -> bool:
@@ -721,18 +718,18 @@ def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tenso
     return list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Parameters and every tensor of the optimizer's state; those in attributes of one of the user's own."""
-    yield from parameters_of(optimizer)
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not is_of_torch(optimizer):
-        yield from tensors_held(optimizer)
+        found += tensors_held(optimizer)
     for state in optimizer.state.values():
-        if isinstance(state, dict):
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    yield value
-                else:
-                    yield from iter_tensors(value)
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif value.__class__ not in ATOMS:
+                found += iter_tensors(value)
+    return found
 
 
 def give_gradients(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
@@ -741,9 +738,9 @@ def give_gradients(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) ->
         leaf.grad = grad
 
 
-def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """The memory that tensors take, in bytes."""
-    return sum([tensor.numel() * tensor.element_size() for tensor in map(shard_of, tensors)])
+    return sum([tensor.numel() * tensor.element_size() for tensor in shards_of(tensors)])
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -758,22 +755,15 @@ class GeneratorWatch:
 
     Reading them in every step would cost several per cent of a short step, so they are read in the first steps and once
     after every copy of the state. If the states differ before and after a step's forward then, they are read always.
+    ``looks_left`` is the number of steps that are still looked at.
     """
 
     def __init__(self) -> None:
         self.states: dict[str, Any] | None = None
-        self._looks_left = 3
-        self._is_drawn = False
-
-    @property
-    def is_looking(self) -> bool:
-        """True if the next forward matters."""
-        return self._is_drawn or self._looks_left > 0
+        self.looks_left: float = 3
 
     def before_module(self) -> dict[str, Any] | None:
         """A root module is about to run: the states of now if it is not the first one of a step that is looked at."""
-        if not self.is_looking:
-            return None
         states = python_generators()
         if self.states is None:
             self.states = states
@@ -784,14 +774,14 @@ class GeneratorWatch:
         """The step is over."""
         if self.states is None:
             return
-        if not self._is_drawn:
-            self._looks_left -= 1
-            self._is_drawn = not _are_equal(self.states, python_generators())
+        self.looks_left -= 1
+        if not _are_equal(self.states, python_generators()):
+            self.looks_left = math.inf
         self.states = None
 
     def look_closely(self) -> None:
         """Look again in the next step."""
-        self._looks_left = max(self._looks_left, 1)
+        self.looks_left = max(self.looks_left, 1)
 
 
 def python_generators() -> dict[str, Any]:

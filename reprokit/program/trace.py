@@ -481,18 +481,17 @@ def current_mode() -> Mode:
     return Mode(torch.is_grad_enabled(), autocast_state(), torch.is_inference_mode_enabled())
 
 
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _PLAIN_MODES = {(grad, inference): Mode(grad, (), inference) for grad in (False, True) for inference in (False, True)}
 
 
 def autocast_state() -> tuple[tuple[str, str], ...]:
     """The device types for which autocast is on, with their dtypes."""
-    if not torch_private.is_any_autocast_enabled():
-        return ()
-    return tuple(
-        (device, str(torch.get_autocast_dtype(device)))
-        for device in ("cpu", "cuda", "mps", "xpu")
-        if torch.is_autocast_enabled(device)
-    )
+    found = []
+    for device in _DEVICES if torch_private.is_any_autocast_enabled() else ():
+        if torch.is_autocast_enabled(device):
+            found.append((device, str(torch.get_autocast_dtype(device))))
+    return tuple(found)
 
 
 def _rng_state(args: tuple[Any, ...]) -> torch.Tensor:
