@@ -130,7 +130,7 @@ class Recorder(StackedMode):
                     elif (number := known.number) >= first or number in held:
                         given.append(number)
                     else:
-                        given.append(tape.hold(number, value))
+                        given.append(tape.hold(number, value))  # type: ignore[arg-type]
                 elif kind_of_value in _SINGLE or (kind_of_value is tuple and _SINGLE.issuperset(map(type, value))):
                     given.append(value)
                 else:

@@ -56,9 +56,9 @@ HANDLERS: dict[str, Callable[..., None]] = {
     "method": Limits().end,
 }
 PLACES: list[tuple[Any, str]] = [
-    (loop.Loop, "_start"),
+    (loop.Loop, "_check_update"),
     (recorder.Recorder, "_prepare"),
-    (recorder.Recorder, "_note"),
+    (recorder.Recorder, "_begin_backward"),
     (recorder.Recorder, "finish"),
     (world.World, "is_due"),
     (tape.Tape, "mark"),
@@ -160,7 +160,7 @@ def test_an_error_of_our_own_is_no_arrival(error: Exception, monkeypatch: pytest
     def broken(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(loop.Loop, "_start", broken)
+    monkeypatch.setattr(loop.Loop, "_check_update", broken)
     with described_once(), Session(directory=tmp_path):
         watched = failing_at_once()
     assert same_bits(watched, failing_at_once())
