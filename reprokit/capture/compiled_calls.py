@@ -99,6 +99,7 @@ class CompiledCalls:
                 recorder.guard(recorder.roots.lower_watch, watching)
         if running is None or not recorder.enabled:
             return output
+        recorder.guard(self._loop.generators.after_module)
         bad = recorder.guard(self._finish, running, original, output, sys._getframe(2))
         if bad is not None and recorder.enabled:
             self._loop.failures.fail(bad, is_late=True)

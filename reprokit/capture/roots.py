@@ -42,6 +42,7 @@ class RootCalls:
         self._watcher: Any = None
         self._known: list[type[torch.nn.Module]] = []
         self._has_settled = False
+        self._last: tuple[torch.Tensor, None] | None = None  # state of the generator
 
     # -- which modules are watched -------------------------------------------------------------------------------
 
@@ -138,6 +139,8 @@ class RootCalls:
                     recorder.guard(self.lower_watch, watching)
             try:
                 recorder.finish(begun, output)
+                if recorder.loop.generators.looks_left:
+                    recorder.loop.generators.after_module()
             except BaseException as error:
                 recorder.switch_off(error)
             return output
@@ -163,7 +166,7 @@ class RootCalls:
         recorder = self._recorder
         drawn = recorder.loop.before_root(module)
         user, mode = first_user_frame(frame), current_mode()
-        rng = generator_states(args, kwargs) if _uses_cuda() else (_default_generator.get_state(), None)
+        rng = self.states(args, kwargs)
         attributes = self.attributes.note(module)
         if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
             given = recorder.tape.encode((frame.f_locals["parameters_and_buffers"], args, kwargs))
@@ -173,6 +176,15 @@ class RootCalls:
         inner: Any = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
         root_note = RootNote(module.training, rng, drawn, inner.__dict__.get("forward"), attributes)
         return Root, module, given, named, user.f_code, user.f_lasti, mode, root_note
+
+    def states(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`generator_states` of now; the last ones again if they are the same, since each takes five kilobytes."""
+        if _uses_cuda():
+            return generator_states(*given)
+        state, last = _default_generator.get_state(), self._last
+        if last is None or not torch.equal(state, last[0]):
+            self._last = last = state, None
+        return last
 
     def meet(self, module: torch.nn.Module) -> None:
         """Make a module known to the loop, unless it is."""

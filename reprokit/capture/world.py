@@ -751,32 +751,35 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GeneratorWatch:
-    """Notes the generators' states before a step's first forward, while there is reason to.
+    """Notes the states of Python's and NumPy's generators before forwards, while there is reason to.
 
-    Reading them in every step would cost several per cent of a short step, so they are read in the first steps and once
-    after every copy of the state. If the states differ before and after a step's forward then, they are read always.
-    ``looks_left`` is the number of steps that are still looked at.
+    Reading them takes longer than all else in a short step, so they are read in the first steps and once after every
+    copy of the state; if a forward changes them then, they are read always. ``states`` are those before the first
+    forward of the step, ``looks_left`` is the number of steps that are still looked at.
     """
 
     def __init__(self) -> None:
         self.states: dict[str, Any] | None = None
         self.looks_left: float = 3
+        self._before: dict[str, Any] | None = None
 
     def before_module(self) -> dict[str, Any] | None:
-        """A root module is about to run: the states of now if it is not the first one of a step that is looked at."""
-        states = python_generators()
+        """A root module is about to run: the states of now if it is not the first one of its step."""
+        self._before = states = python_generators()
         if self.states is None:
             self.states = states
             return None
         return states
 
+    def after_module(self) -> None:
+        """It has run."""
+        before, self._before = self._before, None
+        if before is not None and self.looks_left < math.inf and not _are_equal(before, python_generators()):
+            self.looks_left = math.inf
+
     def restart(self) -> None:
         """The step is over."""
-        if self.states is None:
-            return
-        self.looks_left -= 1
-        if not _are_equal(self.states, python_generators()):
-            self.looks_left = math.inf
+        self.looks_left -= 1  # infinity stays
         self.states = None
 
     def look_closely(self) -> None:
