@@ -567,7 +567,7 @@ def test_nothing_is_left_of_a_capture_that_broke(tmp_path: Path, monkeypatch: py
 
     before = torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_
     with Session(directory=tmp_path, quiet=True):
-        monkeypatch.setattr(Recorder, "_note", broken)
+        monkeypatch.setattr(Recorder, "finish", broken)
         model, optimizer = plain_training()
         for _, x, y in batches():
             update(optimizer, classify(model, x, y))
