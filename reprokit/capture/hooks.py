@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from reprokit.capture.callers import HAS_FRAME_OF_APPLY, applying, first_user_fr
 from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
+from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.structure import repeatable
 from reprokit.capture.transformed import MAKES, PULLS, RUNS, TransformCalls
 from reprokit.capture.world import owned_by
@@ -165,33 +166,24 @@ class WholeCalls:
         kwargs: dict[str, Any],
         note: Callable[[], Any] | None = None,
     ) -> Any:
-        recorder, begun = self._recorder, None
-        is_noted = recorder.is_outermost
-        popped = recorder.step_aside()
+        recorder = self._recorder
+        if not recorder.is_outermost:
+            with recorder.paused():
+                return target(*args, **kwargs)
+        args, kwargs = recorder.guard(repeatable, args, kwargs) or (args, kwargs)
         try:
-            try:
-                args, kwargs = repeatable(args, kwargs)
-                if is_noted:
-                    user, given = first_user_frame(sys._getframe(3)), recorder.encode(args, kwargs)
-                    begun = (kind, target, *given, user.f_code, user.f_lasti, current_mode())
-            except BaseException as error:
-                recorder.switch_off(error)
-            try:
-                output = target(*args, **kwargs)
-            except BaseException as error:  # such as `error_if_nonfinite` asks for
-                if begun is not None:
-                    recorder.fail(error, (*begun, None))
-                if is_noted and kind is Clip and recorder.guard(has_arrived, error):
-                    recorder.gaps.append(None)
-                raise
-            if begun is not None and recorder.enabled:
-                try:
-                    recorder.finish((*begun, note() if note is not None else None), output)
-                except BaseException as error:
-                    recorder.switch_off(error)
-            return output
-        finally:
-            recorder.step_back(popped)
+            return recorder.whole(
+                _begin, (recorder, kind, target, args, kwargs, sys._getframe(2)), target, args, kwargs, note
+            )
+        except BaseException as error:  # such as `error_if_nonfinite` asks for
+            if kind is Clip and recorder.guard(has_arrived, error):
+                recorder.gaps.append(None)
+            raise
+
+
+def _begin(recorder: Recorder, kind: type[Kind], target: Any, args: Any, kwargs: Any, frame: FrameType) -> Begun:
+    user = first_user_frame(frame)
+    return kind, target, *recorder.encode(args, kwargs), user.f_code, user.f_lasti, current_mode(), None
 
 
 def _with_gradient(owner: torch.nn.Module | torch.optim.Optimizer) -> frozenset[int]:

@@ -389,6 +389,41 @@ class Recorder(StackedMode):
 
     # -- every kind of call --------------------------------------------------------------------------------------
 
+    def whole(
+        self,
+        begin: Callable[..., Begun | None],
+        known: tuple[Any, ...],
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        note: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Perform a call of the loop that is noted as one, with the mode out of the way.
+
+        ``begin``, called with what is ``known``, tells what it is. ``note`` makes its note when it is over.
+        """
+        popped = self.step_aside()
+        try:
+            try:
+                begun = begin(*known)
+            except BaseException as error:
+                self.switch_off(error)
+                begun = None
+            try:
+                output = target(*args, **kwargs)
+            except BaseException as error:
+                if begun is not None:
+                    self.fail(error, begun)
+                raise
+            if begun is not None and self.enabled:
+                try:
+                    self.finish(begun if note is None else (*begun[:-1], note()), output)
+                except BaseException as error:
+                    self.switch_off(error)
+            return output
+        finally:
+            self.step_back(popped)
+
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
         """Arguments with numbers in the place of tensors."""
         tape, given = self.tape, []

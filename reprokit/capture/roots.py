@@ -7,6 +7,7 @@ that appears later is noted as plain calls once, and watched from its next call 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from threading import get_ident
@@ -121,31 +122,21 @@ class RootCalls:
     ) -> Any:
         """Call a root module, and note the call."""
         recorder = self._recorder
-        popped = recorder.step_aside()
+        if self._original is not None:
+            original = functools.partial(self._call_unwatched, original)
+        given = module, args, kwargs, sys._getframe(2)
+        output = recorder.whole(self._begin, given, original, (module, *args), kwargs)
+        if recorder.loop.generators.looks_left:
+            recorder.guard(recorder.loop.generators.after_module)
+        return output
+
+    def _call_unwatched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        watching = self._recorder.guard(self.lift_watch)
         try:
-            try:
-                begun = self._begin(module, args, kwargs, sys._getframe(2))
-            except BaseException as error:
-                recorder.switch_off(error)
-                return original(module, *args, **kwargs)
-            watching = recorder.guard(self.lift_watch) if self._original is not None else None
-            try:
-                output = original(module, *args, **kwargs)
-            except BaseException as error:
-                recorder.fail(error, begun)
-                raise
-            finally:
-                if watching is not None:
-                    recorder.guard(self.lower_watch, watching)
-            try:
-                recorder.finish(begun, output)
-                if recorder.loop.generators.looks_left:
-                    recorder.loop.generators.after_module()
-            except BaseException as error:
-                recorder.switch_off(error)
-            return output
+            return original(*args, **kwargs)
         finally:
-            recorder.step_back(popped)
+            if watching is not None:
+                self._recorder.guard(self.lower_watch, watching)
 
     def lift_watch(self) -> Any:
         """Have modules called as if nobody watched, until `lower_watch` is given what this returns."""
