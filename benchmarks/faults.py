@@ -53,6 +53,7 @@ GUARDS = {
     "RootCalls.uninstall",
     "RootCalls.is_root_call",
     "RootCalls.call",
+    "RootCalls._call_unwatched",
     "Recorder.whole",
     "Loop.before_backward",
     "Loop.after_backward",
