@@ -111,7 +111,7 @@ class Training:
 
     def digest(self) -> str:
         """A digest of the parameters and one of the buffers."""
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             return ":".join(map(_digest, ([*self.model.parameters(), self.gate], self.model.buffers())))
 
 

@@ -242,7 +242,7 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 def _set_flags(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         for parameter, flag in flags:
             if parameter.requires_grad != flag and parameter.is_leaf:
                 parameter.requires_grad_(flag)

@@ -221,7 +221,7 @@ class CompiledStep(Kind):
             tracer.calls[first + number] = replace(call, phase=phase)
         recording.has_differentiated = True
         results = list(iter_tensors(result))
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             for place, old in op.note.seen.items():
                 if place < len(results):
                     recording.compare_loss(old, results[place])
@@ -239,7 +239,7 @@ def _watching_updates(recording: TracedPlayer) -> Iterator[None]:
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         look()
         if is_of_torch(optimizer):
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 tracer.record(optimizer_call(recording, optimizer))
             tracer.is_silent = True
 
@@ -296,7 +296,7 @@ class Backward(Kind):
         tracer, name, note = recording.tracer, name_of(op), op.note
         tracer.phase = Phase.BACKWARD
         recording.has_differentiated = True
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             seen = note.losses if note.losses is not None else recording.starts_of_training(op)
             for old, new in zip(seen, starts_of(args, kwargs), strict=False):
                 if note.losses is not None or old.numel():
@@ -335,7 +335,7 @@ def _clear(owner: Any, zeroed: Any) -> None:
         if id(parameter) in zeroed:
             parameter.grad = torch.zeros_like(parameter)
         else:
-            with torch._C.DisableTorchFunction():  # a program starts without gradients
+            with torch.DisableTorchFunction():  # a program starts without gradients
                 parameter.grad = None
 
 
@@ -343,7 +343,7 @@ def clear_gradients(recording: TracedPlayer, owner: Any, zeroed: Any) -> None:
     """Forget the gradients of a module or an optimizer while a step is recorded."""
     _clear(owner, zeroed)
     parameters = owned_by(owner)
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         left = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
         recording.zeroed.update(left)
     known = [p for p in parameters if recording.tracer.value_of(p) is not None]
@@ -431,7 +431,7 @@ class OptimizerStep(Kind):
         recording.tracer.phase = Phase.OPTIMIZER
         with as_then(op):
             if is_of_torch(optimizer):
-                with torch._C.DisableTorchFunction():
+                with torch.DisableTorchFunction():
                     recording.tracer.record(optimizer_call(recording, optimizer))
                     step_without_hooks(optimizer)
             else:

@@ -87,7 +87,7 @@ class WholeCalls:
         output = self._perform(Clip, target, args, kwargs)
         is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
         if isinstance(output, torch.Tensor) and not is_spread:
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 self._loop.clipped = self._loop.timeline.grad_norm = output.detach()
         return output
 

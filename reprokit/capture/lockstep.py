@@ -254,7 +254,7 @@ class _Gradients(Kind):
 
     @classmethod
     def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             give_gradients(op.target)
 
 

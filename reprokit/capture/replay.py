@@ -389,7 +389,7 @@ class TracedPlayer(Player):
         self.tracer.outer_site = make_site(op.code, op.instruction, library) if op.code is not None else None
         self.tracer.outer_scope = ()
         self.performs = performs
-        with torch._C.DisableTorchFunction():  # our own work is not part of the step
+        with torch.DisableTorchFunction():  # our own work is not part of the step
             self._check_versions(op)
             args, kwargs = self.given(op)
         self.bind(op, self.perform(op, args, kwargs))

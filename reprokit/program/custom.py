@@ -176,7 +176,7 @@ class CustomFunctions:
                 # New value numbers for gradients that arrived. Among several, zeros may stand for none and are left
                 # out.
                 reads = []
-                with torch._C.DisableTorchFunction():
+                with torch.DisableTorchFunction():
                     for leaf, grad in zip(application.leaves, grads, strict=False):
                         if leaf is not None and _is_tensor(grad) and (len(grads) == 1 or bool(grad.any())):
                             value = self._tracer.new_value()

@@ -90,7 +90,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_bad(tensor: torch.Tensor) -> bool:
     """True if an element is nan or inf."""
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         has_bad_values = tensor.is_floating_point() or tensor.is_complex()
         return has_bad_values and not bool(tensor.detach().isfinite().all())
 

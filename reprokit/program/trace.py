@@ -332,7 +332,7 @@ class Tracer(TorchFunctionMode):
         known = self._values.get(id(tensor))
         if known is None and self.functions.is_inside_backward:
             # The value that has the same memory, for a tensor that autograd had saved and gave back as another object
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 place = _place(tensor)
                 alike = (other for other in reversed(self._alive) if place is not None and _place(other) == place)
                 found = next(alike, None)

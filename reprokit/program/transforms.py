@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reprokit.program.trace import Tracer
 
 MOST_CALLS = 4096  # a batch of 256 rows with 16 calls each; more take minutes to write and to shrink
-SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
+SCRIPTED = (torch.jit.ScriptFunction, torch.ScriptMethod)
 
 
 class _TooManyCalls(Exception):
@@ -98,7 +98,7 @@ class Transforms:
         def __call__(function: Any, *args: Any, **kwargs: Any) -> Any:
             if peek_transforms() is not None:
                 return call(function, *args, **kwargs)
-            is_method = isinstance(function, torch._C.ScriptMethod)
+            is_method = isinstance(function, torch.ScriptMethod)
             name = f"{function.owner._type().name()}.{function.name}" if is_method else str(function.name)
             described = {"name": name, "is_scripted": True}
             return self._tracer.perform_opaque(described, name, partial(call, function), args, kwargs)
@@ -158,7 +158,7 @@ class Transforms:
 
     def _are_alike(self, name: str, results: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
         """True if the calls gave the results of the transform, but for rounding."""
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with torch.DisableTorchFunction(), torch.no_grad():
             if len(results) != len(written) or not all(map(_is_near, results, written)):
                 return False
             if not all(map(same_bits, results, written)):

@@ -100,7 +100,7 @@ def _device_names() -> tuple[str, ...]:
 
 def _flushes_denormals() -> bool:
     """True if subnormal numbers count as zero on the CPU; there is no getter, so a product tells."""
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return bool((torch.tensor(1e-30) * torch.tensor(1e-10) == 0).item())
 
 

@@ -260,7 +260,7 @@ def test_writes_that_the_tape_cannot_see_make_the_snapshot_unfaithful(tmp_path: 
     def loop() -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Gated()
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             memory = model.body[0].weight.detach().numpy()
         optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01)
         for step, x, y in batches(60):
