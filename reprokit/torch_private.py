@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import operator
 import pkgutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def _raise_missing(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this torch has no such function")
+
+
 # The stack of torch-function modes.
 _STACK = "torch._C._{}torch_function_stack"
 push_mode = _look_up(_STACK.format("push_on_"), "", _nothing)
@@ -38,8 +43,6 @@ pop_mode = _look_up(_STACK.format("pop_"), "", _nothing)
 num_modes = _look_up(_STACK.format("len_"), "", lambda: 0)
 mode_at = _look_up("torch._C._get_function_stack_at", "", _nothing)
 REQUIRED = (_STACK.format("push_on_"), _STACK.format("pop_"), _STACK.format("len_"), "torch._C._get_function_stack_at")
-_LOST_MODES = "custom functions that call torch functions under other modes are recorded incompletely"
-current_modes = _look_up("torch.overrides._get_current_function_mode_stack", _LOST_MODES, list)
 
 # Whether torch itself is at work: transforms, the tracer of torch.jit, a recomputation in the backward pass.
 _TRANSFORMED = "calls inside of `torch.func` transforms are recorded as those of the loop"
@@ -56,6 +59,12 @@ is_any_autocast_enabled = _look_up(
     "torch._C._is_any_autocast_enabled", "", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 )
 set_grad_enabled = _look_up("torch._C._set_grad_enabled", "", torch.set_grad_enabled)
+set_deterministic = _look_up(  # the public function imports the compiler, which takes seconds
+    "torch._C._set_deterministic_algorithms", "", torch.use_deterministic_algorithms
+)
+# Many tensors in one call; without these names a `RuntimeError` leads to one call for each.
+foreach_norm = _look_up("torch._foreach_norm", "", _raise_missing)
+foreach_copy = _look_up("torch._foreach_copy_", "", _raise_missing)
 _VERSIONS = "a replay changes the version counters of parameters"
 _preserve_version = _look_up(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter", _VERSIONS, lambda tensor: contextlib.nullcontext()
@@ -82,20 +91,94 @@ BackwardHookFunction = _look_up("torch.nn.modules._functions.BackwardHookFunctio
 _FUNCTORCH = {
     "apis": ("vmap_impl",),
     "eager_transforms": (
-        *("grad_impl", "grad_and_value_impl", "_jvp_with_argnums", "_vjp_with_argnums", "_slice_argnums"),
-        *("jacrev", "jacfwd"),
+        *("grad_impl", "grad_and_value_impl", "_jvp_with_argnums", "_vjp_with_argnums", "jacrev", "jacfwd"),
     ),
-    "vmap": ("_process_batched_inputs",),
 }
 _LOST_TRANSFORMS = "calls of `torch.func` transforms are not recorded"
 apis = _look_up("torch._functorch.apis", _LOST_TRANSFORMS, None)
 eager_transforms = _look_up("torch._functorch.eager_transforms", _LOST_TRANSFORMS, None)
-batching = _look_up("torch._functorch.vmap", _LOST_TRANSFORMS, None)
-broadcast_to_and_flatten = _look_up("torch.utils._pytree._broadcast_to_and_flatten", _LOST_TRANSFORMS, None)
 for _module, _names in _FUNCTORCH.items():
     for _name in _names:
         _look_up(f"torch._functorch.{_module}.{_name}", _LOST_TRANSFORMS, None)
 HAS_TRANSFORMS = _LOST_TRANSFORMS not in LOST.values()
+JVP, VJP = "_jvp_with_argnums", "_vjp_with_argnums"
+
+# The compiler's modules, which nothing of ours imports, and names in them.
+DYNAMO, INDUCTOR = "torch._dynamo", "torch._inductor.compile_fx"
+EVAL_FRAME, BACKENDS, BACKEND_TABLE = f"{DYNAMO}.eval_frame", f"{DYNAMO}.backends.registry", "_COMPILER_FNS"
+BEFORE_COMPILED = "_is_skip_guard_eval_unsafe_stance"  # every compiled function calls it right before it runs
+CHECKPOINT_FRAMES = "_checkpoint_without_reentrant_generator"  # of `torch.utils.checkpoint`
+UNSCALE = "_unscale_grads_"  # of a `GradScaler`
+
+
+def uncompiled(function: Any) -> Any:
+    """The function behind a compiled one; ``None`` behind any other."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def is_disabled(function: Any) -> bool:
+    """True if a function came out of `torch.compiler.disable`."""
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
+def name_of_scripted(function: Any) -> str:
+    """The name of a function or method that `torch.jit` has compiled."""
+    is_method = isinstance(function, torch.ScriptMethod)
+    return f"{function.owner._type().name()}.{function.name}" if is_method else str(function.name)
+
+
+def positional_parameters(operator: Any) -> list[Any]:
+    """The positional parameters of an overload of an operator, as its schema has them."""
+    return [item for item in operator._schema.arguments if not item.kwarg_only]
+
+
+# The tables of modules, tensors and scalers. Public functions give copies, without what is ``None``.
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own buffers, as the module holds them."""
+    return module._buffers
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own parameters, as the module holds them; none of a scripted one, which makes them anew."""
+    return module._parameters if isinstance(module._parameters, dict) else {}
+
+
+Hooks = MutableMapping[int, Callable[..., Any]]
+hooks_of_leaf = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def hook_tables(
+    modules: Iterable[torch.nn.Module], leaves: Iterable[torch.Tensor] = ()
+) -> Iterator[tuple[Hooks, bool]]:
+    """The tables of hooks that are not empty: of modules, of all modules, and of leaves; true for backward passes."""
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        everywhere = getattr(torch.nn.modules.module, f"_global{name}", {})
+        tables = (*(getattr(part, name) for part in parts), everywhere)
+        yield from ((table, name.startswith("_backward")) for table in tables if table)
+    for leaf in leaves:
+        yield from ((table, True) for table in (leaf._backward_hooks, hooks_of_leaf(leaf)) if table)
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """The tensor that holds a scaler's scale; ``None`` before the first loss. `get_scale` waits for the device."""
+    return scaler._scale
+
+
+@contextlib.contextmanager
+def scaling_by(scaler: torch.amp.GradScaler, scale: torch.Tensor | None) -> Iterator[None]:
+    """In this context a scaler has another scale, if one is given."""
+    now, scaler._scale = scaler._scale, scale if scale is not None else scaler._scale
+    try:
+        yield
+    finally:
+        scaler._scale = now
+
+
+def num_inputs(node: Any) -> int:
+    """The number of gradients that can come into an autograd node."""
+    metadata = getattr(node, "_input_metadata", None)
+    return len(metadata) if metadata is not None else 16
 
 
 def require() -> None:
@@ -152,6 +235,11 @@ def shards_of(tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def ignored_by_ddp(module: torch.nn.Module) -> Collection[str]:
+    """The parameters and buffers of a module that `DistributedDataParallel` leaves alone."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
 
 def is_sharded(kind: type) -> bool:

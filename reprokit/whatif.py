@@ -27,6 +27,7 @@ from typing import cast
 
 import torch
 
+from reprokit import torch_private
 from reprokit.errors import UsageError
 from reprokit.locate.compiled import Compiled, CompiledProgram
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, compare, results_of
@@ -105,11 +106,11 @@ def _deterministic() -> Iterator[None]:
     """Deterministic algorithms, without the compiler that the public switch imports, which takes seconds."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    torch_private.set_deterministic(True, warn_only=False)
     try:
         yield
     finally:
-        torch._C._set_deterministic_algorithms(before, warn_only=warn_only)
+        torch_private.set_deterministic(before, warn_only=warn_only)
 
 
 @contextlib.contextmanager
@@ -441,7 +442,7 @@ class _Table:
         for job in () if compares else quick:
             self._run([job])
         if slow and apart.can_fork():  # what every compiled variant loads, once, for its forked children
-            for module in ("torch._dynamo", "torch._inductor.compile_fx"):
+            for module in (torch_private.DYNAMO, torch_private.INDUCTOR):
                 with suppress(Exception):  # the variant then says so itself
                     import_module(module)
         for name in self.subjects:

@@ -67,3 +67,47 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 def is_package(module: str | None) -> bool:
     return (ROOT / (module or "").replace(".", "/")).is_dir()
+
+
+DOCUMENTED = {"_version", "_base", "_indices", "_values"}  # torch's own pages name them: version counters, views, COO
+OF_PYTHON = {"_getframe", "_exit", "_replace", "_fields", "_run_exitfuncs", "_clear"}
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    """An attribute with one underscore in front is of a class of ours, or its name stands in `torch_private.py`."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE if path.stem != "torch_private"}
+    ours = {name for tree in trees.values() for name in defined(tree)}
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, tree in trees.items()
+        for name in named(tree)
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+        and not {name, name.rpartition(".")[2]} & (ours | DOCUMENTED | OF_PYTHON)
+    }
+    assert len(ours) > 500
+    assert found == set()
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            yield node.attr
+
+
+def named(tree: ast.Module) -> Iterator[str]:
+    """The names of attributes, also those that are texts; and of modules of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("getattr", "hasattr", "setattr", "_wrap", "_replace"):
+                yield str(node.args[1].value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("torch._"):
+            yield node.value
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -83,7 +83,7 @@ def caller_of(frame: FrameType) -> tuple[FrameType | None, FrameType | None, boo
 def compiled_call(frame: FrameType | None) -> Call | None:
     """The call of a compiled function that runs, as an `OPAQUE` call without results; ``None`` if none does."""
     while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == torch_private.EVAL_FRAME:
             function = frame.f_locals.get("fn")
             name = getattr(function, "__qualname__", type(function).__name__)
             return Call(OPAQUE, (), {"name": name, "source": "", "is_compiled": True}, site=current_site(frame.f_back))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from reprokit import torch_private
 from reprokit.capture.attributes import is_of_torch
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.tape import Number, Op
@@ -382,11 +383,8 @@ class ScaleLoss(Kind):
     @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
         scaler = args[0]
-        now, scaler._scale = scaler._scale, op.note if op.note is not None else scaler._scale
-        try:
+        with torch_private.scaling_by(scaler, op.note):
             return op.target(*args, **kwargs)
-        finally:
-            scaler._scale = now
 
     @classmethod
     def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
+from reprokit import torch_private
 from reprokit.capture.callers import learn_loop
 from reprokit.capture.calls import CompiledNote, CompiledStep
 from reprokit.capture.loop import Loop
@@ -64,9 +65,9 @@ class CompiledCalls:
 
     def watched(self, compiled: Any) -> Any:
         """A compiled function whose calls are noted; anything else that `torch.compile` returns, as it is."""
-        original = getattr(compiled, "_torchdynamo_orig_callable", None)
+        original = torch_private.uncompiled(compiled)
         is_function = callable(compiled) and not isinstance(compiled, (torch.nn.Module, type))
-        if original is None or not is_function or getattr(compiled, "_torchdynamo_disable", False):
+        if original is None or not is_function or torch_private.is_disabled(compiled):
             return compiled
         recorder = self._recorder
 

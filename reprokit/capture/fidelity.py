@@ -26,10 +26,9 @@ from reprokit.locate.compiled import Compiled, run_compiled
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, Difference, LoneCalls, Reference, compare, mismatch
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.quantity import observed
-from reprokit.program.dataflow import prepared
+from reprokit.program.dataflow import prepared, same_bits
 from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.ir import Input, Phase
-from reprokit.program.memory import same_bits
 from reprokit.snapshot.format import Snapshot, load, save
 
 

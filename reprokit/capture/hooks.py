@@ -212,7 +212,7 @@ class Hooks:
         self._wrap(torch.optim.Optimizer, "zero_grad", calls.zero_grad)
         self._wrap(torch.nn.Module, "zero_grad", calls.zero_grad)
         self._wrap(torch.amp.GradScaler, "scale", calls.scale)
-        self._wrap(torch.amp.GradScaler, "_unscale_grads_", calls.unscale)
+        self._wrap(torch.amp.GradScaler, torch_private.UNSCALE, calls.unscale)
         self._wrap(torch.amp.GradScaler, "step", loop.scaler_step)
         self._wrap(torch.amp.GradScaler, "unscale_", calls.quietly)
         self._wrap(torch.amp.GradScaler, "update", calls.quietly)
@@ -293,7 +293,7 @@ class Hooks:
 
         Nothing happens while the compiler is not loaded, or if it is watched.
         """
-        home: Any = sys.modules.get("torch._dynamo.eval_frame")
+        home: Any = sys.modules.get(torch_private.EVAL_FRAME)
         original = getattr(home, _BEFORE_COMPILED, None)
         if original is None or original in self._before_compiled:
             if home is not None and original is None:
@@ -336,7 +336,7 @@ def _put_back(owner: Any, name: str, wrapper: Any, original: Any) -> None:
 @functools.cache
 def _keep_from_compiling() -> None:
     """Tell the compiler to run our functions as they are: after a graph break it would compile those of the hooks."""
-    skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    skip = getattr(sys.modules.get(torch_private.EVAL_FRAME), "skip_code", None)
     owners: list[Any] = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(_HOME)]
     owners += [vars(value) for names in list(owners) for value in names.values() if isinstance(value, type)]
     functions = [_function_of(value) for names in owners for value in list(names.values())]
@@ -354,6 +354,6 @@ def _function_of(value: Any) -> Any:
 
 # Called by every compiled function right before it runs, and not by those that are not to be compiled, which
 # `fully_shard` calls a hundred times a step.
-_BEFORE_COMPILED = "_is_skip_guard_eval_unsafe_stance"
+_BEFORE_COMPILED = torch_private.BEFORE_COMPILED
 _HOME = "reprokit.capture."
 _OWN = os.path.dirname(__file__) + os.sep

@@ -321,7 +321,7 @@ def sharding_unseen(modules: Iterable[torch.nn.Module], tracer: Tracer) -> Itera
     """
     parts = {id(part): part for module in modules for part in module.modules()}.values()
     units: list[Any] = [part for part in parts if torch_private.is_sharded(type(part))]
-    tables = [table for unit in units for table in (unit._forward_pre_hooks, unit._forward_hooks)]
+    tables = [table for table, is_backward in torch_private.hook_tables(units) if not is_backward]
     before = [(table, dict(table)) for table in tables]
     tracer.borrows = not units
     try:

@@ -298,7 +298,7 @@ class Loop:
 
     def _can_wait(self) -> bool:
         """True if every update that may follow a backward call is seen before it is made."""
-        hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.leaves())
+        hooked = any(map(torch_private.hooks_of_leaf, self.leaves()))
         return not (hooked or self.unseen or torch.is_anomaly_enabled())
 
     def after_backward(self, call: Begun, output: Any) -> None:

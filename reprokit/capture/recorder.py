@@ -512,7 +512,7 @@ def _may_have_written(op: Op) -> bool:
     if op.kind is Function:
         return op.note is not None and bool(op.note.is_write)
     if op.kind is Root:
-        return bool(op.note.is_training) and any(module._buffers for module in op.target.modules())
+        return bool(op.note.is_training) and any(True for _ in op.target.buffers())
     return op.kind is Backward and op.target is not torch.autograd.grad  # some gradients
 
 

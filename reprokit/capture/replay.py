@@ -17,13 +17,14 @@ import functools
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from reprokit import torch_private
 from reprokit.capture.calls import (
     Backward,
     CompiledStep,
@@ -47,10 +48,10 @@ from reprokit.capture.traits import VALUE_READS
 from reprokit.capture.world import Copy, World, give_gradients, owned_by, python_generators_restored
 from reprokit.errors import pass_on
 from reprokit.locate.ways import bad_tensor
+from reprokit.program.dataflow import copies_of, overlapping, same_bits
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.interpreter import Modes
 from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program
-from reprokit.program.memory import copies_of, overlapping, same_bits
 from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.trace import InputName, Tracer, recording
 from reprokit.series.story import LayerNumbers
@@ -248,8 +249,6 @@ def put_first_back(ops: Iterable[Op]) -> None:
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
 
-Hooks = MutableMapping[int, Callable[..., Any]]
-
 
 @contextlib.contextmanager
 def quiet_hooks(
@@ -265,7 +264,7 @@ def quiet_hooks(
             return RemovableHandle(OrderedDict())
         return register(tensor, _quiet(hook, met) if _is_users(hook) else hook)
 
-    tables = list(_tables(modules, leaves))
+    tables = list(torch_private.hook_tables(modules, leaves))
     before = [(table, dict(table)) for table, _ in tables]
     try:
         torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
@@ -281,17 +280,6 @@ def quiet_hooks(
         for table, content in before:
             table.clear()
             table.update(content)
-
-
-def _tables(modules: Iterable[torch.nn.Module], leaves: Iterable[torch.Tensor]) -> Iterator[tuple[Hooks, bool]]:
-    """The tables of hooks that are not empty: of modules, of all modules, and of leaves; true for backward passes."""
-    parts = {id(part): part for module in modules for part in module.modules()}.values()
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        everywhere = getattr(torch.nn.modules.module, f"_global{name}", {})
-        tables = (*(getattr(part, name) for part in parts), everywhere)
-        yield from ((table, name.startswith("_backward")) for table in tables if table)
-    for leaf in leaves:
-        yield from ((table, True) for table in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if table)
 
 
 def code_of(hook: Any) -> Any:

@@ -19,12 +19,12 @@ import torch
 from torch import distributed
 from torch.nn.parameter import is_lazy
 
+from reprokit import torch_private
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.locate.failure import RankDifference
 
 _PIECE = 2**18  # elements that one number stands for; as text their values take up to 5.4 MiB, a store refuses 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # two for each of eight bytes
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
 Ask = Callable[[str], Sequence[str]]  # gives the others a text, returns those of all ranks in their order
 
 
@@ -63,7 +63,7 @@ class Replicas:
                 parameter
                 for root in roots
                 for name, parameter in root.named_parameters()
-                if parameter.requires_grad and name not in getattr(root, _IGNORED, ())
+                if parameter.requires_grad and name not in torch_private.ignored_by_ddp(root)
             ]
         return [parameter for parameter in found if _is_plain(parameter)]
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, ZeroGrad, name_of, starts_of
 from reprokit.capture.collect_state import collect_state
@@ -53,10 +54,10 @@ from reprokit.locate.differences import Reference
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import NAN, bad_tensor, local_part, ways_of
+from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import Modes, Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Program, Ref, iter_refs
-from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer, current_mode
 from reprokit.series.detectors import Alarm, Finding
 from reprokit.series.story import LayerNumbers
@@ -698,7 +699,7 @@ class Describing:
                 leaf.grad = None
             if case.is_now:
                 stack.enter_context(world.buffers.put_back())
-            if "torch._dynamo" in sys.modules:  # compiled parts run as they are written
+            if torch_private.DYNAMO in sys.modules:  # compiled parts run as they are written
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 

@@ -20,8 +20,7 @@ import torch
 from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, Op
 from reprokit.errors import ignored_errors
-from reprokit.program.sites import kind_of_file, make_site
-from reprokit.program.statement import parts
+from reprokit.program.sites import kind_of_file, make_site, parts
 from reprokit.program.trace import InputName
 from reprokit.words import item_name, user_path
 

@@ -76,7 +76,7 @@ FACTS: dict[Callable[..., Any], Facts] = {}
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _DIVIDED = frozenset({torch.Tensor.__iter__})
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 # Namespaces of `torch.ops` whose operators torch itself calls, such as the marks that its profiler leaves.
 _OF_TORCH = frozenset(
     ["aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "_dtensor", "fsdp", "higher_order", "inductor",

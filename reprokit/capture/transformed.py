@@ -15,7 +15,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from reprokit import torch_private
 from reprokit.capture.callers import first_user_frame
@@ -36,10 +35,10 @@ RUNS = (
     (torch_private.apis, "vmap_impl"),
     (torch_private.eager_transforms, "grad_impl"),
     (torch_private.eager_transforms, "grad_and_value_impl"),
-    (torch_private.eager_transforms, "_jvp_with_argnums"),
+    (torch_private.eager_transforms, torch_private.JVP),
 )
 MAKES = ("jacrev", "jacfwd")  # functions that make a function, which is then called
-PULLS = "_vjp_with_argnums"  # it returns a result and the function of its derivative
+PULLS = torch_private.VJP  # it returns a result and the function of its derivative
 
 
 class TransformCalls:
@@ -68,12 +67,12 @@ class TransformCalls:
         if get_ident() != self._recorder.thread:
             return
         if name == "grad_and_value_impl":
-            by = torch_private.eager_transforms._slice_argnums(args[3], args[1], as_tuple=False)
-        elif name == "_jvp_with_argnums":
+            by = args[3][args[1]] if isinstance(args[1], int) else [args[3][n] for n in args[1]]
+        elif name == torch_private.JVP:
             by = args[1]
         else:
             return
-        plain = [tensor for tensor in tree_leaves(by) if isinstance(tensor, torch.Tensor) and not _is_wrapped(tensor)]
+        plain = [tensor for tensor in iter_tensors(by) if not _is_wrapped(tensor)]
         self._recorder.loop.note_differentiated(plain)
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.program.sites import kind_of_file
 
@@ -66,8 +67,8 @@ def read_by(value: Any) -> Iterator[tuple[Place, Any]]:
             attributes = _attributes_of(held, names_in(code)) if code is not None else iter(())
             found = iter([(({"self": held}, "self"), held)]) if _is_owner(held) else attributes
             yield from ((place, part) for place, part in found if _is_state(part))
-        elif hasattr(value, "_torchdynamo_orig_callable"):  # of a compiled function
-            waiting.append(value._torchdynamo_orig_callable)
+        elif torch_private.uncompiled(value) is not None:
+            waiting.append(torch_private.uncompiled(value))
         elif isinstance(value, FunctionType):
             for place, held in _variables_of(value):
                 if _is_state(held):

@@ -94,7 +94,7 @@ def overwrite(contents: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
     has_grad = torch.is_grad_enabled()
     try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
         torch_private.set_grad_enabled(False)
-        torch._foreach_copy_(contents, list(shards_of(tensors)), non_blocking=False)
+        torch_private.foreach_copy(contents, list(shards_of(tensors)), non_blocking=False)
     except RuntimeError:  # a shape or layout has changed
         contents[:] = [_copy(tensor) for tensor in tensors]
         return
@@ -123,7 +123,7 @@ class Buffers:
     def add_module(self, module: torch.nn.Module) -> None:
         """Remember the buffers of a module."""
         for part in module.modules():
-            space: Any = part._buffers
+            space: Any = torch_private.buffers_of(part)
             for name, buffer in space.items():
                 key = id(part), name
                 if buffer is None or buffer.is_inference() or key in self._known:
@@ -237,8 +237,7 @@ class _Bindings:
         self._modules = list(modules)
         self._parts = []
         for part in {id(part): part for module in self._modules for part in module.modules()}.values():
-            known = part._parameters if isinstance(part._parameters, dict) else {}  # a scripted one makes them anew
-            self._parts.append((part, dict(part._buffers), dict(known)))
+            self._parts.append((part, dict(torch_private.buffers_of(part)), dict(torch_private.parameters_of(part))))
 
     def now(self) -> _Bindings:
         return _Bindings(self._modules)
@@ -255,14 +254,15 @@ class _Bindings:
     def check(self) -> None:
         """Raises `CannotGoBack` if a parameter is another one by now."""
         for part, _, parameters in self._parts:
-            if any(part._parameters.get(name) is not parameter for name, parameter in parameters.items()):
+            now = torch_private.parameters_of(part)
+            if any(now.get(name) is not parameter for name, parameter in parameters.items()):
                 raise CannotGoBack("a parameter was replaced since the last copy of the state")
 
     def give_back(self) -> None:
         """Go back to it."""
         for part, buffers, _ in self._parts:
             for name, buffer in buffers.items():  # those of a scripted module are no dict
-                part._buffers[name] = buffer
+                torch_private.buffers_of(part)[name] = buffer
 
 
 class Copy:

@@ -21,11 +21,12 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import fx
 
+from reprokit import torch_private
 from reprokit.errors import UsageError
+from reprokit.program.dataflow import copy_of
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Modes, Outcome, assign, bind_arguments, execute, run
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Program, Ref
-from reprokit.program.memory import copy_of
 from reprokit.program.sites import kind_of_file
 
 DEFAULT = "inductor"  # of `torch.compile`
@@ -219,8 +220,8 @@ class Compiled:
 
 def registered(name: str) -> Callable[..., Any] | None:
     """The function that the user has registered as a compiler under a name; ``None`` for one of torch or a library."""
-    registry: Any = sys.modules.get("torch._dynamo.backends.registry")
-    found = getattr(registry, "_COMPILER_FNS", {}).get(name)
+    registry: Any = sys.modules.get(torch_private.BACKENDS)
+    found = getattr(registry, torch_private.BACKEND_TABLE, {}).get(name)
     code = getattr(found, "__code__", None)
     return found if code is not None and kind_of_file(code.co_filename) == "user" else None
 

@@ -22,6 +22,7 @@ from reprokit.locate.blame import exception_failure
 from reprokit.locate.compiled import HasProgram
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.notes import starts_of
+from reprokit.program.dataflow import contents, copy_of
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import (
@@ -37,7 +38,6 @@ from reprokit.program.ir import (
     iter_refs,
     map_leaves,
 )
-from reprokit.program.memory import contents, copy_of
 
 MARGIN = 10.0  # how many times larger than the noise of eager runs a difference has to be
 _TOLERANCES = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.locate.failure import Failure, kind_of
 from reprokit.locate.notes import BadValue, failure_of_call
 from reprokit.locate.ways import NAN, Badness, examine
@@ -161,7 +162,7 @@ def _origins(
         if node in seen:
             continue
         seen.add(node)
-        sources = [pair for number in range(_num_inputs(node)) for pair in senders.get((node, number), ())]
+        sources = [pair for number in range(torch_private.num_inputs(node)) for pair in senders.get((node, number), ())]
         if not watch.passages[node].incoming or not sources:
             found.append((exit_node, exit_slot, node))
             continue
@@ -169,12 +170,6 @@ def _origins(
             same_call = watch.owners.owner(source) == watch.owners.owner(node)
             stack.append((exit_node, exit_slot, source) if same_call else (source, slot, source))
     return found
-
-
-def _num_inputs(node: Node) -> int:
-    """The number of gradients that can come into a node."""
-    metadata = getattr(node, "_input_metadata", None)
-    return len(metadata) if metadata is not None else 16
 
 
 def _failure(program: Program, watch: GradientWatch, origin: Node, node: Node, slot: int) -> Failure:

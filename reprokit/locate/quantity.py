@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.locate.blame import exception_failure
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.notes import starts_of
@@ -129,7 +130,7 @@ def norms_of(tensors: list[torch.Tensor]) -> list[float]:
     """The Euclidean norm of each tensor, of half precision in float32; fused if that can be done for all together."""
     dtype = torch.float32 if any(tensor.dtype in HALVES for tensor in tensors) else None
     try:
-        return numbers_of(torch._foreach_norm(tensors, 2, dtype=dtype)) if tensors else []
+        return numbers_of(torch_private.foreach_norm(tensors, 2, dtype=dtype)) if tensors else []
     except RuntimeError:  # half and double precision
         return [_norm(tensor) for tensor in tensors]
 

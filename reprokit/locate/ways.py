@@ -86,7 +86,7 @@ def _are_finite(tensors: list[torch.Tensor]) -> bool:
     has_grad = torch.is_grad_enabled()
     try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
         torch_private.set_grad_enabled(False)
-        norms = torch._foreach_norm(tensors, 2, dtype=dtype)
+        norms = torch_private.foreach_norm(tensors, 2, dtype=dtype)
         return math.isfinite(torch.stack(list(norms)).sum().item())
     except (RuntimeError, NotImplementedError):
         return False

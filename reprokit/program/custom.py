@@ -172,9 +172,9 @@ class CustomFunctions:
         phase, tracer.phase = tracer.phase, Phase.BACKWARD
         self._depth += 1
         try:
-            with contextlib.nullcontext() if tracer in torch_private.current_modes() else tracer:
-                # New value numbers for gradients that arrived. Among several, zeros may stand for none and are left
-                # out.
+            modes = map(torch_private.mode_at, range(torch_private.num_modes()))
+            with contextlib.nullcontext() if tracer in modes else tracer:
+                # New value numbers for the gradients that arrived. Among several, zeros may stand for none.
                 reads = []
                 with torch.DisableTorchFunction():
                     for leaf, grad in zip(application.leaves, grads, strict=False):

@@ -19,124 +19,30 @@ import torch.nn.functional
 from reprokit.words import visible_name
 
 _FACTORIES = frozenset(
-    [
-        "arange",
-        "bartlett_window",
-        "blackman_window",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "hamming_window",
-        "hann_window",
-        "kaiser_window",
-        "linspace",
-        "logspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "range",
-        "scalar_tensor",
-        "tril_indices",
-        "triu_indices",
-        "vander",
-        "zeros",
-        "normal",
-        "complex",
-        "polar",
-    ]
-)
+    ["arange", "bartlett_window", "blackman_window", "empty", "empty_strided", "eye", "full", "hamming_window",
+     "hann_window", "kaiser_window", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range",
+     "scalar_tensor", "tril_indices", "triu_indices", "vander", "zeros", "normal", "complex", "polar"],
+)  # fmt: skip
 GRAD_READ = "torch.Tensor.grad.__get__"
 GRAD_WRITES = frozenset({"torch.Tensor.grad.__set__"})
 DATA_WRITES = frozenset({"torch.Tensor.data.__set__"})
 
-RANDOM = frozenset(
-    [
-        "_fused_dropout",
-        "_sample_dirichlet",
-        "_standard_gamma",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "bernoulli",
-        "bernoulli_",
-        "binomial",
-        "cauchy_",
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "exponential_",
-        "feature_alpha_dropout",
-        "feature_alpha_dropout_",
-        "feature_dropout",
-        "feature_dropout_",
-        "fractional_max_pool2d",
-        "fractional_max_pool2d_with_indices",
-        "fractional_max_pool3d",
-        "fractional_max_pool3d_with_indices",
-        "geometric_",
-        "gumbel_softmax",
-        "log_normal_",
-        "multinomial",
-        "native_dropout",
-        "normal",
-        "normal_",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "randperm",
-        "random_",
-        "rrelu",
-        "rrelu_",
-        "rrelu_with_noise",
-        "rrelu_with_noise_",
-        "uniform_",
-        "kaiming_normal_",
-        "kaiming_uniform_",
-        "trunc_normal_",
-        "xavier_uniform_",
-        "xavier_normal_",
-        "orthogonal_",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-        "scaled_dot_product_attention",
-        "multi_head_attention_forward",
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-    ]
-)
+_RANDOM = frozenset(
+    ["_fused_dropout", "_sample_dirichlet", "_standard_gamma", "alpha_dropout", "bernoulli", "binomial", "cauchy",
+     "dropout", "dropout1d", "dropout2d", "dropout3d", "exponential", "feature_alpha_dropout", "feature_dropout",
+     "fractional_max_pool2d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d",
+     "fractional_max_pool3d_with_indices", "geometric", "gumbel_softmax", "log_normal", "multinomial",
+     "native_dropout", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+     "randperm", "random", "rrelu", "rrelu_with_noise", "uniform", "kaiming_normal", "kaiming_uniform", "trunc_normal",
+     "xavier_uniform", "xavier_normal", "orthogonal", "lstm", "gru", "rnn_tanh", "rnn_relu",
+     "scaled_dot_product_attention", "multi_head_attention_forward", "empty", "empty_like", "empty_permuted",
+     "empty_strided", "new_empty", "new_empty_strided"],
+)  # fmt: skip
 
 _IN_PLACE_OPERATORS = frozenset(
-    [
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__idiv__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-        "__iand__",
-        "__ior__",
-        "__ixor__",
-        "__ilshift__",
-        "__irshift__",
-    ]
-)
+    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
+     "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"],
+)  # fmt: skip
 
 
 class UnknownFunction(ValueError):
@@ -195,7 +101,7 @@ def display_name(name: str) -> str:
 @functools.cache
 def is_random(name: str) -> bool:
     """True if the function may draw from a random generator (or returns uninitialised memory)."""
-    return name.rpartition(".")[2] in RANDOM
+    return name.rpartition(".")[2].removesuffix("_") in _RANDOM
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 
 from reprokit.errors import pass_on
 from reprokit.grammar import Positive, left_out, one_of
-from reprokit.program.dataflow import bases, written_in_place
+from reprokit.program.dataflow import bases, copy_of, written_in_place
 from reprokit.program.functions import UnknownFunction, function_named, optimizer_named, symbol_named
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
@@ -26,10 +26,9 @@ from reprokit.program.ir import (
     Mode,
     Program,
     Ref,
-    Slice,
     Symbol,
+    map_leaves,
 )
-from reprokit.program.memory import copy_of
 
 T = TypeVar("T")
 Tensors = Mapping[int, torch.Tensor]
@@ -135,22 +134,14 @@ def execute(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def bind_arguments(call: Call, values: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with values in place of `Ref` and torch constants in place of `Symbol`."""
 
-    def real(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return values[value.value]
-        if isinstance(value, Symbol):
-            return symbol_named(value.name)
-        if isinstance(value, Device):
-            return torch.device(value.name)
-        if isinstance(value, Slice):
-            return slice(real(value.start), real(value.stop), real(value.step))
-        if isinstance(value, tuple):
-            return tuple(map(real, value))
-        if isinstance(value, list):
-            return list(map(real, value))
-        return {key: real(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return values[leaf.value]
+        if isinstance(leaf, Symbol):
+            return symbol_named(leaf.name)
+        return torch.device(leaf.name) if isinstance(leaf, Device) else leaf
 
-    return real(call.args), real(call.kwargs)
+    return map_leaves(call.args, real, slice), map_leaves(call.kwargs, real, slice)
 
 
 def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
@@ -254,22 +245,18 @@ class Modes:
         if wanted != self._current:
             self._stack.close()
             self._stack = contextlib.ExitStack()
-            self._open(mode)
+            if mode.inference:
+                self._stack.enter_context(torch.inference_mode())
+            for device, dtype in mode.autocast:
+                self._stack.enter_context(torch.autocast(device, dtype=symbol_named(dtype)))
             self._current = wanted
         if torch.is_grad_enabled() != mode.grad:
             torch.set_grad_enabled(mode.grad)
         if rng is not None:
             device = "cuda" if rng.numel() <= 64 else "cpu"  # a CUDA generator's state is 16 bytes, the CPU's 5056
-            self._rng_before.setdefault(
-                device, torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
-            )
+            before = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+            self._rng_before.setdefault(device, before)
             _set_rng(device, rng)
-
-    def _open(self, mode: Mode) -> None:
-        if mode.inference:
-            self._stack.enter_context(torch.inference_mode())
-        for device, dtype in mode.autocast:
-            self._stack.enter_context(torch.autocast(device, dtype=symbol_named(dtype)))
 
 
 def _set_rng(device: str, state: torch.Tensor) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from reprokit.grammar import Count, Line, Name, Row, Text, one_of
 
+Leaf = TypeVar("Leaf")
 ROLES = ("parameter", "buffer", "batch", "random", "state", "gradient", "rng", "opaque")
 ZERO_GRAD = "torch.optim.Optimizer.zero_grad"
 BACKWARD = "torch.Tensor.backward"
@@ -248,17 +249,12 @@ class Program:
 
     def input(self, value: int) -> Input:
         """The input with this value number; raises ``KeyError``."""
-        for item in self.inputs:
-            if item.value == value:
-                return item
-        raise KeyError(value)
+        return {item.value: item for item in self.inputs}[value]
 
     def next_value(self) -> int:
         """A value number that nothing uses yet."""
-        used = [item.value for item in self.inputs]
-        for call in self.calls:
-            used.extend(call.output_refs())
-        return max(used, default=-1) + 1
+        made = (value for call in self.calls for value in call.output_refs())
+        return max((*(item.value for item in self.inputs), *made), default=-1) + 1
 
     def pruned(self) -> Program:
         """The same program without inputs that nothing reads."""
@@ -268,28 +264,32 @@ class Program:
 
 def iter_refs(value: Any) -> Iterator[Ref]:
     """Every `Ref` in nested arguments, in order."""
-    if isinstance(value, Ref):
+    return iter_leaves(value, Ref)
+
+
+def iter_leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
+    """Every object of a ``kind`` in nested arguments, in order."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from iter_refs(item)
+            yield from iter_leaves(item, kind)
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iter_refs(item)
+        yield from iter_leaves(list(value.values()), kind)
     elif isinstance(value, Slice):
-        yield from iter_refs((value.start, value.stop, value.step))
+        yield from iter_leaves((value.start, value.stop, value.step), kind)
 
 
-def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any], make_slice: Callable[..., Any] = Slice) -> Any:
     """Nested arguments with ``change`` applied to every leaf (`Ref`, `Symbol`, numbers, ...)."""
     if isinstance(value, tuple):
-        return tuple(map_leaves(item, change) for item in value)
+        return tuple([map_leaves(item, change, make_slice) for item in value])
     if isinstance(value, list):
-        return [map_leaves(item, change) for item in value]
+        return [map_leaves(item, change, make_slice) for item in value]
     if isinstance(value, Mapping):
-        return {key: map_leaves(item, change) for key, item in value.items()}
-    if isinstance(value, Slice):
-        return Slice(*(map_leaves(item, change) for item in (value.start, value.stop, value.step)))
+        return {key: map_leaves(item, change, make_slice) for key, item in value.items()}
+    if isinstance(value, (Slice, slice)):
+        return make_slice(*map_leaves((value.start, value.stop, value.step), change, make_slice))
     return change(value)
 
 

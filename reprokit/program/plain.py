@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -159,7 +159,7 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
         args=of(tuple)(argument_from_plain(plain["args"])),
         kwargs=_keywords(argument_from_plain(plain["kwargs"]), is_text=plain["target"] == OPAQUE),
         outputs=_outputs(argument_from_plain(plain["outputs"])),
-        scope=tuple(_scope_from_plain(*level) for level in plain["scope"]),
+        scope=tuple(read(Scope, level) for level in plain["scope"]),
         site=read(Site, plain["site"]) if plain["site"] is not None else None,
         mode=Mode(
             of(bool)(grad),
@@ -210,20 +210,12 @@ _GROUPS = ("params", "grads", "options", "state")
 
 def _outputs(value: Any) -> Any:
     """The structure of a result: values, ``None``, and containers of them."""
-    if any(not isinstance(leaf, Ref) and leaf is not None for leaf in _leaves(value)):
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _outputs(item)
+    elif not isinstance(value, Ref) and value is not None:
         raise ValueError("the result of a call is no tensor")
     return value
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _keywords(value: Any, *, is_text: bool = False) -> dict[str, Any]:
@@ -241,10 +233,6 @@ def _symbol(value: Any) -> str:
     symbol = text(value)
     symbol_named(symbol)
     return symbol
-
-
-def _scope_from_plain(path: Any, cls: Any, number: Any, root: Any = "") -> Scope:
-    return read(Scope, [path, cls, number, root])
 
 
 def _note_from_plain(plain: Any) -> ModuleNote:

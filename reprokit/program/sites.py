@@ -1,7 +1,8 @@
 """Where in the user's code a call or a module's class was written.
 
 A call's site is the innermost frame that belongs neither to torch nor to a library. The running program is the user's
-code wherever it is installed: the file of ``__main__``, and what lies beside it.
+code wherever it is installed: the file of ``__main__``, and what lies beside it. The statement there is read as a
+tree: the expression of the call in it, and the variables that it assigns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from reprokit.program.ir import ModuleNote, Site, Span
+from reprokit.program.ir import Call, ModuleNote, Ref, Site, Span
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -184,15 +186,12 @@ def note_of(module: torch.nn.Module) -> ModuleNote:
     """The note for a context repro: torch's own layers by their constructor arguments, user
     classes by place and text."""
     cls = type(module)
-    if cls.__module__.startswith("torch.nn.modules"):
-        # Those constructor arguments that the layer kept as attributes of plain types
-        found = {}
-        for name in inspect.signature(type(module).__init__).parameters:
-            value = getattr(module, name, None)
-            if name != "self" and isinstance(value, (bool, int, float, str, tuple, list)):
-                found[name] = value
-        if "bias" in inspect.signature(type(module).__init__).parameters and "bias" in module._parameters:
-            found["bias"] = module._parameters["bias"] is not None
+    if cls.__module__.startswith("torch.nn.modules"):  # the arguments that the layer kept as attributes of plain types
+        parameters = inspect.signature(cls.__init__).parameters
+        kept = {name: getattr(module, name, None) for name in parameters if name != "self"}
+        found = {key: value for key, value in kept.items() if isinstance(value, (bool, int, float, str, tuple, list))}
+        if "bias" in kept.keys() - found.keys() and hasattr(module, "bias"):
+            found["bias"] = module.bias is not None
         return ModuleNote(cls.__name__, module.training, found)
     try:
         file, (lines, line) = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)
@@ -200,3 +199,109 @@ def note_of(module: torch.nn.Module) -> ModuleNote:
         file, lines, line = "", [], 0
     place = relative_path(file) if file else ""
     return ModuleNote(cls.__qualname__, module.training, {}, place, line, "".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedStatement:
+    """A statement that is whole; of a compound statement its head.
+
+    ``before`` and ``after`` are what it takes to make a statement of it: columns of ``tree`` are places in ``body``.
+    """
+
+    body: str
+    tree: ast.Module
+    before: str = ""
+    after: str = ""
+
+
+@functools.lru_cache(maxsize=256)
+def parsed(text: str) -> ParsedStatement | None:
+    """The statement as a tree, ``None`` where it is not whole."""
+    before, after = "el" * text.startswith("elif "), " pass" * text.endswith(":")
+    body = f"{text.removeprefix(before)}{after}"
+    try:
+        return ParsedStatement(body, ast.parse(body), before, after) if body else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def parts(site: Site | None) -> Sequence[ast.AST]:
+    """The expressions with the span of a call: its own; for an augmented assignment also the statement.
+
+    Empty for a call inside a library, and without a statement or span.
+    """
+    if site is None or site.library is not None or site.span is None:
+        return ()
+    return _parts(site.text, site.span)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts(text: str, span: Span) -> Sequence[ast.AST]:
+    statement = parsed(text)
+    if statement is None:
+        return ()
+    removed = len(statement.before) * (span[0] == 1), len(statement.before) * (span[2] == 1)
+    wanted = (span[0], span[1] - removed[0], span[2], span[3] - removed[1])
+    return [node for node in ast.walk(statement.tree) if wanted in _spans(node)]
+
+
+def _spans(node: ast.AST) -> Iterator[tuple[int, int, int, int]]:
+    """The span of a node, and for a method behind a line break the one that Python gives its call: from the name on."""
+    if isinstance(node, (ast.expr, ast.stmt)) and node.end_lineno is not None and node.end_col_offset is not None:
+        end = (node.end_lineno, node.end_col_offset)
+        yield node.lineno, node.col_offset, *end
+        if isinstance(node, ast.Call) and isinstance(owner := node.func, ast.Attribute):
+            column = (owner.end_col_offset or 0) - len(owner.attr.encode())
+            yield owner.end_lineno or 0, column, *end
+
+
+def called_name(node: ast.AST) -> str:
+    """The last part of the name that a part of a statement calls, empty if it calls none."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else ""
+
+
+def variables(calls: Sequence[Call]) -> dict[int, str]:
+    """The variables that statements assign the results of calls to.
+
+    A layer may make several calls; the last of them returns what is assigned.
+    """
+    found: dict[int, str] = {}
+    for position, call in enumerate(calls):
+        following = calls[position + 1].site if position + 1 < len(calls) else None
+        for part in parts(call.site):
+            is_itself = not isinstance(part, ast.Call) or called_name(part) == call.name
+            if is_itself or following != call.site:
+                for value, name in _matched(call, _assigned(call, part)):
+                    found.setdefault(value, name)
+    return found
+
+
+def _assigned(call: Call, part: ast.AST) -> Sequence[str]:
+    """The variables that a statement assigns exactly one of its parts to, with empty names for other targets."""
+    statement = parsed(call.site.text) if call.site is not None else None
+    for target, value in _assignments(statement.tree) if statement is not None else ():
+        if value is part:
+            names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+            return [name.id if isinstance(name, ast.Name) else "" for name in names]
+    return ()
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Targets and what they are assigned, in ``a, b = x, y`` each by itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], node.value
+            yield target, value
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                yield from zip(target.elts, value.elts, strict=False)
+
+
+def _matched(call: Call, names: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """The values of a result with the variables of an assignment."""
+    outputs = [call.outputs] if isinstance(call.outputs, Ref) else call.outputs
+    if isinstance(outputs, (tuple, list)) and len(outputs) == len(names):
+        pairs = zip(outputs, names, strict=True)
+        yield from ((ref.value, name) for ref, name in pairs if isinstance(ref, Ref) and name)

@@ -1,12 +1,9 @@
 """Recording a step: every torch call it makes, as a program.
 
-A `Tracer` is a torch-function mode. It sees calls at the level a person writes them (``F.softmax``,
-``Tensor.view``), each
-with its module scope, source line and thread modes. Tensors nobody in the step made become inputs with the value they
-had when they were first used. Random outcomes that carry no gradient become inputs too, so a program seldom draws
-numbers.
-
-Arguments are held as plain data, torch's constants by name, tensors by number.
+A `Tracer` is a torch-function mode. It sees calls at the level a person writes them (``F.softmax``, ``Tensor.view``),
+each with its module scope, source line and thread modes. Tensors nobody in the step made become inputs with the value
+they had when they were first used. Random outcomes that carry no gradient become inputs too, so a program seldom draws
+numbers. Arguments are held as plain data, torch's constants by name, tensors by number.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from reprokit import torch_private
 from reprokit.program import functions
 from reprokit.program.custom import CustomFunctions
+from reprokit.program.dataflow import copies_of, copy_of, is_bad
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     AUTOGRAD_GRAD,
@@ -39,10 +37,10 @@ from reprokit.program.ir import (
     Ref,
     Scope,
     Site,
-    Slice,
     Symbol,
+    iter_leaves,
+    map_leaves,
 )
-from reprokit.program.memory import copies_of, copy_of, is_bad
 from reprokit.program.sites import find_frames, make_site, note_of
 from reprokit.program.transforms import Transforms
 from reprokit.words import user_path
@@ -54,34 +52,31 @@ class CannotRecord(TypeError):
 
 def encode(value: Any, ref_of: Callable[[torch.Tensor], Ref]) -> Any:
     """Arguments as a program holds them, tensors by ``ref_of``; raises `CannotRecord`."""
-    if isinstance(value, torch.Tensor):
-        return ref_of(value)
-    if value is None or value is Ellipsis or type(value) in (bool, int, float, complex, str):
-        return value
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        return Symbol(str(value))
-    if isinstance(value, torch.device):
-        return Device(str(value))
-    if isinstance(value, slice):
-        return Slice(*(encode(part, ref_of) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple):
-        return tuple(encode(item, ref_of) for item in value)
-    if isinstance(value, list):
-        return [encode(item, ref_of) for item in value]
-    if isinstance(value, Mapping):
-        return {key: encode(item, ref_of) for key, item in value.items()}
-    if isinstance(value, type) and value in (bool, int, float):
-        return Symbol({bool: "torch.bool", int: "torch.int64", float: "torch.float64"}[value])
-    # NumPy scalars, enums and number-like objects as plain numbers and texts
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
-        return value.item()
-    raise CannotRecord(f"a program cannot hold a `{type(value).__name__}`")
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return ref_of(leaf)
+        if leaf is None or leaf is Ellipsis or type(leaf) in (bool, int, float, complex, str):
+            return leaf
+        if isinstance(leaf, (torch.dtype, torch.layout, torch.memory_format)):
+            return Symbol(str(leaf))
+        if isinstance(leaf, torch.device):
+            return Device(str(leaf))
+        if isinstance(leaf, type) and leaf in _DTYPES:
+            return Symbol(_DTYPES[leaf])
+        # NumPy scalars, enums and number-like objects as plain numbers and texts
+        if isinstance(leaf, str):
+            return str.__str__(leaf)
+        if isinstance(leaf, (int, float)):
+            return int(leaf) if isinstance(leaf, int) else float(leaf)
+        if type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 1) == 0:
+            return leaf.item()
+        raise CannotRecord(f"a program cannot hold a `{type(leaf).__name__}`")
+
+    return map_leaves(value, plain)
+
+
+_DTYPES: dict[type, str] = {bool: "torch.bool", int: "torch.int64", float: "torch.float64"}
 
 
 def with_indexes(value: Any) -> Any:
@@ -208,8 +203,7 @@ class Tracer(TorchFunctionMode):
             self.calls.append(call)
             raise
         if state is not None and not torch.equal(state, _rng_state(args)):
-            # A call that drew random numbers: keep the outcome, or the generator's state when gradients flow through
-            # it
+            # It drew random numbers: keep the outcome, or the generator's state when gradients flow through the call
             written = functions.written_argument(call.target, args, kwargs)
             if isinstance(written, torch.Tensor) and not written.requires_grad:
                 self._record_write(written, call)
@@ -222,7 +216,7 @@ class Tracer(TorchFunctionMode):
             return result
         if not call.input_refs() and not functions.is_factory(name):
             return self.make_outcome(result, "batch")
-        if not _holds_tensor(result) and not functions.is_in_place(name) and name not in _WITHOUT_RESULT:
+        if not any(True for _ in _tensors(result)) and not functions.is_in_place(name) and name not in _WITHOUT_RESULT:
             return result
         if random and "empty" in call.name:
             return self.make_outcome(result, "batch")
@@ -385,17 +379,15 @@ class Tracer(TorchFunctionMode):
 
     def _bind(self, result: Any) -> Any:
         """Value numbers for the tensors of a result, in its structure."""
-        if isinstance(result, torch.Tensor):
-            value = self._values.get(id(result))
-            if value is None:
-                value = self.new_value()
-                self.alias(result, value)
-            return Ref(value)
-        if isinstance(result, tuple):
-            return tuple(self._bind(item) for item in result)
-        if isinstance(result, list):
-            return [self._bind(item) for item in result]
-        return None
+
+        def number(leaf: Any) -> Ref | None:
+            if not isinstance(leaf, torch.Tensor):
+                return None
+            if id(leaf) not in self._values:
+                self.alias(leaf, self.new_value())
+            return Ref(self._values[id(leaf)])
+
+        return map_leaves(result, number)
 
     def new_value(self) -> int:
         """A value number that nothing has yet."""
@@ -455,7 +447,8 @@ def recording(tracer: Tracer) -> Iterator[Tracer]:
 def _no_checkpointing() -> Iterator[None]:
     """Let activation checkpointing run its function once, plainly: the values are the same and the calls are seen."""
     module: Any = torch.utils.checkpoint
-    saved = (module.CheckpointFunction, module._checkpoint_without_reentrant_generator)
+    frames = torch_private.CHECKPOINT_FRAMES
+    saved = (module.CheckpointFunction, getattr(module, frames))
 
     class Plain:
         @staticmethod
@@ -467,31 +460,24 @@ def _no_checkpointing() -> Iterator[None]:
         yield
 
     module.CheckpointFunction = Plain
-    module._checkpoint_without_reentrant_generator = generator
+    setattr(module, frames, generator)
     try:
         yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
+        module.CheckpointFunction = saved[0]
+        setattr(module, frames, saved[1])
 
 
 def current_mode() -> Mode:
     """The thread's torch settings of now."""
     if not torch_private.is_any_autocast_enabled():
         return _PLAIN_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-    return Mode(torch.is_grad_enabled(), autocast_state(), torch.is_inference_mode_enabled())
+    autocast = [(name, str(torch.get_autocast_dtype(name))) for name in _DEVICES if torch.is_autocast_enabled(name)]
+    return Mode(torch.is_grad_enabled(), tuple(autocast), torch.is_inference_mode_enabled())
 
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _PLAIN_MODES = {(grad, inference): Mode(grad, (), inference) for grad in (False, True) for inference in (False, True)}
-
-
-def autocast_state() -> tuple[tuple[str, str], ...]:
-    """The device types for which autocast is on, with their dtypes."""
-    found = []
-    for device in _DEVICES if torch_private.is_any_autocast_enabled() else ():
-        if torch.is_autocast_enabled(device):
-            found.append((device, str(torch.get_autocast_dtype(device))))
-    return tuple(found)
 
 
 def _rng_state(args: tuple[Any, ...]) -> torch.Tensor:
@@ -502,14 +488,7 @@ def _rng_state(args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
+    return iter_leaves(value, torch.Tensor)
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
@@ -517,7 +496,3 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _holds_tensor(value: Any) -> bool:
-    return next(_tensors(value), None) is not None

@@ -9,24 +9,16 @@ be too many calls, the transform is one opaque call whose results are inputs of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reprokit.errors import pass_on
-from reprokit.program.dataflow import is_accumulation, reachable
-from reprokit.program.memory import is_bad, same_bits
-from reprokit.torch_private import (
-    HAS_TRANSFORMS,
-    apis,
-    batching,
-    broadcast_to_and_flatten,
-    eager_transforms,
-    peek_transforms,
-)
+from reprokit.program.dataflow import is_accumulation, is_bad, reachable, same_bits
+from reprokit.program.ir import iter_leaves, map_leaves
+from reprokit.torch_private import HAS_TRANSFORMS, JVP, VJP, apis, eager_transforms, name_of_scripted, peek_transforms
 
 if TYPE_CHECKING:
     from reprokit.program.trace import Tracer
@@ -57,7 +49,7 @@ class Transforms:
         if not HAS_TRANSFORMS:
             yield
             return
-        pull = eager_transforms._vjp_with_argnums
+        pull = getattr(eager_transforms, VJP)
 
         def vjp(*args: Any, **kwargs: Any) -> Any:
             return (_vjp if peek_transforms() is None else pull)(*args, **kwargs)
@@ -66,10 +58,10 @@ class Transforms:
             (apis, "vmap_impl", self._rows),
             (eager_transforms, "grad_impl", _gradients),
             (eager_transforms, "grad_and_value_impl", _gradients_and_value),
-            (eager_transforms, "_jvp_with_argnums", _jvp),
+            (eager_transforms, JVP, _jvp),
         ]
         ours = [(owner, name, self._performing(getattr(owner, name), function)) for owner, name, function in plain]
-        ours.append((eager_transforms, "_vjp_with_argnums", vjp))
+        ours.append((eager_transforms, VJP, vjp))
         # torch functions in what `torch.jit` has compiled go past every function mode: its calls are opaque
         ours += [(owner, "__call__", self._opaque(owner.__call__)) for owner in SCRIPTED]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in ours]
@@ -87,10 +79,7 @@ class Transforms:
                 return transform(function, *args, **kwargs)
             if self._is_written_out:
                 return plain(function, *args, **kwargs)
-            name = name_of(function)
-            described = {"name": f"{transform.__name__.removesuffix('_impl')}({name})", "is_transform": True}
-            run, again = partial(transform, function), partial(plain, function)
-            return self._perform(name, described, run, again, args, kwargs)
+            return self._perform(transform, plain, function, args, kwargs)
 
         return perform
 
@@ -98,28 +87,21 @@ class Transforms:
         def __call__(function: Any, *args: Any, **kwargs: Any) -> Any:
             if peek_transforms() is not None:
                 return call(function, *args, **kwargs)
-            is_method = isinstance(function, torch.ScriptMethod)
-            name = f"{function.owner._type().name()}.{function.name}" if is_method else str(function.name)
+            name = name_of_scripted(function)
             described = {"name": name, "is_scripted": True}
             return self._tracer.perform_opaque(described, name, partial(call, function), args, kwargs)
 
         return __call__
 
-    def _perform(
-        self,
-        name: str,
-        described: dict[str, Any],
-        run: Callable[..., Any],
-        plain: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """The results of ``run``, from calls of ``plain`` that are recorded if a gradient or a failure needs them."""
-        tracer = self._tracer
+    def _perform(self, transform: Any, plain: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of a transform, from calls of ``plain`` that are recorded if a gradient or a failure needs
+        them."""
+        tracer, name = self._tracer, name_of(function)
+        described = {"name": f"{transform.__name__.removesuffix('_impl')}({name})", "is_transform": True}
         state, error, result, given = torch.get_rng_state(), None, None, _tensors((args, kwargs))
         versions = tracer.versions_of(given)
         try:
-            result = run(*args, **kwargs)
+            result = transform(function, *args, **kwargs)
         except Exception as raised:
             pass_on(raised)
             error = raised
@@ -130,10 +112,18 @@ class Transforms:
                 raise error
             return tracer.adopt_opaque(described, name, given, result, written)
         if error is None and not any(item.requires_grad or is_bad(item) for item in results):
-            return self._tracer.make_outcome(result, "batch")
+            return tracer.make_outcome(result, "batch")
         after, first = torch.get_rng_state(), len(tracer.calls)
         torch.set_rng_state(state)
-        again, raised_again = self._write_out(plain, args, kwargs)
+        self._end, self._is_written_out = first + MOST_CALLS, True
+        again, raised_again = None, None
+        try:
+            again = plain(function, *args, **kwargs)
+        except Exception as raised:
+            pass_on(raised)
+            raised_again = raised
+        finally:
+            self._is_written_out = False
         torch.set_rng_state(after)
         if error is not None and type(raised_again) is type(error):
             raise raised_again
@@ -143,18 +133,6 @@ class Transforms:
         if error is not None:
             raise error
         return tracer.adopt_opaque(described, name, given, result)
-
-    def _write_out(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
-        """What the function's own calls lead to, and what they raised."""
-        self._end = len(self._tracer.calls) + MOST_CALLS
-        self._is_written_out = True
-        try:
-            return plain(*args, **kwargs), None
-        except Exception as error:
-            pass_on(error)
-            return None, error
-        finally:
-            self._is_written_out = False
 
     def _are_alike(self, name: str, results: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
         """True if the calls gave the results of the transform, but for rounding."""
@@ -177,21 +155,33 @@ class Transforms:
     ) -> Any:
         """``vmap``: the function on one row after the other."""
         del randomness, chunk_size
-        size, dims, flat, spec = batching._process_batched_inputs(in_dims, args, function)
-        rows: list[list[Any]] = []
-        for row in range(size):
-            given = [x if dim is None else x.select(dim, row) for x, dim in zip(flat, dims, strict=True)]
-            outputs, output_spec = tree_flatten(function(*tree_unflatten(given, spec), **kwargs))
-            rows.append(outputs)
+        sizes: list[int] = []
+        _along(args, in_dims, lambda tensor, dim: sizes.append(tensor.shape[dim]))
+
+        def row(number: int) -> Any:
+            return _along(args, in_dims, lambda tensor, dim: tensor.select(dim, number))
+
+        rows: list[Any] = []
+        for number in range(sizes[0]):
+            rows.append(function(*row(number), **kwargs))
             if len(self._tracer.calls) > self._end:
                 raise _TooManyCalls
-        is_one = len(rows[0]) == 1 and isinstance(out_dims, tuple)
-        places = list(out_dims) if is_one else broadcast_to_and_flatten(out_dims, output_spec) or []
-        joined = [
-            items[0] if place is None else torch.stack([torch.as_tensor(item) for item in items], place)
-            for items, place in zip(zip(*rows, strict=True), places, strict=True)
-        ]
-        return tree_unflatten(joined, output_spec)
+        columns = dict(zip(map(id, _tensors(rows[0])), zip(*map(_tensors, rows), strict=True), strict=True))
+        dims = out_dims[0] if isinstance(rows[0], torch.Tensor) and isinstance(out_dims, tuple) else out_dims
+        return _along(rows[0], dims, lambda tensor, dim: torch.stack(columns[id(tensor)], dim))
+
+
+def _along(value: Any, dims: Any, change: Callable[[torch.Tensor, int], Any]) -> Any:
+    """Nested tensors, those that have a dimension changed; ``dims`` is as nested, or one for all tensors of a part."""
+    if isinstance(value, torch.Tensor):
+        return value if dims is None else change(value, dims)
+    if isinstance(value, Mapping):
+        given = dims if isinstance(dims, Mapping) else dict.fromkeys(value, dims)
+        return {key: _along(item, given[key], change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        each = dims if isinstance(dims, (tuple, list)) else [dims] * len(value)
+        return type(value)([_along(item, dim, change) for item, dim in zip(value, each, strict=True)])
+    return value
 
 
 def name_of(function: Any) -> str:
@@ -208,13 +198,8 @@ def _gradients(function: Any, argnums: Any, has_aux: bool, args: Any, kwargs: An
 
 def _gradients_and_value(function: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
     """``grad_and_value``."""
-    inputs = _Inputs(args, argnums)
-    with torch.enable_grad():
-        output = function(*inputs.args, **kwargs)
-        value, aux = output if has_aux else (output, None)
-        grads = inputs.gradients([value], None, create_graph=True)
-    settled = inputs.settled((grads, value, aux))
-    return (settled[0], (settled[1], settled[2])) if has_aux else settled[:2]
+    value, pull, *aux = _vjp(partial(function, **kwargs), *args, argnums=argnums, has_aux=has_aux)
+    return pull(None, create_graph=True), (value, *aux) if has_aux else value
 
 
 def _vjp(function: Any, *primals: Any, argnums: Any = None, has_aux: bool = False) -> Any:
@@ -226,7 +211,8 @@ def _vjp(function: Any, *primals: Any, argnums: Any = None, has_aux: bool = Fals
 
     def pull(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         create_graph = torch.is_grad_enabled() if create_graph is None else create_graph
-        return inputs.settled(inputs.gradients(tree_leaves(output), tree_leaves(cotangents), create_graph=create_graph))
+        vectors = _tensors(cotangents) if cotangents is not None else None
+        return inputs.settled(inputs.gradients(_tensors(output), vectors, create_graph=create_graph))
 
     results = inputs.settled(output)
     return (results, pull, inputs.settled(aux)) if has_aux else (results, pull)
@@ -239,13 +225,13 @@ def _jvp(function: Any, primals: Any, tangents: Any, argnums: Any, *, strict: bo
     with torch.enable_grad():
         output = function(*inputs.args)
         output, aux = output if has_aux else (output, None)
-        flat, spec = tree_flatten(output)
+        flat = _tensors(output)
         vectors = [torch.zeros_like(item).requires_grad_() for item in flat]
-        pulled = tree_leaves(inputs.gradients(flat, vectors, create_graph=True))
-        pairs = [(p, t) for p, t in zip(pulled, tree_leaves(tangents), strict=True) if p.requires_grad]
+        pulled = _tensors(inputs.gradients(flat, vectors, create_graph=True))
+        pairs = [(p, t) for p, t in zip(pulled, _tensors(tangents), strict=True) if p.requires_grad]
         slopes = _differentiated([p for p, _ in pairs], vectors, [t for _, t in pairs], create_graph=True)
     inputs.leaves += vectors
-    settled = inputs.settled((output, tree_unflatten(slopes, spec), aux))
+    settled = inputs.settled((output, _replaced(output, slopes), aux))
     return settled if has_aux else settled[:2]
 
 
@@ -260,9 +246,8 @@ class _Inputs:
         self._is_outside_tracked = torch.is_grad_enabled()
         numbers = range(len(args)) if argnums is None else [argnums] if isinstance(argnums, int) else argnums
         chosen = {number % len(args) for number in numbers}
-        self.args = tuple(tree_map(self._fresh, x) if n in chosen else x for n, x in enumerate(args))
-        given = self.args if argnums is None else eager_transforms._slice_argnums(self.args, argnums, as_tuple=False)
-        self._flat, self._spec = tree_flatten(given)
+        self.args = tuple(map_leaves(x, self._fresh, slice) if n in chosen else x for n, x in enumerate(args))
+        self._by = self.args[argnums] if isinstance(argnums, int) else tuple(self.args[n] for n in numbers)
 
     def _fresh(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -277,18 +262,19 @@ class _Inputs:
         """The gradients of what is differentiated by, in its structure."""
         pairs = [(o, v) for o, v in zip(outputs, vectors or [None] * len(outputs), strict=True) if o.requires_grad]
         given = [v for _, v in pairs] if vectors is not None else None
-        grads = _differentiated([o for o, _ in pairs], self._flat, given, create_graph=create_graph)
-        return tree_unflatten(grads, self._spec)
+        by = _tensors(self._by)
+        return _replaced(self._by, _differentiated([o for o, _ in pairs], by, given, create_graph=create_graph))
 
     def settled(self, value: Any) -> Any:
         """``value`` without the graphs of the tensors that only depend on leaves of ours."""
-        return tree_map(self._settle, value) if peek_transforms() is None else value
+        return map_leaves(value, self._settle, slice) if peek_transforms() is None else value
 
     def _settle(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         own = set(map(id, self.leaves))
-        if self._is_outside_tracked and not all(id(leaf) in own for leaf in _leaves_behind(value)):
+        behind = [value] if value.grad_fn is None else filter(is_accumulation, reachable([value.grad_fn]))
+        if self._is_outside_tracked and not all(id(getattr(leaf, "variable", leaf)) in own for leaf in behind):
             return value
         return value.detach()
 
@@ -302,16 +288,14 @@ def _differentiated(outputs: list[Any], inputs: list[Any], vectors: list[Any] | 
     return [torch.zeros_like(item) if grad is None else grad for item, grad in zip(inputs, grads, strict=True)]
 
 
-def _leaves_behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves that a tensor depends on."""
-    if tensor.grad_fn is None:
-        yield tensor
-        return
-    yield from (node.variable for node in reachable([tensor.grad_fn]) if is_accumulation(node))
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [item for item in tree_leaves(value) if isinstance(item, torch.Tensor)]
+    return list(iter_leaves(value, torch.Tensor))
+
+
+def _replaced(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """``value`` with other tensors in their order."""
+    others = iter(tensors)
+    return map_leaves(value, lambda leaf: next(others) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def _is_near(first: torch.Tensor, second: torch.Tensor) -> bool:

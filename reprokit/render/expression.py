@@ -19,7 +19,7 @@ from enum import IntEnum
 from typing import Any
 
 from reprokit.program.ir import Device, Slice, Symbol
-from reprokit.program.statement import parsed
+from reprokit.program.sites import parsed
 
 
 class Rank(IntEnum):

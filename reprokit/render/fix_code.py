@@ -15,7 +15,7 @@ from typing import Any
 from reprokit.locate.spelling import VIEWS
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Program, Ref, Site, iter_refs
-from reprokit.program.statement import called_name, parsed
+from reprokit.program.sites import called_name, parsed
 from reprokit.render import call_code, expression
 from reprokit.render.call_code import Leaf, Statement, labels
 from reprokit.render.expression import BINARY, Expr

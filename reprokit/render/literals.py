@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from reprokit.program.memory import same_bits
+from reprokit.program.dataflow import same_bits
 from reprokit.render.expression import constant, float_text
 
 MAX_LITERALS = 64

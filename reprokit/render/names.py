@@ -25,9 +25,10 @@ from dataclasses import replace
 import torch
 from torch import overrides
 
+from reprokit import torch_private
 from reprokit.program.functions import UnknownFunction, function_named, is_torch_function
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
-from reprokit.program.statement import called_name, parsed, parts, variables
+from reprokit.program.sites import called_name, parsed, parts, variables
 from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, SYMBOLS, UNARY, Rank
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import item_name
@@ -259,10 +260,10 @@ def schemas_of(target: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
     """For every overload of a builtin its positional parameters: the name, and whether it is a flag."""
     namespace, _, name = target.rpartition(".")
     packet = getattr(torch.ops.aten, f"{_NAMESPACES.get(namespace, '')}{name}", None)
-    overloads: list[str] = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []  # type: ignore[no-untyped-call]
+    overloads: list[str] = packet.overloads() if packet is not None else []
     return tuple(
-        tuple((item.name, str(item.type) == "bool") for item in arguments if not item.kwarg_only)
-        for arguments in (getattr(packet, overload)._schema.arguments for overload in overloads)
+        tuple((item.name, str(item.type) == "bool") for item in torch_private.positional_parameters(operator))
+        for operator in (getattr(packet, overload) for overload in overloads)
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
+from reprokit.program.dataflow import contents
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program, Ref, map_leaves
-from reprokit.program.memory import contents
 from reprokit.render.code import needed_mode
 from reprokit.render.literals import MAX_LITERALS, is_same, literal
 from reprokit.render.module import ModuleScript, write_module_script

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from reprokit import torch_private
 from reprokit.locate.quantity import number_of
 from reprokit.series.detectors import Numbers
 from reprokit.series.story import StepNumbers
@@ -300,7 +301,7 @@ class ScalerWatch:
 
     def scaled(self, scaler: torch.amp.GradScaler) -> torch.Tensor | None:
         """A loss was scaled; a copy of the scale it was scaled with."""
-        scale = scaler._scale
+        scale = torch_private.scale_of(scaler)
         self.is_used = self.is_used or scale is not None
         self.scale = scale.detach().clone() if scale is not None else None
         return self.scale

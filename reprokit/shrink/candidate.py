@@ -15,8 +15,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from reprokit.program import plain
+from reprokit.program.dataflow import contents
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, iter_refs, substitute
-from reprokit.program.memory import contents
 from reprokit.shrink.leaves import leaves
 from reprokit.shrink.plainness import ONES, ZEROS, is_number, plainness, raw_bytes, seed_of
 from reprokit.snapshot.format import count_elements

@@ -17,11 +17,10 @@ from reprokit.locate.domains import spectrum_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import bad_mask, ways_of
-from reprokit.program.dataflow import needed_calls, written_in_place
+from reprokit.program.dataflow import copy_of, needed_calls, written_in_place
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.program.memory import copy_of
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import default_dtype, in_dtype
 from reprokit.shrink.plainness import is_number

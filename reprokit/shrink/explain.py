@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from reprokit.grammar import Count, Name, left_out
+from reprokit.program.dataflow import contents
 from reprokit.program.ir import Call, Input
-from reprokit.program.memory import contents
 from reprokit.shrink.candidate import Candidate, is_safe, trusts_arguments
 from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
 from reprokit.shrink.oracle import OutOfBudget

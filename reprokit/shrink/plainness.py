@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from reprokit.program.memory import contents
+from reprokit.program.dataflow import contents
 
 ZEROS, ONES, CONSTANT, SHORT, ANY = 0.0, 1.0, 2.0, 4.0, 5.0
 MAX_LITERALS = 64  # a script lists at most so many numbers

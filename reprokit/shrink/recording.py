@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from reprokit.program.dataflow import copy_of
 from reprokit.program.interpreter import run
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Input, Phase, Program, Ref, iter_refs
-from reprokit.program.memory import copy_of
 from reprokit.shrink.candidate import Candidate
 
 

@@ -20,7 +20,7 @@ from reprokit.errors import NotReproduced, ReprokitError
 from reprokit.locate.compiled import Compiled
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import determinism
-from reprokit.program.statement import variables
+from reprokit.program.sites import variables
 from reprokit.shrink import View
 from reprokit.shrink.apart import Observe, RunLimits, Task
 from reprokit.shrink.candidate import Candidate

@@ -136,10 +136,11 @@ def _require_plain(tensor: torch.Tensor) -> None:
     if vars(tensor) or tensor.is_nested:
         raise ValueError("it holds a tensor that is not plain")
     if tensor.layout is torch.sparse_coo:
-        torch._validate_sparse_coo_tensor_args(tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced())
+        given = tensor._indices(), tensor._values(), tensor.shape
+        torch.sparse_coo_tensor(*given, is_coalesced=tensor.is_coalesced(), check_invariants=True)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values(), tensor.shape, tensor.layout
-        torch._validate_sparse_compressed_tensor_args(*parts)
+        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values(), tensor.shape
+        torch.sparse_compressed_tensor(*parts, layout=tensor.layout, check_invariants=True)
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values(), tensor.shape, tensor.layout
-        torch._validate_sparse_compressed_tensor_args(*parts)
+        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values(), tensor.shape
+        torch.sparse_compressed_tensor(*parts, layout=tensor.layout, check_invariants=True)

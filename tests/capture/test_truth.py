@@ -20,7 +20,7 @@ from reprokit.capture import failures
 from reprokit.capture import save as choose_step
 from reprokit.capture.save import Describing, Made
 from reprokit.capture.session import Session
-from reprokit.program.memory import same_bits
+from reprokit.program.dataflow import same_bits
 from reprokit.snapshot.format import Snapshot, load, save
 from tests.capture.traps_checks import (
     BAD_STEP,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from reprokit.program.ir import Site
-from reprokit.program.sites import make_site
-from reprokit.program.statement import parts
+from reprokit.program.sites import make_site, parts
 
 
 class Recorder:

@@ -9,7 +9,7 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
-from reprokit.program.statement import variables
+from reprokit.program.sites import variables
 from reprokit.render.call_code import labels
 from reprokit.render.code import write_program
 from reprokit.render.names import in_users_words, operand_words

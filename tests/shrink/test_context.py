@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from reprokit.locate.blame import locate
-from reprokit.program.statement import variables
+from reprokit.program.sites import variables
 from reprokit.shrink.apart import Task
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check

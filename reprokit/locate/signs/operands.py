@@ -25,7 +25,7 @@ from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import bind_arguments, run
 from reprokit.program.ir import Call, Ref, iter_refs
-from reprokit.program.statement import parts
+from reprokit.program.sites import parts
 
 REACH = 32  # calls behind the origin that are looked at
 _SUMS = frozenset({"sum", "mean", "add", "cumsum", "matmul", "mm", "bmm", "mv"})  # nothing cancels above zero

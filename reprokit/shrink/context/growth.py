@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from reprokit.locate.failure import Failure
+from reprokit.program.dataflow import contents
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase, Ref, Scope, iter_refs
-from reprokit.program.memory import contents
 from reprokit.shrink.candidate import RECURRENT, Candidate
 from reprokit.shrink.context.step import StepGraph, StepSlice, written
 from reprokit.shrink.leaves import parameters_of, with_leaf

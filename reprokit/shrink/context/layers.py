@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import layer_class, symbol_named
 from reprokit.program.interpreter import Modes
 from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope, iter_refs
-from reprokit.program.memory import same_bits
 
 Arguments = dict[str, Any]
 State = Mapping[str, torch.Tensor]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from reprokit.program.dataflow import contents
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase
-from reprokit.program.memory import contents
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import (
     MAX_LITERALS,
