@@ -283,10 +283,10 @@ class Failures:
             if step not in known and step >= loop.iterations.completed:
                 self.session.say(f"step {step} was asked for, and the training ended before it was over")
                 continue
-            verdict = Verdict("", sys._getframe(2), asked=step)
+            verdict = Verdict("", sys._getframe(2))
             with self.session.replaying(ends=False):
                 try:
-                    made = Describing(loop, verdict, self._command, {"watch": loop.watch}).made()
+                    made = Describing(loop, verdict, self._command, {"watch": loop.watch}).asked(step)
                     made = replace(made, snapshot=self._place.private(made.snapshot))
                     path, snapshot = self._place.write(made, is_asked=True)
                 except NotKept as reason:
@@ -319,8 +319,6 @@ class Failures:
             return replace(made, snapshot=self._place.private(made.snapshot))
         if verdict.where == "output" and verdict.op is None and self._kept is not None:
             return self._kept
-        is_later = not verdict.is_late and loop.has_bad_loss_before()
-        verdict = replace(verdict, takes_skipped=self.takes_skipped, has_earlier=is_later)
         made = Describing(loop, verdict, self._command, described).snapshot()
         if self._kept is not None and id(made.culprit) in self._kept_for:
             return self._kept

@@ -172,7 +172,7 @@ def _sharded_past(describing: Describing, segments: list[Segment], together: Mee
     is an update."""
     loop, world, verdict = describing.loop, describing.loop.world, describing.verdict
     made, reasons = None, [NOT_SHOWN]
-    takes_skipped, copy = verdict.takes_skipped, world.copies[-1]
+    takes_skipped, copy = loop.failures.takes_skipped, world.copies[-1]
     replay = Replay(world, loop.tape, segments, copy, takes_skipped=takes_skipped, together=together)
     together.said = ()
     try:
@@ -209,7 +209,6 @@ def _sharded_past(describing: Describing, segments: list[Segment], together: Mee
             False,
             verdict.frame,
             contents=contents,
-            likewise=loop.tape.running(),
             notes=again.notes,
         )
         return _recorded_by_all(describing, together, case)

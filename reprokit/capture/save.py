@@ -36,9 +36,11 @@ from reprokit.capture.replay import (
     ReplayedStep,
     TracedPlayer,
     leaves_in,
+    needed_ops,
     num_backward,
     put_first_back,
     quiet_hooks,
+    reads_values,
     record,
     split,
     with_makers,
@@ -52,7 +54,7 @@ from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.differences import Reference
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.quantity import number_of
-from reprokit.locate.ways import NAN, bad_tensor, local_part, ways_of
+from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import Modes, Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Program, Ref, iter_refs
@@ -61,8 +63,8 @@ from reprokit.program.trace import InputName, Tracer, current_mode
 from reprokit.series.detectors import Alarm, Finding
 from reprokit.series.story import LayerNumbers
 from reprokit.snapshot.environment import collect_environment
-from reprokit.snapshot.format import CaptureSettings, Snapshot, StateBefore, save
-from reprokit.snapshot.rng import Generators, get_rng_state
+from reprokit.snapshot.format import CaptureSettings, Snapshot, save
+from reprokit.snapshot.rng import get_rng_state
 from reprokit.snapshot.source import Source, describe_source, private
 from reprokit.words import in_root
 
@@ -108,11 +110,9 @@ class Verdict:
     (``op``), which may have been performed, or the exception.
 
     ``is_late``: it has happened some steps ago. An ``output`` with a backward call is the start of that: the loop gave
-    up over a value, and nothing says that it is a loss. ``takes_skipped``: a step that the loop skipped is a failure
-    too. ``has_earlier``: an earlier step had a bad loss, of which no bad update was made. ``alarm``: no value is bad,
-    but numbers of the run have left their course. ``together``: all ranks go back. ``difference``: no value is bad, but
-    this parameter differs between ranks. ``keep`` is a call that gave bad gradients. ``asked``: this step is to be
-    saved although it is healthy.
+    up over a value, and nothing says that it is a loss. ``alarm``: no value is bad, but numbers of the run have left
+    their course. ``together``: all ranks go back. ``difference``: no value is bad, but this parameter differs between
+    ranks. ``keep`` is a call that gave bad gradients.
     """
 
     where: str
@@ -120,13 +120,10 @@ class Verdict:
     op: Op | None = None
     is_late: bool = False
     raised: Raised | None = None
-    takes_skipped: bool = False
-    has_earlier: bool = False
     alarm: Alarm | Finding | None = None
     together: Meeting | None = None
     difference: RankDifference | None = None
     keep: Op | None = None
-    asked: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,11 +131,10 @@ class Case:
     """A step to record: its calls, of which ``pending`` is not to be performed, and what is known of it.
 
     ``is_now``: it begins with the live parameters, with buffers as they were; else the state is there already.
-    ``contents`` are values that earlier steps have left. ``likewise`` are calls of a step whose variables are still
-    there to name tensors by. ``keep`` is a call that belongs to the failure even if no backward pass depends on it.
-    ``gradients`` are those of training, if they are known and not the live ones. ``stand_ins`` are whole parameters in
-    the place of those that are spread over processes, by the ``id`` of these. ``explain`` finds the failure in the
-    place of `locate`. ``together``: all ranks record their steps at once.
+    ``contents`` are values that earlier steps have left. ``keep`` is a call that belongs to the failure even if no
+    backward pass depends on it. ``gradients`` are those of training, if they are known and not the live ones.
+    ``stand_ins`` are whole parameters in the place of those that are spread over processes, by the ``id`` of these.
+    ``explain`` finds the failure in the place of `locate`. ``together``: all ranks record their steps at once.
     """
 
     where: str
@@ -149,7 +145,6 @@ class Case:
     frame: FrameType | None
     contents: dict[Number, torch.Tensor] = field(default_factory=dict)
     raised: Raised | None = None
-    likewise: list[Op] = field(default_factory=list)
     keep: Op | None = None
     notes: list[str] = field(default_factory=list)
     gradients: Gradients | None = None
@@ -184,10 +179,6 @@ class Made:
     @property
     def is_exact(self) -> bool:
         return self.snapshot.fidelity == "exact"
-
-    def noted(self, note: str) -> Made:
-        """The same with another note about its fidelity."""
-        return replace(self, snapshot=replace(self.snapshot, fidelity_note=note))
 
 
 @dataclass(frozen=True)
@@ -270,19 +261,8 @@ class Describing:
 
     def made(self) -> Made:
         """The first bad step: in the past if the state is bad, else the one that is running."""
-        loop, verdict, world, tape = self.loop, self.verdict, self.loop.world, self.loop.tape
-        if verdict.asked is not None:
-            return self._asked(verdict.asked)
-        running, pending = tape.running(), verdict.op
-        place = _place_of(pending, running)
-        ops = running[:place] if place is not None else running
-        keep = verdict.keep
-        if not loop.is_noted and verdict.where == "loss":
-            culprit = self._bad_output(ops, self.running_mark(pending))
-            if culprit is not None:  # all that is known of how the loss was made
-                verdict = self.verdict = replace(verdict, where="output", op=None)
-                keep, pending = culprit, None
-                ops = ops[: next(n for n, op in enumerate(ops, 1) if op is culprit)]
+        loop, verdict, world = self.loop, self.verdict, self.loop.world
+        ops, pending, is_earlier = self._running()
         if loop.ranks.is_sharded or loop.ranks.is_apart:
             return loop.ranks.made(self, ops, pending)
         notes = list(dict.fromkeys(loop.unseen))
@@ -292,19 +272,29 @@ class Describing:
         if not loop.is_noted:
             notes.append(loop.budget.why_not(loop.iterations.completed))
         mark = self.running_mark(pending)
-        if self._is_past(ops, pending, place):
+        if is_earlier or self._is_past(ops):
             buffers = world.newly_bad_buffers() if verdict.where == "output" else []
             made, reasons = self.from_the_past([buffer for _, buffer in buffers])
             notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
             if made is not None:
                 return made
-        case = self.now(verdict, ops, pending, mark, keep, notes)
-        running = [*ops, *([pending] if pending is not None else [])]
+        case = self.now(verdict, ops, pending, mark, verdict.keep, notes)
         try:
-            made = self.make(case)
+            made = self._of_now(case, [*self.segments(), Segment([*ops, *([pending] if pending else [])], mark)])
         except Missing:  # the step cannot be run again here; what is known of it is worth a file
             return Made(self.without_replay(replace(case, notes=[*notes, BEGUN_BEFORE])))
-        return self._better(made, case, running, notes)
+        if loop.is_noted and made.culprit is not None and world.has_worsened(made.culprit):
+            return self.from_the_past([made.culprit])[0] or made
+        return made
+
+    def asked(self, step: int) -> Made:
+        """A healthy step, with the updates of all its optimizers. Raises `NotKept`."""
+        segments = [segment for segment in self.segments() if segment.mark.step <= step]
+        first = next((n for n, segment in enumerate(segments) if segment.mark.step == step), None)
+        if first is None:
+            raise NotKept(NOT_KEPT)
+        with self.kept(), self.begun(segments, first) as case:
+            return self.make(replace(case, mark=replace(case.mark, micro_step=0), explain=_healthy))
 
     def now(
         self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]
@@ -314,77 +304,42 @@ class Describing:
         kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
         whole = [*kept, *([pending] if pending is not None else [])]
         whole = with_makers(whole, [*tape.carried, *tape.ops(0, tape.begin)], tape, tape.alive())
-        ops = whole[:-1] if pending is not None else whole
-        ops, contents = _without_preparation(ops, mark, tape)
+        ops, contents = _without_preparation(whole[:-1] if pending is not None else whole, mark, tape)
         raised = verdict.raised
         return Case(verdict.where, ops, pending, mark, True, verdict.frame, contents, raised, keep=keep, notes=notes)
 
-    def _better(self, made: Made, case: Case, ops: list[Op], notes: list[str]) -> Made:
-        """``made``, or what is truer to training than the calls of the running step, ``ops``: these with the steps they
-        go on with, or a step before."""
-        loop, world = self.loop, self.loop.world
-        if not made.is_exact and world.is_complete and not notes and loop.ranks.is_alone:
-            made = self._joined(made, case, [*self.segments(), Segment(ops, case.mark)])
-        if not loop.is_noted:  # nothing else that differs says anything about training
-            return made.noted("; ".join(notes))
-        if not made.is_exact and self._is_begun_before(ops):
-            note = made.snapshot.fidelity_note
-            if BEGUN_BEFORE not in (note or ""):
-                made = made.noted("; ".join(filter(None, [BEGUN_BEFORE, note])))
-        if made.culprit is not None and world.has_worsened(made.culprit):
-            past, _ = self.from_the_past([made.culprit])
-            return past or made
+    def _of_now(self, case: Case, segments: list[Segment]) -> Made:
+        """The running step, the last of ``segments``: with those that it goes on with, else from the state of now."""
+        if not self.loop.is_noted:
+            root = next((op for op in reversed(case.ops) if op.kind is Root), None)
+            if case.where == "loss" and root is not None:  # all that is known of how the loss was made
+                made = self.make(replace(case, where="output", pending=None, keep=root))
+                if made.is_shown:
+                    return made
+            return self.make(case)
+        joined = self._joined(case, segments) if not case.notes else None
+        made = joined or self.make(case)
+        note = made.snapshot.fidelity_note or ""
+        if not made.is_exact and BEGUN_BEFORE not in note and self._reached(case, segments)[1]:
+            note = "; ".join(filter(None, [BEGUN_BEFORE, note]))
+            return replace(made, snapshot=replace(made.snapshot, fidelity_note=note))
         return made
 
-    def _asked(self, step: int) -> Made:
-        """A healthy step, with the updates of all its optimizers, played from the last copy. Raises `NotKept`."""
-        loop, world = self.loop, self.loop.world
-        segments = [segment for segment in self.segments() if segment.mark.step <= step]
-        first = next((n for n, segment in enumerate(segments) if segment.mark.step == step), None)
-        if not world.is_complete or not world.copies or first is None:
-            raise NotKept(NOT_KEPT)
-        replay = Replay(world, loop.tape, segments, world.copies[-1])
-        try:
-            with replay.going_back():
-                with quiet_hooks(world.modules, replay.leaves()):
-                    ops, contents = replay.begin(first)
-                ops += _one_after_another(replay.segments[first + 1 :])
-                mark = replace(segments[-1].mark, micro_step=0, generators=segments[first].mark.generators)
-                case = Case("", ops, None, mark, False, self.verdict.frame, contents=contents, notes=replay.notes)
-                return self.make(replace(case, likewise=loop.tape.running(), explain=_healthy))
-        except Missing:
-            raise NotKept(BEGUN_BEFORE) from None
-        except CannotGoBack as reason:
-            raise NotKept(str(reason)) from reason
+    def _running(self) -> tuple[list[Op], Op | None, bool]:
+        """The calls of the running step that lead to the failure, the backward call that is not to be performed, and
+        true if an earlier step, of another optimizer, has made that."""
+        running, pending = self.loop.tape.running(), self.verdict.op
+        if pending is None:
+            return running, None, False
+        place = next((number for number, op in enumerate(running) if op.note is pending.note), None)
+        is_earlier = place is None and any(op.note is pending.note for op in self.loop.tape.ops())
+        return running[:place], pending, is_earlier
 
-    def _bad_output(self, ops: list[Op], mark: Mark) -> Op | None:
-        """The first call of a root module with a bad result, which the loop may have let go of since."""
-        case = self.now(self.verdict, ops, None, mark, None, [])
-        leaves, player = self._leaves(case), Player(self.loop.tape, self.loop.world.buffers.ids)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(ignored_errors())
-            stack.enter_context(self._at_its_beginning(case, leaves))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(quiet_hooks(self.loop.world.modules, leaves))
-            modes = stack.enter_context(Modes())
-            for op in case.ops:
-                modes.enter(op.mode)
-                player.play(op)
-                is_own = op.kind is Root and any(op is own for own in ops)
-                if is_own and bad_tensor(player.env[n] for n in op.outs) is not None:
-                    return op
-        return None
-
-    def _is_past(self, ops: Sequence[Op], pending: Op | None, place: int | None) -> bool:
-        verdict, world = self.verdict, self.loop.world
-        if verdict.is_late or verdict.has_earlier:
+    def _is_past(self, ops: Sequence[Op]) -> bool:
+        verdict, loop = self.verdict, self.loop
+        if verdict.is_late or loop.has_bad_loss_before() or any(op.kind.writes_state(op) for op in split(ops)[1]):
             return True
-        if pending is not None and place is None and any(op.note is pending.note for op in self.loop.tape.ops()):
-            return True  # an earlier step of another optimizer
-        if any(op.kind.writes_state(op) for op in split(ops)[1]):
-            return True
-        return verdict.raised is None and world.newly_bad() is not None
+        return verdict.raised is None and loop.world.newly_bad() is not None
 
     def running_mark(self, pending: Op | None) -> Mark:
         """The mark of the running step, up to a backward call that is pending since."""
@@ -399,18 +354,13 @@ class Describing:
         world = self.loop.world
         return self.loop.tape.segments()[world.copies[-1].num_marks if world.copies else 0 :]
 
-    def all_segments(self) -> list[Segment]:
-        """The steps since the first copy that is kept."""
-        return self.loop.tape.segments()
-
     def _has_gap(self) -> bool:
         """True if the loop has handled an exception in this step that may have interrupted a write."""
-        recorder = self.loop.recorder
-        if self.verdict.raised is None or recorder.raised is None:
-            return bool(recorder.gaps)
-        return any(gap is not None and gap.note is not recorder.raised[1].note for gap in recorder.gaps) or (
-            recorder.gaps.count(None) > 0
-        )
+        gaps, raised = self.loop.recorder.gaps, self.loop.recorder.raised
+        own = raised[1].note if self.verdict.raised is not None and raised is not None else self
+        return any(gap is None or gap.note is not own for gap in gaps)
+
+    # -- the steps since a copy ----------------------------------------------------------------------------------
 
     def from_the_past(self, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad step, or why there is none.
@@ -418,16 +368,14 @@ class Describing:
         That is the step that made one of the ``ruined`` parts of the state nan or inf, if there are any; else the first
         one with a bad loss, gradient or parameter.
         """
-        loop, world, tape = self.loop, self.loop.world, self.loop.tape
+        loop, world = self.loop, self.loop.world
         if not world.is_complete or not world.copies:
             return None, [NOT_KEPT]
         if not loop.ranks.is_alone and self.verdict.together is None:
             return None, [NOT_ALL]
-        running, pending = tape.running(), self.verdict.op
-        place = _place_of(pending, running)
-        ops = running if place is None else running[: place + 1]
-        if pending is not None and not any(op.note is pending.note for op in tape.ops()):
-            ops = [*running, pending]
+        ops, pending, is_earlier = self._running()
+        if pending is not None and not is_earlier:
+            ops = [*ops, pending]
         segments = [*self.segments(), Segment(ops, self.running_mark(pending))]
         if self.verdict.together is not None:
             return loop.ranks.from_the_past(self, segments), []
@@ -445,7 +393,7 @@ class Describing:
             segments,
             world.copies[-1],
             ruined=ruined,
-            takes_skipped=verdict.takes_skipped,
+            takes_skipped=loop.failures.takes_skipped,
             expected=verdict.op,
             together=verdict.together,
         )
@@ -458,7 +406,7 @@ class Describing:
                     if is_loss and replay.skipped and not replay.notes:
                         raise SkippedLoss(replay.skipped[0])
                     return None, [*replay.notes, NOT_SHOWN]
-                case = self._before(found, replay.segments)
+                case = self._begun_at(found, replay.segments)
                 made = self.make(case)
                 if made.culprit is None and not made.is_shown:
                     made = replace(made, culprit=world.newly_bad())
@@ -474,88 +422,119 @@ class Describing:
             pass_on(error)
             return None, [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
         if made.culprit is None and not made.is_exact and loop.ranks.is_alone:
-            last = replay.segments[found.number]
+            last = segments[found.number]
             written = [op for op in split(last.ops)[0] if op.kind.writes_state(op)]
-            ops = [*([] if found.keep is not None else written), *found.ops]
-            ops += [found.pending] if found.pending is not None else []
-            made = self._joined(made, case, [*replay.segments[: found.number], Segment(ops, last.mark)])
+            ops = [*(written if found.keep is None else []), *found.ops, *([found.pending] if found.pending else [])]
+            made = self._joined(case, [*segments[: found.number], Segment(ops, last.mark)]) or made
         return made, []
 
-    def _before(self, found: Found, segments: Sequence[Segment]) -> Case:
+    def _begun_at(self, found: Found, segments: Sequence[Segment]) -> Case:
         """The step that a replay has found; the live state is where that step began."""
         tape, segment = self.loop.tape, segments[found.number]
         earlier = [*tape.carried, *(op for before in segments[: found.number] for op in before.ops)]
         whole = [*found.ops, *([found.pending] if found.pending is not None else [])]
         whole = with_makers(whole, earlier, tape, {**tape.alive(), **found.contents})
-        ops = whole[:-1] if found.pending is not None else whole
-        mark = replace_mark(segment.mark)
+        mark = replace(segment.mark)
         if found.where in ("loss", "output"):  # the step went on from there
             mark.micro_step = num_backward(found.ops)
-        likewise = [*(segments[-2].ops if len(segments) > 1 else []), *tape.running()]
         return Case(
             found.where,
-            ops,
+            whole[:-1] if found.pending is not None else whole,
             found.pending,
             mark,
             False,
             self.verdict.frame,
             contents=found.contents,
-            likewise=likewise,
             keep=found.keep,
             notes=found.notes,
             gradients=found.gradients,
         )
 
-    def _joined(self, made: Made, case: Case, segments: list[Segment]) -> Made:
-        """``made``, or the last of ``segments`` together with those whose graphs or gradients it goes on with.
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[list[Segment]]:
+        """The steps since the first copy that is kept. Raises `NotKept` where they cannot be played."""
+        world = self.loop.world
+        if not world.is_complete or not world.copies:
+            raise NotKept(NOT_KEPT)
+        try:
+            yield self.loop.tape.segments()
+        except Missing:
+            raise NotKept(BEGUN_BEFORE) from None
+        except CannotGoBack as reason:
+            raise NotKept(str(reason)) from reason
 
-        The latter if only they fail as training did: then parameters were updated between forward and backward pass.
-        """
+    @contextlib.contextmanager
+    def begun(self, segments: Sequence[Segment], first: int, copy: int = -1) -> Iterator[Case]:
+        """The steps from the ``first`` on, as one; the live state is where that began."""
         world, tape = self.loop.world, self.loop.tape
-        first = _first_joined(segments, tape)
-        owner = segments[-1].mark
+        replay = Replay(world, tape, segments, world.copies[copy])
+        with replay.going_back():
+            with quiet_hooks(world.modules, replay.leaves()):
+                ops, contents = replay.begin(first)
+            for segment in replay.segments[first + 1 :]:
+                ops += _with_generators(segment)
+            mark = replace(segments[-1].mark, generators=segments[first].mark.generators)
+            yield Case("", ops, None, mark, False, self.verdict.frame, contents=contents, notes=replay.notes)
+
+    def _joined(self, case: Case, segments: list[Segment]) -> Made | None:
+        """The step of ``case``, the last of ``segments``, with those before that it goes on with; ``None`` if there are
+        none, or that does not show the failure."""
+        first, owner = self._reached(case, segments)[0], segments[-1].mark
         differentiates = [any(op.kind is Backward for op in segment.ops) for segment in segments]
         if case.where == "gradient" and not differentiates[-1] and any(differentiates):
             number = max(n for n, is_made in enumerate(differentiates) if is_made)
-            owner, first = segments[number].mark, min(number, number if first is None else first)
-        if first is None or len(segments) - first > _MOST_JOINED:
-            return made
-        replay = Replay(world, tape, segments, world.copies[-1])
+            owner, first = segments[number].mark, min(number, first)
+        world, length = self.loop.world, len(segments) - first
+        if not 1 < length <= _MOST_JOINED or not (world.is_complete and world.copies and self.loop.ranks.is_alone):
+            return None
         try:
-            with replay.going_back():
-                contents = replay.play_until(first)
-                ops = _one_after_another(replay.segments[first:])
-                mark = replace_mark(case.mark)
-                mark.step, mark.generators = owner.step, segments[first].mark.generators
-                joined = replace(
-                    case,
-                    ops=ops[:-1] if case.pending is not None else ops,
-                    is_now=False,
-                    contents=contents,
-                    mark=mark,
-                    notes=replay.notes,
+            with self.begun(segments, first) as begun:
+                made = self.make(
+                    replace(
+                        case,
+                        ops=begun.ops[:-1] if case.pending is not None else begun.ops,
+                        is_now=False,
+                        contents=begun.contents,
+                        mark=replace(case.mark, step=owner.step, generators=begun.mark.generators),
+                        notes=begun.notes,
+                    )
                 )
-                other = self.make(joined)
         except Exception as error:  # of the user's code, or because the state of then does not suit
             pass_on(error)
-            return made
-        is_better = other.is_exact or (other.is_shown and not made.is_shown)
-        return replace(other, culprit=None) if is_better else made
+            return None
+        return replace(made, culprit=None) if made.is_exact or made.is_shown else None
 
-    def _is_begun_before(self, ops: Sequence[Op]) -> bool:
-        """True if a step goes on with a graph that no step since the last copy has made."""
-        tape = self.loop.tape
-        known = {number for op in (*tape.ops(), *ops) for number in op.outs}
-        alive = tape.alive()
-        used = {n for op in ops if op.mode.grad for n in op.ins if n not in known and n not in tape.inputs}
-        return any(n not in alive or (alive[n].requires_grad and not is_leaf(alive[n])) for n in used)
+    def _reached(self, case: Case, segments: Sequence[Segment]) -> tuple[int, bool]:
+        """The position of the first of ``segments`` whose graphs the last one, or a step between them, goes on with;
+        true if something goes on with a graph from before them all."""
+        tape, alive, first = self.loop.tape, self.loop.tape.alive(), len(segments) - 1
+        ops = needed_ops(segments[-1].ops, case.keep or (segments[-1].ops[-1] if case.raised is not None else None))
+        while True:
+            produced: set[Number] = set()
+            needed: set[Number] = set()
+            for op in ops:
+                for number in op.ins if not reads_values(op) else ():
+                    tensor, content = alive.get(number), case.contents.get(number)
+                    is_graph = tensor is None or (tensor.requires_grad and not is_leaf(tensor))
+                    is_graph = is_graph if content is None else content.requires_grad
+                    if is_graph and number not in produced and number not in tape.inputs:
+                        needed.add(number)
+                produced.update(op.outs)
+            made = (
+                n for n, one in enumerate(segments[:first]) if any(not needed.isdisjoint(op.outs) for op in one.ops)
+            )
+            earlier = next(made, None)
+            if earlier is None:
+                return first, bool(needed)
+            first = earlier
+            ops = [op for segment in segments[first:] for op in segment.ops]
 
     def layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
         """The numbers of every layer in the steps that are kept, up to the one saved, of an event in all; empty where
         that is not possible, or would take too long."""
         loop, world = self.loop, self.loop.world
         seconds = [row.seconds for row in snapshot.timeline if row.seconds is not None]
-        segments = self.all_segments()
+        segments = loop.tape.segments()
         can_play = self.verdict.raised is None and world.is_complete and loop.ranks.is_alone and bool(world.copies)
         if not can_play or not segments or not seconds:
             return []
@@ -583,25 +562,19 @@ class Describing:
 
         Where something raised, a check of the user's may have seen a bad value: then that value is the failure.
         """
-        loop = self.loop
-        played = self.replayed(case)
-        replayed, failure = played.replayed, played.failure
-        raised = case.raised
-        is_hook = raised is not None and raised.is_call and replayed.error is None and bool(played.hooks)
-        is_output = failure is None and case.where in ("output", "parameter") and case.keep is not None
-        if raised is not None or is_output:
-            program, failure = _seen_by_check(replayed, failure, is_all=is_hook or is_output)
-            if failure is not None and failure.kind != EXCEPTION:
-                replayed.program = program.pruned()
-                where = "gradient" if failure.phase == Phase.BACKWARD else "output"
-                where = case.where if case.where == "parameter" else where
-                case, raised = replace(case, raised=None, where=where), None
-        notes, reference = list(case.notes), None
+        loop, raised = self.loop, case.raised
+        replayed = self.replayed(case)
+        failure, notes, reference = replayed.failure, list(case.notes), None
+        is_hook = raised is not None and raised.is_call and replayed.error is None and bool(replayed.hooks)
+        is_output = case.where in ("output", "parameter") and case.keep is not None
+        if failure is None and (raised is not None or is_output):
+            failure = _seen_by_check(replayed, is_all=is_hook or is_output)
+        if raised is not None and failure is not None and failure.kind != EXCEPTION:
+            replayed.program, raised = replayed.program.pruned(), None
+            case = replace(case, raised=None, where="gradient" if failure.phase == Phase.BACKWARD else "output")
         if failure is None and raised is None:
             failure, reference = compiled_mismatch(replayed, tuple(loop.compilers.values()))
-        if failure is not None and reference is not None:
-            played.notes.clear()  # gradients are others than in training, as they have to be
-        elif failure is None:
+        if failure is None:
             failure = _unexplained(case, loop.tape.alive())
             is_gone = raised is None or (raised.is_call and replayed.error is None and not is_hook)
             notes += _why_not_again(replayed) if is_gone else [NOT_OF_TORCH]
@@ -609,18 +582,20 @@ class Describing:
         elif raised is not None and failure.exception is not None and not raised.is_same(*failure.exception):
             notes.append(f"training raised {raised.type}: {raised.message.partition(chr(10))[0]}")
             replayed.is_close = False
-        elif _is_from_statistics(replayed.program, failure):
+        elif reference is None and _is_from_statistics(replayed.program, failure):
             what = f"a normalisation writes `{failure.input_name}`"
             notes.append(f"{what}, and its value from before the step was not kept")
             replayed.is_close = False
-        notes += [*played.notes, *replayed.mismatches]
+        if loop.is_noted or not case.is_now:  # else nothing that differs says anything about training
+            notes += replayed.mismatches
         replayed.is_close = replayed.is_close and not case.notes
         is_given = failure.call is None and failure.input_name is not None and failure.value is not None
         culprit = replayed.sources.get(failure.value or 0) if is_given else None
-        snapshot = self._assemble(case, replayed, failure, notes, played.rng, played.before)
-        return Made(snapshot, culprit, replayed.losses, replayed.devices, reference)
+        return Made(
+            self._assemble(case, replayed, failure, notes), culprit, replayed.losses, replayed.devices, reference
+        )
 
-    def replayed(self, case: Case) -> _Played:
+    def replayed(self, case: Case) -> ReplayedStep:
         """Run a step again and locate its failure; ``explain`` is called with the tensors that the program borrows."""
         loop, world = self.loop, self.loop.world
         raises = case.raised is not None and case.raised.is_call
@@ -648,14 +623,14 @@ class Describing:
             state = world.buffers.ids if case.is_now else world.state_ids() | world.buffers.ids
             recorder = TracedPlayer(
                 loop.tape,
-                self._names(case).describe,
+                self._names(case, roots).describe,
                 roots,
                 state,
                 contents=case.contents,
                 stand_ins=case.stand_ins,
                 together=case.together,
             )
-            if loop.ranks.is_sharded:
+            if is_spread:
                 stack.enter_context(loop.ranks.recording(recorder.tracer))
             replayed = record(recorder, case.all_ops, performs_last=case.pending is None, raises=raises, keep=case.keep)
             if case.together is not None:
@@ -663,7 +638,8 @@ class Describing:
             if case.where == "output" and case.pending is not None:
                 *calls, last = replayed.program.calls  # the start of the backward call becomes the output
                 replayed.program = replace(replayed.program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
-            notes = list(self._other_gradients(case, seen))
+            if self._has_other_gradients(case, seen or []):
+                replayed.mismatches.insert(0, OTHER_GRADIENTS)
             failure = (case.explain or locate)(replayed.program, replayed.tensors)
             result = _bad_result(failure, replayed.program)
             if result is not None and loop.compiled is not None:
@@ -672,7 +648,8 @@ class Describing:
                 failure = locate(replayed.program, replayed.tensors)
             replayed.own_tensors()
             replayed.share(copies)
-        return _Played(replayed, failure, rng, hooks, notes, before)
+        replayed.failure, replayed.rng, replayed.before, replayed.hooks = failure, rng, before, hooks
+        return replayed
 
     def _leaves(self, case: Case) -> list[torch.Tensor]:
         world = self.loop.world
@@ -702,31 +679,27 @@ class Describing:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
-    def _other_gradients(self, case: Case, seen: Gradients | None) -> Iterator[str]:
-        """A note if gradients that the loop cleared in this step are others in training than in the replay."""
+    def _has_other_gradients(self, case: Case, seen: Gradients) -> bool:
+        """True if gradients that the loop cleared in this step are others in training than in the replay."""
+        wrapper = torch.nn.parallel.DistributedDataParallel
+        is_averaged = any(isinstance(module, wrapper) for module in self.loop.world.modules)
+        if case.where not in ("gradient", "parameter") or is_averaged or case.stand_ins:
+            return False
         first = next((n for n, op in enumerate(case.ops) if op.kind is Backward), 0)
         cleared = [op.args[0] for op in case.ops[:first] if op.kind is ZeroGrad]
         fresh = {id(parameter) for owner in cleared for parameter in owned_by(owner)}
-        wrapper = torch.nn.parallel.DistributedDataParallel
-        is_alone = not any(isinstance(module, wrapper) for module in self.loop.world.modules)
-        if case.where not in ("gradient", "parameter") or not is_alone or case.stand_ins:
-            return
-        pairs = [(old, leaf.grad) for leaf, old in seen or () if id(leaf) in fresh]
-        if not all(new is not None and same_bits(old, new) for old, new in pairs):
-            yield OTHER_GRADIENTS
+        pairs = [(old, leaf.grad) for leaf, old in seen if id(leaf) in fresh]
+        return not all(new is not None and same_bits(old, new) for old, new in pairs)
 
-    def _names(self, case: Case) -> Names:
-        names = Names(self.loop.tape.alive())
-        modules = self.loop.world.modules
-        for module in modules:
-            names.add_root(module)
-        names.name_roots(root_names(modules, case.frame))
-        names.add_stand_ins(case.stand_ins)
-        names.add_stand_ins(self.loop.ranks.gathered())
+    def _names(self, case: Case, roots: Mapping[int, str]) -> Names:
+        tape = self.loop.tape
+        names = Names(tape.alive(), self.loop.world.modules, roots)
+        names.add_stand_ins({**case.stand_ins, **self.loop.ranks.gathered()})
         for op in case.all_ops:
             names.add_arguments(op)
         names.add_locals(case.frame)
-        names.add_by_place(case.all_ops, case.likewise)
+        if not case.is_now:  # variables of the steps after it are still there
+            names.add_by_place(case.all_ops, tape.ops(tape.marks[-2].end if len(tape.marks) > 1 else 0))
         for op in case.all_ops:
             names.add_by_source(op)
             names.add_arguments(op, plain=True)
@@ -735,31 +708,24 @@ class Describing:
     def without_replay(self, case: Case) -> Snapshot:
         """Describe a failed step that cannot be run again here: what its root modules were given, and what was
         seen."""
-        names, alive = self._names(case), self.loop.tape.alive()
-        rng = get_rng_state()
+        names = self._names(case, root_names(self.loop.world.modules, case.frame))
+        alive = self.loop.tape.alive()
         tracer = Tracer(lambda tensor: names.describe(None, tensor))
         for op in case.ops:
             for number in op.ins if op.kind is Root else ():
                 tensor = alive.get(number)
                 if tensor is not None and (is_leaf(tensor) or not tensor.requires_grad):
                     tracer.adopt(local_part(tensor), names.describe(number, tensor) or InputName("input"))
-        replayed = ReplayedStep(tracer.program(), tracer.tensors, tracer.borrowed, is_close=False)
+        known = tracer.program(), tracer.tensors, tracer.borrowed
+        replayed = ReplayedStep(*known, is_close=False, rng=get_rng_state())
         replayed.own_tensors()
         bad = next((item for item in replayed.program.inputs if ways_of(tracer.tensors[item.value])), None)
         failure = _unexplained(case, alive)
         if bad is not None and case.raised is None:
             failure = replace(failure, phase=Phase.FORWARD, input_name=bad.name, value=bad.value)
-        return self._assemble(case, replayed, failure, case.notes, rng)
+        return self._assemble(case, replayed, failure, case.notes)
 
-    def _assemble(
-        self,
-        case: Case,
-        replayed: ReplayedStep,
-        failure: Failure,
-        notes: list[str],
-        rng: Generators,
-        before: StateBefore | None = None,
-    ) -> Snapshot:
+    def _assemble(self, case: Case, replayed: ReplayedStep, failure: Failure, notes: list[str]) -> Snapshot:
         loop, number = self.loop, case.mark.step
         path = getattr(sys.modules.get("__main__"), "__file__", None)  # names were taken out of the command line
         iterations, pending = loop.iterations, loop.judge.pending
@@ -796,39 +762,16 @@ class Describing:
             environment=collect_environment(),
             source=describe_source(Path(path) if isinstance(path, str) else None, self._command),
             settings=settings,
-            rng=rng,
+            rng=replayed.rng,
             timeline=timeline,
             command=self._command,
-            before=before,
+            before=replayed.before,
             recorded=recorded or None,
         )
 
 
-@dataclass(frozen=True)
-class _Played:
-    """A replay, the failure in its program, the generators' states, and the hooks that raised or were left out."""
-
-    replayed: ReplayedStep
-    failure: Failure | None
-    rng: Generators
-    hooks: list[Any]
-    notes: list[str]
-    before: StateBefore
-
-
 def _healthy(program: Program, tensors: Tensors) -> Failure:
     return Failure(Phase.FORWARD, HEALTHY)
-
-
-def _place_of(op: Op | None, ops: Sequence[Op]) -> int | None:
-    if op is None:
-        return None
-    return next((number for number, other in enumerate(ops) if other.note is op.note), None)
-
-
-def replace_mark(mark: Mark) -> Mark:
-    """A copy of a mark."""
-    return replace(mark)
 
 
 def backward_from(number: Number, code: Any, instruction: int) -> Op:
@@ -837,43 +780,13 @@ def backward_from(number: Number, code: Any, instruction: int) -> Op:
     return Op(Backward, torch.Tensor.backward, args, {}, (), code, instruction, current_mode(), BackwardNote())
 
 
-def _one_after_another(segments: Sequence[Segment]) -> list[Op]:
-    """The calls of several steps, each with the generators that it began with."""
-    found: list[Op] = []
-    for place, segment in enumerate(segments):
-        is_first = place > 0 and segment.mark.generators is not None
-        for op in segment.ops:
-            if is_first and op.kind is Root:
-                op = op._replace(note=replace(op.note, generators=segment.mark.generators))
-                is_first = False
-            found.append(op)
-    return found
-
-
-def _first_joined(segments: Sequence[Segment], tape: Any) -> int | None:
-    """The position of the first of ``segments`` whose graphs the last one, or a step between them, goes on with.
-
-    ``None`` if nothing goes on with a graph.
-    """
-    needed, first = _graphs_from_before(segments[-1].ops, tape), None
-    for position in range(len(segments) - 2, -1, -1):
-        outs = {number for op in segments[position].ops for number in op.outs}
-        if needed & outs:
-            first = position
-        if first is not None:
-            needed = (needed - outs) | _graphs_from_before(segments[position].ops, tape)
-    return first
-
-
-def _graphs_from_before(ops: Sequence[Op], tape: Any) -> set[Number]:
-    """The numbers of what a step is given with its graph and has not made itself."""
-    needed: set[Number] = set()
-    produced: set[Number] = set()
-    for op in ops:
-        if op.mode.grad and name_of(op) not in ("torch.Tensor.detach", "torch.Tensor.data.__get__"):
-            needed.update(n for n in op.ins if n not in produced and n not in tape.inputs)
-        produced.update(op.outs)
-    return needed
+def _with_generators(segment: Segment) -> Iterator[Op]:
+    """The calls of a step, the first of a root with the generators that the step began with."""
+    generators = segment.mark.generators
+    for op in segment.ops:
+        if generators is not None and op.kind is Root:
+            op, generators = op._replace(note=replace(op.note, generators=generators)), None
+        yield op
 
 
 def _without_preparation(ops: list[Op], mark: Mark, tape: Tape) -> tuple[list[Op], dict[Number, torch.Tensor]]:
@@ -910,16 +823,14 @@ def _without_preparation(ops: list[Op], mark: Mark, tape: Tape) -> tuple[list[Op
     return kept[::-1], contents
 
 
-def _seen_by_check(replayed: ReplayedStep, failure: Failure | None, *, is_all: bool) -> tuple[Program, Failure | None]:
-    """The program and its failure; where no call of torch raised, the last bad value of the last calls, or of all."""
+def _seen_by_check(replayed: ReplayedStep, *, is_all: bool) -> Failure | None:
+    """The failure of the last bad value of the last calls, or of all; the program ends with it then."""
     program = replayed.program
-    if failure is not None:
-        return program, failure
     value = last_bad(program, replayed.tensors, within=len(program.calls) if is_all else _LOOKS_BACK)
     if value is None:
-        return program, None
-    program = replace(program, outputs=(Ref(value),))
-    return program, locate(program, replayed.tensors)
+        return None
+    replayed.program = replace(program, outputs=(Ref(value),)).pruned()
+    return locate(replayed.program, replayed.tensors)
 
 
 def _is_from_statistics(program: Program, failure: Failure) -> bool:

@@ -10,6 +10,7 @@ import ast
 import inspect
 import itertools
 import sys
+import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
@@ -46,15 +47,28 @@ def is_unfollowed(tensor: torch.Tensor) -> bool:
 
 
 class Names:
-    """Knows the loop's tensors by identity, and by their numbers on the tape. The first name that was added wins; the
-    largest root names the parameters. ``alive`` are the tensors with numbers that are still there."""
+    """Knows the loop's tensors by identity, and by their numbers on the tape. The first name that was added wins.
 
-    def __init__(self, alive: Mapping[Number, torch.Tensor]) -> None:
+    ``alive`` are the tensors with numbers that are still there. The largest of the ``modules`` names its parameters and
+    buffers, behind its name among the ``roots`` if it has one.
+    """
+
+    def __init__(
+        self,
+        alive: Mapping[Number, torch.Tensor],
+        modules: Sequence[torch.nn.Module] = (),
+        roots: Mapping[int, str] = types.MappingProxyType({}),
+    ) -> None:
         self._alive = alive
         self._by_id: dict[int, tuple[int, InputName]] = {}
         self._by_number: dict[Number, tuple[int, InputName]] = {}
         self._count = 0
-        self._roots: list[torch.nn.Module] = []
+        for module in sorted(modules, key=lambda root: -sum(1 for _ in root.parameters())):
+            root = f"{roots[id(module)]}." if id(module) in roots else ""
+            for name, parameter in module.named_parameters():
+                self._add(parameter, InputName(root + user_path(name), "parameter"))
+            for name, buffer in module.named_buffers():
+                self._add(buffer, InputName(root + user_path(name), "buffer"))
 
     def describe(self, number: Number | None, tensor: torch.Tensor) -> InputName | None:
         """The name and role of a tensor, or ``None``."""
@@ -63,10 +77,6 @@ class Names:
         if found is None and tensor.grad_fn is not None:  # what a custom autograd function returned
             return InputName(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
         return found[1] if found is not None else None
-
-    def add_root(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers of a root module, by their state-dict names."""
-        self._roots.append(module)
 
     def add_arguments(self, op: Op, *, plain: bool = False) -> None:
         """The arguments of a root module, by the parameter names of its forward.
@@ -86,14 +96,10 @@ class Names:
 
     def add_locals(self, frame: FrameType | None) -> None:
         """Variables of the user's functions that are running, innermost first."""
-        for _ in range(_MAX_FRAMES):
-            if frame is None:
-                return
-            if kind_of_file(frame.f_code.co_filename) == "user":
-                for name, value in list(frame.f_locals.items()):
-                    if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
-                        self._add_values(name, value)
-            frame = frame.f_back
+        for running in _user_frames(frame):
+            for name, value in list(running.f_locals.items()):
+                if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
+                    self._add_values(name, value)
 
     def add_by_place(self, ops: Sequence[Op], likewise: Sequence[Op]) -> None:
         """Names for what earlier calls of the same lines were given: those of ``likewise``, argument by argument."""
@@ -135,16 +141,6 @@ class Names:
         found: Iterator[Any] = itertools.chain(iter_tensors(value), iter_leaves(value, Number))
         for item in itertools.islice(found, 64):
             self._add(item, InputName(name))
-
-    def name_roots(self, names: Mapping[int, str]) -> None:
-        """Name parameters and buffers, behind the root's name where ``names`` has it; to be called before other names
-        are added."""
-        for module in sorted(self._roots, key=lambda root: -sum(1 for _ in root.parameters())):
-            root = f"{names[id(module)]}." if id(module) in names else ""
-            for name, parameter in module.named_parameters():
-                self._add(parameter, InputName(root + user_path(name), "parameter"))
-            for name, buffer in module.named_buffers():
-                self._add(buffer, InputName(root + user_path(name), "buffer"))
 
     def add_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         """The names of parameters for what stands for them, by the ``id`` of the parameter."""
