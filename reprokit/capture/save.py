@@ -10,6 +10,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ import torch
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, ZeroGrad, name_of, starts_of
 from reprokit.capture.collect_state import collect_state
-from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import LayerMeter, layers_of
@@ -57,7 +57,7 @@ from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import Modes, Tensors, matmul_precision
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Program, Ref, iter_refs
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Program, Ref, Site, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer, current_mode
 from reprokit.series.detectors import Alarm, Finding
@@ -102,6 +102,31 @@ class NotKept(Exception):
 
 class NothingFound(Exception):
     """Going back together has shown no bad step; the message says why."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that ended a step. ``is_call`` says whether it came out of something on the tape, at which ``phase``
+    and in which ``module`` it was. ``is_deliberate``: a ``raise`` or ``assert`` of the user's code made it.
+    ``causes`` are type and message of the exception and of those it came from."""
+
+    type: str
+    message: str
+    site: Site | None
+    module: str | None
+    phase: Phase
+    is_call: bool
+    is_deliberate: bool
+    causes: tuple[tuple[str, str], ...] = ()
+
+    def is_same(self, kind: str, message: str) -> bool:
+        """True if type and message of an exception in a replay are those of training."""
+        return (kind, _constant(message)) in [(name, _constant(text)) for name, text in self.causes]
+
+
+def _constant(message: str) -> str:
+    """A message without the numbers that change from run to run: versions, addresses, amounts of memory."""
+    return re.sub(r"version \d+|0x[0-9a-f]+|[\d.]+ (bytes|[KMGT]iB)", "*", message)
 
 
 @dataclass(frozen=True)
@@ -196,10 +221,6 @@ class Place:
     source: Source = "traceback"
     part: str = ""
 
-    def private(self, snapshot: Snapshot) -> Snapshot:
-        """The parts of a snapshot that may be written and printed."""
-        return private(snapshot, self.source)
-
     @property
     def log(self) -> Path:
         """The file of events: beside the snapshot, with its name or that of the run; one for each child process."""
@@ -215,7 +236,7 @@ class Place:
 
         There may be several steps that somebody has asked for: all names have the step then.
         """
-        snapshot = made.snapshot
+        snapshot = private(made.snapshot, self.source)
         part = rank_suffix() or self.part
         automatic = f"{self.name}{part}-step{snapshot.step}"
         own = f"{part}-step{snapshot.step}" if is_asked else part
@@ -244,13 +265,12 @@ def free_path(directory: Path, stem: str) -> Path:
 
 
 class Describing:
-    """Finds the step of a verdict and describes it; ``described`` is what the snapshot is to say about the capture."""
+    """Finds the step of a verdict and describes it."""
 
-    def __init__(self, loop: Loop, verdict: Verdict, command: Sequence[str], described: dict[str, Any]) -> None:
+    def __init__(self, loop: Loop, verdict: Verdict, command: Sequence[str]) -> None:
         self.loop = loop
         self.verdict = verdict
         self._command = list(command)
-        self._described = described
 
     def snapshot(self) -> Made:
         """The snapshot of the step, with the story of the layers where the steps before can be played."""
@@ -734,7 +754,7 @@ class Describing:
         is_noted = loop.is_noted or case.mark.place != iterations.total
         copies = loop.world.copies
         settings = CaptureSettings(
-            **self._described,
+            watch=loop.watch,
             **loop.budget.describe(is_noted=is_noted),
             history_steps=loop.num_steps,
             history_bytes=copies[-1].num_bytes if copies else 0,

@@ -20,9 +20,8 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.budget import Budget
 from reprokit.capture.early_warning import EarlyWarning
-from reprokit.capture.exceptions import ends_training
 from reprokit.capture.failure_text import Seen, closing_line
-from reprokit.capture.failures import Failures
+from reprokit.capture.failures import Failures, ends_training
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import CaptureStop
