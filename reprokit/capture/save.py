@@ -46,7 +46,7 @@ from reprokit.capture.replay import (
     with_makers,
 )
 from reprokit.capture.structure import is_leaf
-from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, without_graph
+from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, without_graph
 from reprokit.capture.tensor_names import Names, names_of, root_names
 from reprokit.capture.world import CannotGoBack, give_gradients, owned_by, python_generators_restored
 from reprokit.errors import ignored_errors, pass_on
@@ -62,6 +62,7 @@ from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer, current_mode
 from reprokit.series.detectors import Alarm, Finding
 from reprokit.series.story import LayerNumbers
+from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from reprokit.snapshot.rng import get_rng_state
@@ -525,29 +526,33 @@ class Describing:
         return replace(made, culprit=None) if made.is_exact or made.is_shown else None
 
     def _reached(self, case: Case, segments: Sequence[Segment]) -> tuple[int, bool]:
-        """The position of the first of ``segments`` whose graphs the last one, or a step between them, goes on with;
-        true if something goes on with a graph from before them all."""
-        tape, alive, first = self.loop.tape, self.loop.tape.alive(), len(segments) - 1
-        ops = needed_ops(segments[-1].ops, case.keep or (segments[-1].ops[-1] if case.raised is not None else None))
-        while True:
-            produced: set[Number] = set()
-            needed: set[Number] = set()
-            for op in ops:
-                for number in op.ins if not reads_values(op) else ():
-                    tensor, content = alive.get(number), case.contents.get(number)
-                    is_graph = tensor is None or (tensor.requires_grad and not is_leaf(tensor))
-                    is_graph = is_graph if content is None else content.requires_grad
-                    if is_graph and number not in produced and number not in tape.inputs:
-                        needed.add(number)
-                produced.update(op.outs)
-            made = (
-                n for n, one in enumerate(segments[:first]) if any(not needed.isdisjoint(op.outs) for op in one.ops)
-            )
-            earlier = next(made, None)
-            if earlier is None:
-                return first, bool(needed)
-            first = earlier
-            ops = [op for segment in segments[first:] for op in segment.ops]
+        """The position of the first of ``segments`` whose graphs the last one goes on with, if what these graphs read
+        was updated since: else they are made again from the state of now. True if one is from before them all."""
+        tape, alive, last = self.loop.tape, self.loop.tape.alive(), len(segments) - 1
+        produced: set[Number] = set()
+        needed: set[Number] = set()
+        ops = segments[-1].ops
+        for op in needed_ops(ops, case.keep or (ops[-1] if case.raised is not None else None)):
+            for number in op.ins if not reads_values(op) else ():
+                tensor, content = alive.get(number), case.contents.get(number)
+                is_graph = tensor is None or (tensor.requires_grad and not is_leaf(tensor))
+                if content.requires_grad if content is not None else is_graph:
+                    needed.update({number} - produced - tape.inputs.keys())
+            produced.update(op.outs)
+        earlier = [op for segment in segments[:-1] for op in segment.ops]
+        is_from_before = not needed <= {number for op in earlier for number in op.outs}
+        makers = {id(op): op for op in makers_of(needed, earlier)}
+        first = next((n for n in range(last) if any(id(op) in makers for op in segments[n].ops)), last)
+        updated: set[int] = set()
+        for op in (op for segment in segments[first:-1] for op in segment.ops):
+            if op.kind is OptimizerStep:
+                updated.update(map(id, parameters_of(op.target)))
+            elif op.kind.writes_state(op):
+                updated.update(id(alive[number]) for number in op.ins if number in alive)
+        read = {id(alive[number]) for op in makers.values() for number in op.ins if number in alive}
+        modules = [value for op in makers.values() for value in (op.target, *op.args[:1])]
+        read.update(id(p) for module in modules if isinstance(module, torch.nn.Module) for p in module.parameters())
+        return last if updated.isdisjoint(read) else first, is_from_before
 
     def layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
         """The numbers of every layer in the steps that are kept, up to the one saved, of an event in all; empty where
