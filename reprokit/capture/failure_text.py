@@ -1,4 +1,4 @@
-"""A captured failure in words, for a capture and ``reprokit show``, and the closing line of runs without one.
+"""The lines after a capture: a failure in words, which ``reprokit show`` has too, and why nothing was saved.
 
 The closing line says why nothing was saved and what to do; a run whose steps were checked and ended well has none,
 unless its loop has skipped steps. Imports no torch.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from reprokit import words
 from reprokit.series.story import StepNumbers, by_optimizer, titled
-from reprokit.words import counted, in_root
+from reprokit.words import counted, in_root, replay_words
 
+_SHOWN_NUMBERS = ("loss", "gradient norm")
 _STEPS = 6
 _NUMBERS = (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr"), ("scale", "scale"))
 _FAST = 2.0  # how many times larger the last number is before it is worth a word
@@ -111,6 +115,57 @@ def _trend(values: Sequence[float]) -> str:
         return ""
     last = "the last one" if len(finite) == len(values) else "the last finite one"
     return f"  ({last} is {words.number_words(finite[-1] / typical)} times the median)"
+
+
+def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, command: Sequence[str] = ()) -> list[str]:
+    """The failure, its file, and the next command; paths as seen from the folder ``start``.
+
+    A step that was not noted is to be captured once more, with the ``command`` line of the script if there is one.
+    """
+    shown = shown_path(path, start)
+    if result["failure"]["kind"] == "none":
+        doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
+        details = [f"  {doubt}"] if doubt else []
+        saved = f"saved step {result['failure']['step']}, which is healthy -> {shown}"
+        return [saved, *details, f"next: {shlex.join(['reprokit', 'trace', shown])}"]
+    place = place_line(result)
+    has_line = "event" in result["failure"] and "difference" not in result["failure"]  # of its own above
+    cause = None if has_line else cause_line(result)
+    details = [f"  {line}" for line in (place, cause) if line is not None]
+    timeline = [StepNumbers(**row) for row in result["timeline"]]
+    grown = growth(timeline, result["failure"].get("event", {}).get("quantity"))
+    details += [f"  {name}  {numbers}" for name, numbers in grown if name.startswith(_SHOWN_NUMBERS)]
+    doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
+    details += [f"  {doubt}"] if doubt else []
+    failure = result["failure"]
+    following = ["shrink" if can_be_shrunk(result) else "show", shown]
+    if command and not result["capture"].get("is_noted", True):
+        following = ["capture", "--from-step", str(failure["step"]), *command]
+    is_own = failure["exception"] is not None and failure["call"] is None
+    captured = "saved the step of {0}, step {1}" if is_own else "captured {} at step {}"
+    return [
+        f"{captured.format(what(result), failure['step'])} -> {shown}",
+        *details,
+        f"next: {shlex.join(['reprokit', *following])}",
+    ]
+
+
+def can_be_shrunk(result: Mapping[str, Any]) -> bool:
+    """True if a snapshot with this summary holds a program, and an origin that the program could show again."""
+    failure = result["failure"]
+    if "difference" in failure:
+        return False  # one process does not show it
+    has_origin = failure["call"] is not None or failure["input"] is not None or "event" in failure
+    return result["program"]["calls"] > 0 and has_origin and failure["shows_cause"]
+
+
+def shown_path(path: Path, start: Path | None = None) -> str:
+    """A path as a person would type it in ``start`` (the current folder): relative when it lies inside."""
+    try:
+        relative = os.path.relpath(path, start)
+    except FileNotFoundError:  # the folder is gone
+        return str(path)
+    return relative if not relative.startswith("..") else str(path)
 
 
 COMPILED = "which is compiled and not followed"  # part of a note

@@ -1,4 +1,4 @@
-"""Running somebody's script or module as ``__main__``, exactly as Python itself would.
+"""How a capture begins: ``with reprokit.capture():``, or somebody's script or module, run as Python itself would.
 
 A new module object takes the name ``__main__`` and keeps it: classes of the script can be pickled until the very end,
 and spawned workers find the script again. Whatever the script raises leaves here unchanged; `hide_own_frames` sees to
@@ -17,12 +17,57 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from reprokit.capture.failure_text import captured_lines
+from reprokit.capture.options import Options, check_name, current_folder
 from reprokit.errors import UsageError, is_own, tb_entries
+from reprokit.words import print_line
+
+if TYPE_CHECKING:
+    from reprokit.capture.session import Session
 
 _DISPATCH = os.path.join("torch", "overrides.py")
 _launcher = ModuleType("__main__")  # what was `__main__` before; kept alive, as its frames still run
+
+
+@contextlib.contextmanager
+def capture(output: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> Iterator[Session]:
+    """Watch the training loop in this block and save its first failing step.
+
+    Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
+    the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. The other options are
+    ``name``, ``overwrite``, ``quiet``, ``history``, ``watch``, ``on``, ``source``, ``budget``, ``from_step``,
+    ``at_step``, ``on_snapshot``, ``record``, ``on_numbers`` and ``on_event``: those of `Session`. Yields the session,
+    whose ``snapshots`` are files. Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
+    """
+    from reprokit.capture.mode import CaptureStop
+    from reprokit.capture.session import Session
+    from reprokit.snapshot.redact import redact_argv
+
+    path = current_folder() / output if output is not None and not os.path.isabs(output) else output
+    path = Path(path) if path is not None else None
+    check_name(path, None, options.get("name", "training"))
+    if path is not None and path.exists() and not options.get("overwrite"):
+        raise UsageError(f"`{path}` exists already", hint="choose another name, or pass overwrite=True")
+    session = Session(path, command=redact_argv(sys.argv), **options)
+    try:
+        with session:
+            yield session
+    except CaptureStop as stop:
+        if stop.session is not session:
+            raise
+    except BaseException as error:
+        peel(error)
+        raise
+    finally:
+        session.take_away()  # also if an exception has arrived just before it could
+        if not options.get("quiet"):
+            if session.closing is not None:
+                print_line(session.closing)
+            for written, result in zip(session.snapshots, session.results, strict=True):
+                for line in captured_lines(written, result, None):
+                    print_line(line)
 
 
 def run_script(path: str, argv: Sequence[str]) -> None:
