@@ -17,7 +17,7 @@ from typing import Any
 
 from reprokit import words
 from reprokit.series.story import StepNumbers, by_optimizer, titled
-from reprokit.words import counted, in_root, replay_words
+from reprokit.words import counted, in_root
 
 _SHOWN_NUMBERS = ("loss", "gradient norm")
 _STEPS = 6
@@ -122,32 +122,24 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
 
     A step that was not noted is to be captured once more, with the ``command`` line of the script if there is one.
     """
-    shown = shown_path(path, start)
-    if result["failure"]["kind"] == "none":
-        doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
-        details = [f"  {doubt}"] if doubt else []
-        saved = f"saved step {result['failure']['step']}, which is healthy -> {shown}"
-        return [saved, *details, f"next: {shlex.join(['reprokit', 'trace', shown])}"]
-    place = place_line(result)
-    has_line = "event" in result["failure"] and "difference" not in result["failure"]  # of its own above
-    cause = None if has_line else cause_line(result)
-    details = [f"  {line}" for line in (place, cause) if line is not None]
-    timeline = [StepNumbers(**row) for row in result["timeline"]]
-    grown = growth(timeline, result["failure"].get("event", {}).get("quantity"))
-    details += [f"  {name}  {numbers}" for name, numbers in grown if name.startswith(_SHOWN_NUMBERS)]
-    doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
-    details += [f"  {doubt}"] if doubt else []
-    failure = result["failure"]
-    following = ["shrink" if can_be_shrunk(result) else "show", shown]
-    if command and not result["capture"].get("is_noted", True):
-        following = ["capture", "--from-step", str(failure["step"]), *command]
-    is_own = failure["exception"] is not None and failure["call"] is None
-    captured = "saved the step of {0}, step {1}" if is_own else "captured {} at step {}"
-    return [
-        f"{captured.format(what(result), failure['step'])} -> {shown}",
-        *details,
-        f"next: {shlex.join(['reprokit', *following])}",
-    ]
+    failure, shown = result["failure"], shown_path(path, start)
+    if failure["kind"] == "none":
+        saved, details, following = f"saved step {failure['step']}, which is healthy", [], ["trace", shown]
+    else:
+        is_own = failure["exception"] is not None and failure["call"] is None
+        captured = "saved the step of {0}, step {1}" if is_own else "captured {} at step {}"
+        saved = captured.format(what(result), failure["step"])
+        has_line = "event" in failure and "difference" not in failure  # of its own above
+        details = [line for line in (place_line(result), None if has_line else cause_line(result)) if line is not None]
+        timeline = [StepNumbers(**row) for row in result["timeline"]]
+        grown = growth(timeline, failure.get("event", {}).get("quantity"))
+        details += [f"{name}  {numbers}" for name, numbers in grown if name.startswith(_SHOWN_NUMBERS)]
+        following = ["shrink" if can_be_shrunk(result) else "show", shown]
+        if command and not result["capture"].get("is_noted", True):
+            following = ["capture", "--from-step", str(failure["step"]), *command]
+    doubt = words.replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
+    indented = [f"  {line}" for line in (*details, doubt) if line]
+    return [f"{saved} -> {shown}", *indented, f"next: {shlex.join(['reprokit', *following])}"]
 
 
 def can_be_shrunk(result: Mapping[str, Any]) -> bool:
@@ -176,8 +168,8 @@ class Seen:
     """Counts of a run without a snapshot.
 
     ``num_steps`` are the updates, made by an optimizer or by hand; the loop has skipped ``num_skipped`` bad ones, of
-    which the first was announced. ``unseen`` says in words what the capture cannot
-    follow. ``on`` are the kinds of failures that were asked for.
+    which the first was announced. ``unseen`` says in words what the capture cannot follow. ``on`` are the kinds of
+    failures that were asked for.
     """
 
     has_torch: bool = False
@@ -193,21 +185,15 @@ class Seen:
 
 def closing_line(seen: Seen, error: BaseException | None) -> str | None:
     """The line, without the tool's name; ``None`` if steps were checked and the run ended well."""
-    ending = _ending(error)
+    ending = f"the script ended with {type(error).__name__}" if error is not None else None
+    if isinstance(error, SystemExit):  # with a number, or a text that Python prints
+        code = error.code if isinstance(error.code, int) or error.code is None else 1
+        ending = f"the script ended with exit code {code}" if code else None
     if ending is None and seen.has_backward:
         skipped = f"{seen.num_skipped} steps with a bad loss or gradient were skipped by the loop"
         return f"{skipped}; `--on skipped` saves the first" if seen.num_skipped > 1 else None
     reasons = list(_reasons(seen)) or [_why_not_saved(seen, error)]
     return "; ".join([f"nothing was saved: {ending or reasons.pop(0)}", *reasons])
-
-
-def _ending(error: BaseException | None) -> str | None:
-    """How the run ended, ``None`` if well."""
-    if isinstance(error, SystemExit):
-        if error.code in (None, 0):
-            return None
-        return f"the script ended with exit code {error.code if isinstance(error.code, int) else 1}"
-    return f"the script ended with {type(error).__name__}" if error is not None else None
 
 
 def _reasons(seen: Seen) -> Iterator[str]:

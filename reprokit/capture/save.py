@@ -23,7 +23,6 @@ import torch
 
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, ZeroGrad, name_of, starts_of
-from reprokit.capture.collect_state import collect_state
 from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import LayerMeter, layers_of
@@ -45,10 +44,18 @@ from reprokit.capture.replay import (
     split,
     with_makers,
 )
+from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, without_graph
 from reprokit.capture.tensor_names import Names, names_of, root_names
-from reprokit.capture.world import CannotGoBack, give_gradients, owned_by, python_generators_restored
+from reprokit.capture.world import (
+    DEFAULT_STATE_BYTES,
+    CannotGoBack,
+    give_gradients,
+    options_of,
+    owned_by,
+    python_generators_restored,
+)
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.differences import Reference
@@ -64,7 +71,15 @@ from reprokit.series.detectors import Alarm, Finding
 from reprokit.series.story import LayerNumbers
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.environment import collect_environment
-from reprokit.snapshot.format import CaptureSettings, Snapshot, save
+from reprokit.snapshot.format import (
+    CaptureSettings,
+    OptimizerGroup,
+    Snapshot,
+    StateBefore,
+    is_state_value,
+    save,
+    storable,
+)
 from reprokit.snapshot.rng import get_rng_state
 from reprokit.snapshot.source import Source, describe_source, private
 from reprokit.words import in_root
@@ -642,7 +657,7 @@ class Describing:
             modules = world.modules if case.together is not None or not is_spread else []
             optimizers = world.optimizers if not is_spread else []
             owners = roots | names_of(world.optimizers, case.frame)
-            before, copies = collect_state(modules, optimizers, owners, case.stand_ins)
+            before, copies = _state_before(modules, optimizers, owners, case.stand_ins)
             before.left_out.extend([MODULES_SPREAD] if len(modules) < len(world.modules) else [])
             before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(world.optimizers) else [])
             state = world.buffers.ids if case.is_now else world.state_ids() | world.buffers.ids
@@ -793,6 +808,69 @@ class Describing:
             before=replayed.before,
             recorded=recorded or None,
         )
+
+
+# -- the state before ----------------------------------------------------------------------------------------------
+
+
+def _state_before(
+    modules: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, str],
+    whole: Mapping[int, torch.Tensor],
+) -> tuple[StateBefore, dict[int, torch.Tensor]]:
+    """Copies of the state of root modules and optimizers, for `reprokit export`; also by the ``id`` of the live tensor.
+
+    ``names`` are by ``id``, for those that need one. No more is copied than a capture may hold as its past. ``whole``
+    parameters stand for those that are spread over processes.
+    """
+    made: dict[int, torch.Tensor] = {}
+    found, size = StateBefore(), 0
+
+    def copied(value: Any) -> Any:
+        nonlocal size
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = whole.get(id(value), value)
+        if id(value) not in made:
+            size += value.numel() * value.element_size()
+            if size > DEFAULT_STATE_BYTES:
+                raise ValueError(f"it takes over {DEFAULT_STATE_BYTES // 2**30} GiB")
+            made[id(value)] = storable(value).clone(memory_format=torch.preserve_format)
+        return made[id(value)]
+
+    def of_module(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        inner = unwrapped(module)
+        live = dict([*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)])
+        state = inner.state_dict()
+        odd = next((name for name, value in state.items() if not isinstance(value, torch.Tensor)), None)
+        if odd is not None:
+            raise ValueError(f"`{odd}` is no tensor")
+        return {name: copied(live.get(name, value)) for name, value in state.items()}
+
+    def of_optimizer(optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
+        groups = []
+        for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True):
+            parts = [options, *(dict(optimizer.state.get(parameter, {})) for parameter in group["params"])]
+            odd = next((name for part in parts for name, value in part.items() if not is_state_value(value)), None)
+            if odd is not None:
+                raise ValueError(f"`{odd}` is no plain value")
+            own, *states = ({name: copied(value) for name, value in part.items()} for part in parts)
+            groups.append(OptimizerGroup(own, states))
+        return groups
+
+    def keep(owners: Sequence[Any], kept: dict[str, Any], copy: Callable[[Any], Any]) -> None:
+        for owner in owners:
+            cls = type(owner).__name__
+            try:
+                kept[names.get(id(owner), cls) if len(owners) > 1 else ""] = copy(owner)
+            except Exception as error:  # such as one from a state dict of the user's own
+                pass_on(error)
+                found.left_out.append(f"the state of `{cls}`: {error}".partition("\n")[0])
+
+    keep([module for module in modules if [*module.parameters(), *module.buffers()]], found.modules, of_module)
+    keep(optimizers, found.optimizers, of_optimizer)
+    return found, made
 
 
 def _healthy(program: Program, tensors: Tensors) -> Failure:
