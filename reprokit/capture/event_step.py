@@ -16,9 +16,10 @@ from itertools import takewhile
 import torch
 
 from reprokit.capture.calls import Backward, OptimizerStep, Unscale
+from reprokit.capture.fidelity import Made
 from reprokit.capture.meters import MeasuredStep, OutOfTime, StepMeter
 from reprokit.capture.replay import Replay, quiet_hooks
-from reprokit.capture.save import Case, Describing, Made, NotKept
+from reprokit.capture.save import Case, Describing, NotKept
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.locate.failure import Failure, Predicate

@@ -25,15 +25,14 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.calls import Backward, OptimizerStep, Root
 from reprokit.capture.event_step import EventStep
+from reprokit.capture.fidelity import Made, Place
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
 from reprokit.capture.save import (
     Describing,
-    Made,
     NothingFound,
     NotKept,
-    Place,
     Raised,
     SkippedLoss,
     Verdict,

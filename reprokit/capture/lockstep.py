@@ -20,9 +20,10 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.calls import Backward, Function, Kind, OptimizerStep, Root, RootNote
+from reprokit.capture.fidelity import Made
 from reprokit.capture.meeting import DONE, Meeting, Parted, SavedElsewhere, Stopped
 from reprokit.capture.replay import Found, Replay, TracedPlayer, code_of, quiet_hooks
-from reprokit.capture.save import NOT_ALL, NOT_KEPT, NOT_SHOWN, Case, Made, NothingFound
+from reprokit.capture.save import NOT_ALL, NOT_KEPT, NOT_SHOWN, Case, NothingFound
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Mark, Op, Segment
 from reprokit.capture.world import DEFAULT_STATE_BYTES, give_gradients, options_of, set_options

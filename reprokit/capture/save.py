@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
-import os
 import re
 import sys
 import warnings
@@ -23,12 +21,10 @@ import torch
 
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, ZeroGrad, name_of, starts_of
-from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
+from reprokit.capture.fidelity import Made, compiled_mismatch
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import LayerMeter, layers_of
-from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import (
-    Found,
     Missing,
     Player,
     Replay,
@@ -46,7 +42,7 @@ from reprokit.capture.replay import (
 )
 from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf
-from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, without_graph
+from reprokit.capture.tape import Mark, Number, Op, Segment, makers_of, without_graph
 from reprokit.capture.tensor_names import Names, names_of, root_names
 from reprokit.capture.world import (
     DEFAULT_STATE_BYTES,
@@ -58,13 +54,12 @@ from reprokit.capture.world import (
 )
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
-from reprokit.locate.differences import Reference
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import Modes, Tensors, matmul_precision
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Program, Ref, Site, iter_refs
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Phase, Program, Ref, Site, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer, current_mode
 from reprokit.series.detectors import Alarm, Finding
@@ -77,11 +72,10 @@ from reprokit.snapshot.format import (
     Snapshot,
     StateBefore,
     is_state_value,
-    save,
     storable,
 )
 from reprokit.snapshot.rng import get_rng_state
-from reprokit.snapshot.source import Source, describe_source, private
+from reprokit.snapshot.source import describe_source
 from reprokit.words import in_root
 
 if TYPE_CHECKING:
@@ -95,11 +89,12 @@ NOT_SHOWN = "replaying the steps since the last copy did not show which one made
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
 MODULES_SPREAD = "the state of the model: it is spread over the ranks"
 OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
+NOT_AGAIN = "the failure did not occur again when the step was replayed"
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
+_MOST_CALLS = 256  # a data set may be prepared by thousands, which become inputs
 _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
-_MOST_CALLS = 256  # a loop's own arithmetic on masks and weights takes tens of calls, a data set thousands
 _PHASES = {"gradient": Phase.BACKWARD, "parameter": Phase.OPTIMIZER}
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -199,84 +194,6 @@ class Case:
         return [*self.ops, *([self.pending] if self.pending is not None else [])]
 
 
-@dataclass(frozen=True)
-class Made:
-    """A snapshot; ``culprit`` is the tensor that was bad already when the step began, if that is the failure.
-
-    ``losses`` and ``devices`` are those of the replay; ``reference`` is that of a mismatch.
-    """
-
-    snapshot: Snapshot
-    culprit: torch.Tensor | None = None
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    devices: dict[int, torch.device] = field(default_factory=dict)
-    reference: Reference | None = None
-
-    @property
-    def is_shown(self) -> bool:
-        """True if the replay of a step has shown where its failure comes from."""
-        return self.snapshot.failure.call_index is not None or self.snapshot.failure.input_name is not None
-
-    @property
-    def is_exact(self) -> bool:
-        return self.snapshot.fidelity == "exact"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where snapshots go: the file that was asked for, or a name made of ``name`` and the step inside ``directory``.
-
-    ``source`` says how much of the user's code goes with them. One of several processes adds its rank to the file name,
-    ``part`` if it has none.
-    """
-
-    output: Path | None
-    directory: Path
-    name: str
-    overwrite: bool
-    source: Source = "traceback"
-    part: str = ""
-
-    @property
-    def log(self) -> Path:
-        """The file of events: beside the snapshot, with its name or that of the run; one for each child process."""
-        own = f".pid{os.getpid()}" if multiprocessing.parent_process() is not None else ""
-        part = rank_suffix() or self.part or own
-        if self.output is None:
-            return self.directory / f"{self.name}{part}.events.jsonl"
-        path = with_part(self.output, part)
-        return path.with_name(f"{path.name.removesuffix('.pt').removesuffix('.repro')}.events.jsonl")
-
-    def write(self, made: Made, *, is_asked: bool = False) -> tuple[Path, Snapshot]:
-        """Write the file and read it back; another name is found when it is taken and may not be overwritten.
-
-        There may be several steps that somebody has asked for: all names have the step then.
-        """
-        snapshot = private(made.snapshot, self.source)
-        part = rank_suffix() or self.part
-        automatic = f"{self.name}{part}-step{snapshot.step}"
-        own = f"{part}-step{snapshot.step}" if is_asked else part
-        path = with_part(self.output, own) if self.output else free_path(self.directory, automatic)
-        if path.exists() and not self.overwrite:
-            path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
-        save(snapshot, path)
-        snapshot.tensors.clear()  # what is read back takes their place
-        try:
-            return path, checked(path, made.losses, made.devices, made.reference)
-        except Exception as error:
-            pass_on(error)
-            return path, unchecked(path, error)
-
-
-def free_path(directory: Path, stem: str) -> Path:
-    """``<stem>.repro.pt`` in ``directory``, numbered when that name is taken."""
-    for number in range(10_000):
-        path = directory / (f"{stem}.repro.pt" if number == 0 else f"{stem}-{number}.repro.pt")
-        if not path.exists():
-            return path
-    raise FileExistsError(f"no free name for {stem} in {directory}")
-
-
 # -- which step, and where it begins -------------------------------------------------------------------------------
 
 
@@ -335,14 +252,26 @@ class Describing:
     def now(
         self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]
     ) -> Case:
-        """The running step, from the state of now."""
-        tape = self.loop.tape
+        """The running step, from the state of now. Data that very many calls have prepared are values, if not bad."""
+        tape, made, player = self.loop.tape, dict[Number, torch.Tensor](), Player(self.loop.tape)
         kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
-        whole = [*kept, *([pending] if pending is not None else [])]
-        whole = with_makers(whole, [*tape.carried, *tape.ops(0, tape.begin)], tape, tape.alive())
-        ops, contents = _without_preparation(whole[:-1] if pending is not None else whole, mark, tape)
+        plain = {id(op): op for op in without_graph(kept, tape.alive()) if op.outs and _has_no_state(op)}
+        if len(plain) > _MOST_CALLS:
+            with (
+                ignored_errors(),
+                torch.random.fork_rng(),
+                python_generators_restored(mark.generators),
+                Modes() as modes,
+            ):
+                for op in plain.values():
+                    modes.enter(op.mode)
+                    player.play(op)
+                    results = [(number, player.env[number]) for number in op.outs]
+                    made.update((number, tensor.detach().clone()) for number, tensor in results if not ways_of(tensor))
+        made = made if not player.mismatches else {}
+        kept = [op for op in kept if id(op) not in plain or not made.keys() >= set(op.outs)]
         raised = verdict.raised
-        return Case(verdict.where, ops, pending, mark, True, verdict.frame, contents, raised, keep=keep, notes=notes)
+        return Case(verdict.where, kept, pending, mark, True, verdict.frame, made, raised, keep=keep, notes=notes)
 
     def _of_now(self, case: Case, segments: list[Segment]) -> Made:
         """The running step, the last of ``segments``: with those that it goes on with, else from the state of now."""
@@ -442,18 +371,32 @@ class Describing:
                     if is_loss and replay.skipped and not replay.notes:
                         raise SkippedLoss(replay.skipped[0])
                     return None, [*replay.notes, NOT_SHOWN]
-                case = self._begun_at(found, replay.segments)
+                mark = replace(segments[found.number].mark)
+                if found.where in ("loss", "output"):  # the step went on from there
+                    mark.micro_step = num_backward(found.ops)
+                case = Case(
+                    found.where,
+                    found.ops,
+                    found.pending,
+                    mark,
+                    False,
+                    verdict.frame,
+                    contents=found.contents,
+                    keep=found.keep,
+                    notes=found.notes,
+                    gradients=found.gradients,
+                )
                 made = self.make(case)
                 if made.culprit is None and not made.is_shown:
                     made = replace(made, culprit=world.newly_bad())
-        except CannotGoBack as reason:
-            return None, [str(reason)]
-        except Missing:
-            return None, [BEGUN_BEFORE]
-        except Stopped as stopped:
-            return None, [f"another process has stopped going back ({stopped})"]
         except (SkippedLoss, Parted):
             raise
+        except Missing:
+            return None, [BEGUN_BEFORE]
+        except CannotGoBack as reason:
+            return None, [str(reason)]
+        except Stopped as stopped:
+            return None, [f"another process has stopped going back ({stopped})"]
         except Exception as error:  # of the user's code, which the state of then may not suit
             pass_on(error)
             return None, [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
@@ -463,28 +406,6 @@ class Describing:
             ops = [*(written if found.keep is None else []), *found.ops, *([found.pending] if found.pending else [])]
             made = self._joined(case, [*segments[: found.number], Segment(ops, last.mark)]) or made
         return made, []
-
-    def _begun_at(self, found: Found, segments: Sequence[Segment]) -> Case:
-        """The step that a replay has found; the live state is where that step began."""
-        tape, segment = self.loop.tape, segments[found.number]
-        earlier = [*tape.carried, *(op for before in segments[: found.number] for op in before.ops)]
-        whole = [*found.ops, *([found.pending] if found.pending is not None else [])]
-        whole = with_makers(whole, earlier, tape, {**tape.alive(), **found.contents})
-        mark = replace(segment.mark)
-        if found.where in ("loss", "output"):  # the step went on from there
-            mark.micro_step = num_backward(found.ops)
-        return Case(
-            found.where,
-            whole[:-1] if found.pending is not None else whole,
-            found.pending,
-            mark,
-            False,
-            self.verdict.frame,
-            contents=found.contents,
-            keep=found.keep,
-            notes=found.notes,
-            gradients=found.gradients,
-        )
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[list[Segment]]:
@@ -617,7 +538,7 @@ class Describing:
         if failure is None:
             failure = _unexplained(case, loop.tape.alive())
             is_gone = raised is None or (raised.is_call and replayed.error is None and not is_hook)
-            notes += _why_not_again(replayed) if is_gone else [NOT_OF_TORCH]
+            notes.append(NOT_AGAIN if is_gone else NOT_OF_TORCH)
             replayed.is_close = False
         elif raised is not None and failure.exception is not None and not raised.is_same(*failure.exception):
             notes.append(f"training raised {raised.type}: {raised.message.partition(chr(10))[0]}")
@@ -636,8 +557,12 @@ class Describing:
         )
 
     def replayed(self, case: Case) -> ReplayedStep:
-        """Run a step again and locate its failure; ``explain`` is called with the tensors that the program borrows."""
-        loop, world = self.loop, self.loop.world
+        """Run a step again, with what made the graphs it goes on with, and locate its failure; ``explain`` is called
+        with the tensors that the program borrows."""
+        loop, world, tape = self.loop, self.loop.world, self.loop.tape
+        known = {**tape.alive(), **{number: tensor.detach() for number, tensor in case.contents.items()}}
+        whole = with_makers(case.all_ops, [*tape.carried, *tape.ops()], tape, known)
+        case = replace(case, ops=whole[:-1] if case.pending is not None else whole)
         raises = case.raised is not None and case.raised.is_call
         with contextlib.ExitStack() as stack:
             leaves = self._leaves(case)
@@ -662,7 +587,7 @@ class Describing:
             before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(world.optimizers) else [])
             state = world.buffers.ids if case.is_now else world.state_ids() | world.buffers.ids
             recorder = TracedPlayer(
-                loop.tape,
+                tape,
                 self._names(case, roots).describe,
                 roots,
                 state,
@@ -892,38 +817,8 @@ def _with_generators(segment: Segment) -> Iterator[Op]:
         yield op
 
 
-def _without_preparation(ops: list[Op], mark: Mark, tape: Tape) -> tuple[list[Op], dict[Number, torch.Tensor]]:
-    """``ops`` less those that prepared data, if these are very many, and what they made for the others.
-
-    A call that made a bad value stays.
-    """
-    plain = [op for op in without_graph(ops, tape.alive()) if op.outs]
-    roots = [op for op in plain if op.kind is Root and not [*op.target.parameters(), *op.target.buffers()]]
-    known = set(map(id, roots))
-    prepared = [op for op in plain if name_of(op) or id(op) in known]
-    if len(prepared) <= _MOST_CALLS:
-        return ops, {}
-    player = Player(tape)
-    made: dict[Number, torch.Tensor] = {}
-    try:
-        with torch.random.fork_rng(enabled=True), python_generators_restored(mark.generators), Modes() as modes:
-            for op in prepared:
-                modes.enter(op.mode)
-                player.play(op)
-                made.update((number, player.env[number].detach().clone()) for number in op.outs)
-    except Exception as error:
-        pass_on(error)
-        return ops, {}
-    if player.mismatches or any(tensor.requires_grad for tensor in player.env.values()):
-        return ops, {}
-    contents = {number: tensor for number, tensor in made.items() if not ways_of(tensor)}
-    candidates, kept = set(map(id, prepared)), []
-    needed: set[Number] = set()
-    for op in reversed(ops):
-        if id(op) not in candidates or not needed.isdisjoint(op.outs):
-            kept.append(op)
-            needed.update(number for number in op.ins if number not in contents)
-    return kept[::-1], contents
+def _has_no_state(op: Op) -> bool:
+    return bool(name_of(op)) or (op.kind is Root and not [*op.target.parameters(), *op.target.buffers()])
 
 
 def _seen_by_check(replayed: ReplayedStep, *, is_all: bool) -> Failure | None:
@@ -963,13 +858,6 @@ def _unexplained(case: Case, alive: Mapping[Number, torch.Tensor]) -> Failure:
     numbers = starts_of(case.pending.args, case.pending.kwargs) if case.pending else []
     ways = [way for number in numbers if number in alive for way in ways_of(alive[number])]
     return Failure(phase, kind_of(NAN if NAN in ways or not ways else ways[0]))
-
-
-def _why_not_again(replayed: ReplayedStep) -> Iterator[str]:
-    yield "the failure did not occur again when the step was replayed"
-    opaque = dict.fromkeys(call.kwargs["name"] for call in replayed.program.calls if call.target == OPAQUE)
-    if opaque:
-        yield "custom autograd functions are not followed: " + ", ".join(f"`{name}`" for name in opaque)
 
 
 def _micro_step(case: Case, replayed: ReplayedStep, failure: Failure) -> int:

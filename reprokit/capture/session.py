@@ -22,6 +22,7 @@ from reprokit.capture.budget import Budget
 from reprokit.capture.early_warning import EarlyWarning
 from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.failures import Failures, ends_training
+from reprokit.capture.fidelity import Place
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import CaptureStop
@@ -37,7 +38,7 @@ from reprokit.capture.options import (
     events_in,
 )
 from reprokit.capture.recorder import Recorder
-from reprokit.capture.save import Place, SkippedLoss
+from reprokit.capture.save import SkippedLoss
 from reprokit.capture.tensor_names import names_of, parameter_names
 from reprokit.capture.world import World
 from reprokit.errors import UsageError, ignored_errors, pass_on
