@@ -215,7 +215,10 @@ class Describing:
     def made(self) -> Made:
         """The first bad step: in the past if the state is bad, else the one that is running."""
         loop, verdict, world = self.loop, self.verdict, self.loop.world
-        ops, pending, is_earlier = self._running()
+        segments, pending = self._steps(), verdict.op
+        ops, mark = segments[-1]
+        is_here = pending is not None and bool(ops) and ops[-1].note is pending.note
+        ops = ops[:-1] if is_here else ops
         if loop.ranks.is_sharded or loop.ranks.is_apart:
             return loop.ranks.made(self, ops, pending)
         notes = list(dict.fromkeys(loop.unseen))
@@ -224,8 +227,7 @@ class Describing:
             world.interrupt()
         if not loop.is_noted:
             notes.append(loop.budget.why_not(loop.iterations.completed))
-        mark = self.running_mark(pending)
-        if is_earlier or self._is_past(ops):
+        if (pending is not None and not is_here) or self._is_past(ops):
             buffers = world.newly_bad_buffers() if verdict.where == "output" else []
             made, reasons = self.from_the_past([buffer for _, buffer in buffers])
             notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
@@ -233,7 +235,7 @@ class Describing:
                 return made
         case = self.now(verdict, ops, pending, mark, verdict.keep, notes)
         try:
-            made = self._of_now(case, [*self.segments(), Segment([*ops, *([pending] if pending else [])], mark)])
+            made = self._of_now(case, segments)
         except Missing:  # the step cannot be run again here; what is known of it is worth a file
             return Made(self.without_replay(replace(case, notes=[*notes, BEGUN_BEFORE])))
         if loop.is_noted and made.culprit is not None and world.has_worsened(made.culprit):
@@ -247,7 +249,8 @@ class Describing:
         if first is None:
             raise NotKept(NOT_KEPT)
         with self.kept(), self.begun(segments, first) as case:
-            return self.make(replace(case, mark=replace(case.mark, micro_step=0), explain=_healthy))
+            mark = replace(case.mark, micro_step=0)
+            return self.make(replace(case, mark=mark, explain=lambda *_: Failure(Phase.FORWARD, HEALTHY)))
 
     def now(
         self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]
@@ -255,21 +258,19 @@ class Describing:
         """The running step, from the state of now. Data that very many calls have prepared are values, if not bad."""
         tape, made, player = self.loop.tape, dict[Number, torch.Tensor](), Player(self.loop.tape)
         kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
-        plain = {id(op): op for op in without_graph(kept, tape.alive()) if op.outs and _has_no_state(op)}
+        stateless = [op for op in kept if op.kind is Root and not [*op.target.parameters(), *op.target.buffers()]]
+        known = set(map(id, stateless))
+        plain = [op for op in without_graph(kept, tape.alive()) if op.outs and (name_of(op) or id(op) in known)]
         if len(plain) > _MOST_CALLS:
-            with (
-                ignored_errors(),
-                torch.random.fork_rng(),
-                python_generators_restored(mark.generators),
-                Modes() as modes,
-            ):
-                for op in plain.values():
+            restored = python_generators_restored(mark.generators)
+            with ignored_errors(), torch.random.fork_rng(), restored, Modes() as modes:
+                for op in plain:
                     modes.enter(op.mode)
                     player.play(op)
                     results = [(number, player.env[number]) for number in op.outs]
                     made.update((number, tensor.detach().clone()) for number, tensor in results if not ways_of(tensor))
         made = made if not player.mismatches else {}
-        kept = [op for op in kept if id(op) not in plain or not made.keys() >= set(op.outs)]
+        kept = [op for op in kept if not op.outs or not made.keys() >= set(op.outs)]
         raised = verdict.raised
         return Case(verdict.where, kept, pending, mark, True, verdict.frame, made, raised, keep=keep, notes=notes)
 
@@ -290,15 +291,15 @@ class Describing:
             return replace(made, snapshot=replace(made.snapshot, fidelity_note=note))
         return made
 
-    def _running(self) -> tuple[list[Op], Op | None, bool]:
-        """The calls of the running step that lead to the failure, the backward call that is not to be performed, and
-        true if an earlier step, of another optimizer, has made that."""
-        running, pending = self.loop.tape.running(), self.verdict.op
-        if pending is None:
-            return running, None, False
-        place = next((number for number, op in enumerate(running) if op.note is pending.note), None)
-        is_earlier = place is None and any(op.note is pending.note for op in self.loop.tape.ops())
-        return running[:place], pending, is_earlier
+    def _steps(self) -> list[Segment]:
+        """The steps since the last copy; of the one that is running the calls that lead to the failure, the last one a
+        backward call that is not to be performed, unless an earlier step of another optimizer has made that."""
+        running, pending, tape = self.loop.tape.running(), self.verdict.op, self.loop.tape
+        if pending is not None:
+            place = next((number for number, op in enumerate(running) if op.note is pending.note), None)
+            is_new = place is None and not any(op.note is pending.note for op in tape.ops())
+            running = [*running[:place], pending] if place is not None or is_new else running
+        return [*self.segments(), Segment(running, self.running_mark(pending))]
 
     def _is_past(self, ops: Sequence[Op]) -> bool:
         verdict, loop = self.verdict, self.loop
@@ -338,10 +339,7 @@ class Describing:
             return None, [NOT_KEPT]
         if not loop.ranks.is_alone and self.verdict.together is None:
             return None, [NOT_ALL]
-        ops, pending, is_earlier = self._running()
-        if pending is not None and not is_earlier:
-            ops = [*ops, pending]
-        segments = [*self.segments(), Segment(ops, self.running_mark(pending))]
+        segments = self._steps()
         if self.verdict.together is not None:
             return loop.ranks.from_the_past(self, segments), []
         made, reasons = self.played(segments, ruined)
@@ -798,10 +796,6 @@ def _state_before(
     return found, made
 
 
-def _healthy(program: Program, tensors: Tensors) -> Failure:
-    return Failure(Phase.FORWARD, HEALTHY)
-
-
 def backward_from(number: Number, code: Any, instruction: int) -> Op:
     """The backward call that the loop has not made, with the line where the loss was computed."""
     args = (number,)
@@ -815,10 +809,6 @@ def _with_generators(segment: Segment) -> Iterator[Op]:
         if generators is not None and op.kind is Root:
             op, generators = op._replace(note=replace(op.note, generators=generators)), None
         yield op
-
-
-def _has_no_state(op: Op) -> bool:
-    return bool(name_of(op)) or (op.kind is Root and not [*op.target.parameters(), *op.target.buffers()])
 
 
 def _seen_by_check(replayed: ReplayedStep, *, is_all: bool) -> Failure | None:
