@@ -77,7 +77,7 @@ def run_script(path: str, argv: Sequence[str]) -> None:
     sys.argv[:] = [path, *argv]
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     module = _new_main(filename, SourceFileLoader("__main__", filename), spec=None, package=None)
-    _execute(compile(source, filename, "exec", dont_inherit=True), module)
+    exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
 
 
 def run_module(name: str, argv: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ def run_module(name: str, argv: Sequence[str]) -> None:
     filename = spec.origin or name
     sys.argv[0] = filename
     module = _new_main(filename, spec.loader, spec=spec, package=spec.parent)
-    _execute(code, module)
+    exec(code, module.__dict__)
 
 
 def read_script(path: str) -> bytes:
@@ -117,7 +117,15 @@ def hide_own_frames() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _shorten_when_shown(error)
+        shown_by, ending = sys.excepthook, error
+
+        def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+            if value is ending:
+                peel(value)
+                traceback = value.__traceback__
+            shown_by(kind, value, traceback)
+
+        sys.excepthook = show
         raise
 
 
@@ -181,11 +189,9 @@ class _Awaited(importlib.abc.MetaPathFinder):
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._extend(spec.loader)
-        return spec
-
-    def _extend(self, loader: Any) -> None:
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
         load = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -196,6 +202,7 @@ class _Awaited(importlib.abc.MetaPathFinder):
                 self._then()
 
         loader.exec_module = exec_module
+        return spec
 
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
@@ -242,25 +249,9 @@ def _new_main(filename: str, loader: object, *, spec: ModuleSpec | None, package
     return module
 
 
-def _execute(code: CodeType, module: ModuleType) -> None:
-    exec(code, module.__dict__)
-
-
 def _set_first_path(folder: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = folder
-
-
-def _shorten_when_shown(error: BaseException) -> None:
-    shown_by = sys.excepthook
-
-    def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if value is error:
-            peel(value)
-            traceback = value.__traceback__
-        shown_by(kind, value, traceback)
-
-    sys.excepthook = show
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -269,7 +260,9 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
     entries = list(tb_entries(traceback))
     if not any(is_own(entry.tb_frame) for entry in entries):
         return traceback
-    for entry in entries[_num_leading(entries) :]:
+    codes = [entry.tb_frame.f_code for entry in entries]
+    launched = next((code for code in (run_script.__code__, run_module.__code__) if code in codes), None)
+    for entry in entries[codes.index(launched) + 1 if launched is not None else 0 :]:
         if is_own(entry.tb_frame):
             has_detour = True
             while kept and kept[-1].tb_frame.f_code.co_filename.endswith(_DISPATCH):
@@ -279,21 +272,8 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
             kept.pop()  # torch's function asked the tape first and was then called again by it
         has_detour = False
         kept.append(entry)
-    return _linked(kept)
-
-
-def _num_leading(entries: list[TracebackType]) -> int:
-    """How many entries come before the code that was launched."""
-    codes = [entry.tb_frame.f_code for entry in entries]
-    for function in (run_script, run_module):
-        if function.__code__ in codes:
-            return codes.index(function.__code__) + 1
-    return 0
-
-
-def _linked(entries: list[TracebackType]) -> TracebackType | None:
     linked: TracebackType | None = None
-    for entry in reversed(entries):
+    for entry in reversed(kept):
         line = entry.tb_lineno if entry.tb_lineno is not None else -1  # an instruction without a line
         linked = TracebackType(linked, entry.tb_frame, entry.tb_lasti, line)
     return linked

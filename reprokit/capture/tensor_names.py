@@ -27,6 +27,7 @@ from reprokit.program.trace import InputName
 from reprokit.words import item_name, user_path
 
 _MAX_FRAMES = 30
+_MOST = 64  # items of a container
 _PLAIN_NAMES = frozenset({"input", "args", "kwargs"})
 
 
@@ -134,13 +135,13 @@ class Names:
 
     def _add_values(self, name: str, value: Any) -> None:
         if isinstance(value, dict):
-            for key, item in list(value.items())[:64]:
-                if isinstance(item, (torch.Tensor, Number)):
-                    self._add(item, InputName(item_name(name, str(key))))
-            return
-        found: Iterator[Any] = itertools.chain(iter_tensors(value), iter_leaves(value, Number))
-        for item in itertools.islice(found, 64):
-            self._add(item, InputName(name))
+            named = [(item_name(name, str(key)), item) for key, item in list(value.items())[:_MOST]]
+            named = [(key, item) for key, item in named if isinstance(item, (torch.Tensor, Number))]
+        else:
+            found: Iterator[Any] = itertools.chain(iter_tensors(value), iter_leaves(value, Number))
+            named = [(name, item) for item in itertools.islice(found, _MOST)]
+        for key, item in named:
+            self._add(item, InputName(key))
 
     def add_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         """The names of parameters for what stands for them, by the ``id`` of the parameter."""
@@ -148,8 +149,6 @@ class Names:
             if key in self._by_id:
                 self._by_id[id(tensor)] = self._by_id[key]
 
-
-_MAX_ITEMS = 64
 
 Named = tuple[str, Any]
 
@@ -183,10 +182,11 @@ def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str
     wanted = {id(owner) for owner in owners}
     found: dict[int, str] = {}
     taken: set[str] = set()
-    for name, value in _as_far_as_it_goes(_named(frame)) if owners else ():
-        if id(value) in wanted and id(value) not in found and name not in taken:
-            found[id(value)] = name
-            taken.add(name)
+    with ignored_errors():  # that an object of the user's raises: a missing name loses no snapshot
+        for name, value in _named(frame) if owners else ():
+            if id(value) in wanted and id(value) not in found and name not in taken:
+                found[id(value)] = name
+                taken.add(name)
     for owner in owners:
         if id(owner) not in found:
             cls = type(owner).__name__
@@ -194,12 +194,6 @@ def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str
             found[id(owner)] = next(name for name in itertools.chain([cls], numbered) if name not in taken)
             taken.add(found[id(owner)])
     return found
-
-
-def _as_far_as_it_goes(named: Iterator[Named]) -> Iterator[Named]:
-    """The items up to the first error that an object of the user's raises: a missing name loses no snapshot."""
-    with ignored_errors():
-        yield from named
 
 
 def _named(frame: FrameType | None) -> Iterator[Named]:
@@ -223,13 +217,10 @@ def _named(frame: FrameType | None) -> Iterator[Named]:
 
 def _user_frames(frame: FrameType | None) -> list[FrameType]:
     found: list[FrameType] = []
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            break
-        if kind_of_file(frame.f_code.co_filename) == "user":
-            found.append(frame)
+    while frame is not None and len(found) < _MAX_FRAMES:
+        found.append(frame)
         frame = frame.f_back
-    return found
+    return [one for one in found if kind_of_file(one.f_code.co_filename) == "user"]
 
 
 def _attributes(value: Any) -> list[Named]:
@@ -237,10 +228,9 @@ def _attributes(value: Any) -> list[Named]:
     return list(vars(value).items()) if is_plain and not callable(value) else []
 
 
-def _items(name: str, value: Any) -> list[Named]:
+def _items(name: str, value: Any) -> Iterator[Named]:
     """The entries of a list or a dict; a class of the user's would run code of the user's."""
     if type(value) is dict:
-        return [(key, item) for key, item in itertools.islice(value.items(), _MAX_ITEMS) if isinstance(key, str)]
-    if type(value) in (list, tuple):
-        return [(f"{name}[{place}]", item) for place, item in enumerate(itertools.islice(value, _MAX_ITEMS))]
-    return []
+        yield from ((key, item) for key, item in itertools.islice(value.items(), _MOST) if isinstance(key, str))
+    elif type(value) in (list, tuple):
+        yield from ((f"{name}[{place}]", item) for place, item in enumerate(value[:_MOST]))
