@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -63,22 +63,13 @@ class Failures:
     training itself was finite.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        loop: Loop,
-        place: Place,
-        command: Sequence[str],
-        *,
-        takes_exceptions: bool,
-        takes_skipped: bool,
-    ) -> None:
+    def __init__(self, session: Session, loop: Loop, place: Place, command: Sequence[str], on: Collection[str]) -> None:
         loop.failures = self
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
         self.num_failed = 0  # of these files, those of steps that failed
         self.is_deliberate = self.is_terminated = False
-        self.takes_skipped = takes_skipped
+        self.takes_skipped = "skipped" in on
         self.num_skipped = 0
         self.early: EarlyWarning | None = None
         self.session = session
@@ -88,7 +79,7 @@ class Failures:
         self._reasons: set[str] = set()  # why steps of events were not saved
         self._place = place
         self._command = command
-        self._takes_exceptions = takes_exceptions
+        self._takes_exceptions = "exception" in on
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
@@ -205,8 +196,8 @@ class Failures:
         if pending is not None:
             loop.timeline.loss = pending.loss
             op = self.op_of(pending)
-            is_wanted = None if loop.ranks.is_alone else _has_origin
-            return self.save(Verdict("loss", frame, op, is_late=op is None), is_wanted)
+            verdict = Verdict("loss", frame, op, is_late=op is None)
+            return self.save(verdict, None if loop.ranks.is_alone else _has_origin)
         found = bad_value(loop.tape)
         raised = loop.recorder.raised  # an exception of torch is a failure of its own
         is_of_torch = raised is not None and any(one is raised[0] for one in chain(error))
@@ -336,9 +327,10 @@ class Failures:
             named = "value" if op is not None else "buffer"
             what = f"a {named if verdict.where == 'output' else verdict.where} is nan or inf"
         doing = "going back to find the step that made it" if verdict.is_late else "replaying the step"
-        pending = loop.judge.pending
-        is_of_pending = pending is not None and op is not None and op.note is pending.note
-        return f"{what} at step {pending.step if is_of_pending and pending else loop.running()[0]}; {doing}"
+        pending, step = loop.judge.pending, loop.running()[0]
+        if pending is not None and op is not None and op.note is pending.note:
+            step = pending.step
+        return f"{what} at step {step}; {doing}"
 
     def save(self, verdict: Verdict, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then, unless it turns out

@@ -11,6 +11,7 @@ on the call that differs by itself, if one does.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import warnings
@@ -104,11 +105,8 @@ class Place:
 
 def free_path(directory: Path, stem: str) -> Path:
     """``<stem>.repro.pt`` in ``directory``, numbered when that name is taken."""
-    for number in range(10_000):
-        path = directory / (f"{stem}.repro.pt" if number == 0 else f"{stem}-{number}.repro.pt")
-        if not path.exists():
-            return path
-    raise FileExistsError(f"no free name for {stem} in {directory}")
+    numbered = (directory / f"{stem}-{number}.repro.pt" for number in itertools.count(1))
+    return next(path for path in itertools.chain([directory / f"{stem}.repro.pt"], numbered) if not path.exists())
 
 
 def checked(path: Path, made: Made) -> Snapshot:

@@ -276,15 +276,12 @@ class Describing:
 
     def _of_now(self, case: Case, segments: list[Segment]) -> Made:
         """The running step, the last of ``segments``: with those that it goes on with, else from the state of now."""
-        if not self.loop.is_noted:
-            root = next((op for op in reversed(case.ops) if op.kind is Root), None)
-            if case.where == "loss" and root is not None:  # all that is known of how the loss was made
-                made = self.make(replace(case, where="output", pending=None, keep=root))
-                if made.is_shown:
-                    return made
-            return self.make(case)
-        joined = self._joined(case, segments) if not case.notes else None
-        made = joined or self.make(case)
+        root = next((op for op in reversed(case.ops) if op.kind is Root), None)
+        if not self.loop.is_noted and case.where == "loss" and root is not None:  # all that is known of the loss
+            made = self.make(replace(case, where="output", pending=None, keep=root))
+            if made.is_shown:
+                return made
+        made = (self._joined(case, segments) if not case.notes else None) or self.make(case)
         note = made.snapshot.fidelity_note or ""
         if not made.is_exact and BEGUN_BEFORE not in note and self._reached(case, segments)[1]:
             note = "; ".join(filter(None, [BEGUN_BEFORE, note]))
@@ -495,9 +492,7 @@ class Describing:
         seconds = [row.seconds for row in snapshot.timeline if row.seconds is not None]
         segments = loop.tape.segments()
         can_play = self.verdict.raised is None and world.is_complete and loop.ranks.is_alone and bool(world.copies)
-        if not can_play or not segments or not seconds:
-            return []
-        if len(segments) * sum(seconds) / len(seconds) > _STORY_SECONDS:
+        if not (can_play and seconds) or not 0 < len(segments) * sum(seconds) / len(seconds) < _STORY_SECONDS:
             return []
         segments.append(Segment(loop.tape.running(), loop.mark()))
         names = root_names(world.modules, self.verdict.frame)
@@ -550,9 +545,8 @@ class Describing:
         replayed.is_close = replayed.is_close and not case.notes
         is_given = failure.call is None and failure.input_name is not None and failure.value is not None
         culprit = replayed.sources.get(failure.value or 0) if is_given else None
-        return Made(
-            self._assemble(case, replayed, failure, notes), culprit, replayed.losses, replayed.devices, reference
-        )
+        snapshot = self._assemble(case, replayed, failure, notes)
+        return Made(snapshot, culprit, replayed.losses, replayed.devices, reference)
 
     def replayed(self, case: Case) -> ReplayedStep:
         """Run a step again, with what made the graphs it goes on with, and locate its failure; ``explain`` is called

@@ -123,14 +123,7 @@ class Session:
         matter = not {"nonfinite", "skipped"}.isdisjoint(on)
         self._loop = Loop(self._recorder, world, Budget(percent, from_step), watch, matter=matter)
         place = Place(output, directory or current_folder(), name, overwrite, source, part)
-        self._failures = Failures(
-            self,
-            self._loop,
-            place,
-            command,
-            takes_exceptions="exception" in on,
-            takes_skipped="skipped" in on,
-        )
+        self._failures = Failures(self, self._loop, place, command, on)
         self._loop.asked, self._loop.last_step = asked, last_step
         self._loop.choose()
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
