@@ -426,9 +426,10 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
     place = innermost_user_place(error)
     site = make_site(place.tb_frame.f_code, place.tb_lasti) if place is not None else None
     phase = Phase.BACKWARD if op is not None and op.kind is Backward else Phase.FORWARD
-    found = site, _module(error, roots), phase, op is not None, all(map(_is_raised_by_user, chain(error)))
+    files = [_raiser(cause) for cause in chain(error)]
+    is_deliberate = all(file and kind_of_file(file) == "user" for file in files)
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
-    return Raised(type(error).__name__, str(error), *found, causes)
+    return Raised(*causes[0], site, _module(error, roots), phase, op is not None, is_deliberate, causes)
 
 
 def is_inside_step(tape: Tape) -> bool:
@@ -472,21 +473,16 @@ def innermost_user_place(error: BaseException) -> TracebackType | None:
 
 def is_mistake(error: BaseException | None) -> bool:
     """True for an exception such as `NameError` that no ``raise`` has raised: no value of a tensor leads to it."""
-    return isinstance(error, _MISTAKES) and _raiser(error) is None
+    return isinstance(error, _MISTAKES) and not _raiser(error)
 
 
-def _is_raised_by_user(error: BaseException) -> bool:
-    raiser = _raiser(error)
-    return raiser is not None and kind_of_file(raiser) == "user"
-
-
-def _raiser(error: BaseException) -> str | None:
-    """The file of the ``raise`` or ``assert`` that has raised an exception, if one has."""
+def _raiser(error: BaseException) -> str:
+    """The file of the ``raise`` or ``assert`` that has raised an exception; empty if none has."""
     entries = list(tb_entries(error.__traceback__))
     if not entries or entries[-1].tb_lineno is None:
-        return None
+        return ""
     file = entries[-1].tb_frame.f_code.co_filename
-    return file if _RAISE.search(linecache.getline(file, entries[-1].tb_lineno).split("#")[0]) else None
+    return file if _RAISE.search(linecache.getline(file, entries[-1].tb_lineno).split("#")[0]) else ""
 
 
 _RAISE = re.compile(r"\b(raise|assert)\b")
