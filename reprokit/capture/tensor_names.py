@@ -61,9 +61,7 @@ class Names:
         roots: Mapping[int, str] = types.MappingProxyType({}),
     ) -> None:
         self._alive = alive
-        self._by_id: dict[int, tuple[int, InputName]] = {}
-        self._by_number: dict[Number, tuple[int, InputName]] = {}
-        self._count = 0
+        self._known: dict[object, InputName] = {}  # by the ``id`` of the tensor, by its number if that has gone
         for module in sorted(modules, key=lambda root: -sum(1 for _ in root.parameters())):
             root = f"{roots[id(module)]}." if id(module) in roots else ""
             for name, parameter in module.named_parameters():
@@ -73,11 +71,10 @@ class Names:
 
     def describe(self, number: Number | None, tensor: torch.Tensor) -> InputName | None:
         """The name and role of a tensor, or ``None``."""
-        known = [self._by_id.get(id(tensor)), self._by_number.get(number) if number is not None else None]
-        found = min((pair for pair in known if pair is not None), key=lambda pair: pair[0], default=None)
+        found = self._known.get(id(tensor)) or self._known.get((number,))
         if found is None and tensor.grad_fn is not None:  # what a custom autograd function returned
             return InputName(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
-        return found[1] if found is not None else None
+        return found
 
     def add_arguments(self, op: Op, *, plain: bool = False) -> None:
         """The arguments of a root module, by the parameter names of its forward.
@@ -127,11 +124,8 @@ class Names:
                     self._add_values(argument.id, value)
 
     def _add(self, key: Number | torch.Tensor, origin: InputName) -> None:
-        self._count += 1
-        if isinstance(key, Number):
-            self._by_number.setdefault(key, (self._count, origin))
-        else:
-            self._by_id.setdefault(id(key), (self._count, origin))
+        tensor = self._alive.get(key) if isinstance(key, Number) else key
+        self._known.setdefault((key,) if tensor is None else id(tensor), origin)
 
     def _add_values(self, name: str, value: Any) -> None:
         if isinstance(value, dict):
@@ -146,8 +140,8 @@ class Names:
     def add_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         """The names of parameters for what stands for them, by the ``id`` of the parameter."""
         for key, tensor in stand_ins.items():
-            if key in self._by_id:
-                self._by_id[id(tensor)] = self._by_id[key]
+            if key in self._known:
+                self._known[id(tensor)] = self._known[key]
 
 
 Named = tuple[str, Any]
