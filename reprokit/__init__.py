@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
 
-# `import reprokit.capture.block as block` looks the module up by the name of what stands for its package.
+# `import reprokit.capture.launch as launch` looks the module up by the name of what stands for its package.
 for _function in (capture, locate, render, shrink):
     _function.__name__ = f"reprokit.{_function.__name__}"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprokit.capture.block import capture
+from reprokit.capture.launch import capture
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

@@ -1,14 +1,16 @@
 """The budget of a capture: a share of the loop's CPU time, kept by noting fewer steps.
 
 The share is an estimate, made from time to time over a window of steps: a cost for each call that is noted and one for
-each step, by what torch takes on this machine to ask a function mode. A budget that is exceeded makes the tape note
-every second, fourth, ... step, at last every 64th. It never goes back. A run that is short never steps down.
+each step, by what torch takes at that time to ask a function mode. Where it exceeds the budget the tape notes every
+second, fourth, ... step, at last every 64th; more again when that would take less than half the budget. A run that is
+short never steps down.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +33,7 @@ class Budget:
     """Says which steps are noted; ``percent`` of the loop's own CPU time, ``None`` for no limit.
 
     Nothing is noted before the step ``from_step``, and everything from there on. ``every``: the tape notes the steps
-    whose number it divides. ``say`` prints a step down.
+    whose number it divides. ``say`` prints a change.
     """
 
     def __init__(self, percent: float | None = DEFAULT_PERCENT, from_step: int | None = None) -> None:
@@ -41,7 +43,7 @@ class Budget:
         self.say: Callable[[str], None] = lambda text: None
         self._next: float | None = None  # when the next window begins
         self._started: float | None = None  # CPU time when this one has begun
-        self._num_steps = self._num_calls = 0
+        self._num_steps = self._num_noted = self._num_calls = 0
 
     def notes(self, step: int) -> bool:
         """True if the step with this number is to be noted."""
@@ -66,62 +68,52 @@ class Budget:
         found = {"noted_every": self.every} if self.every != 1 else {}
         return found if is_noted else {**found, "is_noted": False}
 
-    def end_step(self, now: float, num_calls: int) -> None:
-        """A step with so many noted calls ended at ``now``: step down if the budget is exceeded."""
-        if self.limit is None or self.every >= RARELY:
+    def end_step(self, now: float, num_calls: int, *, is_noted: bool) -> None:
+        """A step with so many calls, which were noted or not, ended at ``now``: note more or fewer if it is time to."""
+        if self.limit is None:
             return
         if self._next is None:
             self._next = now + PATIENCE
         if now < self._next:
             return
         if self._started is None:
-            self._started, self._num_steps, self._num_calls = time.thread_time(), 0, 0
+            self._started, self._num_steps, self._num_noted, self._num_calls = time.thread_time(), 0, 0, 0
             return
         self._num_steps += 1
-        self._num_calls += num_calls
-        if self._num_steps >= WINDOW:
-            self.keep(self._num_calls, self._num_steps, time.thread_time() - self._started)
+        self._num_noted += is_noted
+        self._num_calls += num_calls if is_noted else 0
+        if self._num_steps >= WINDOW and self._num_noted:
+            self.keep(self._num_calls, self._num_noted, self._num_steps, time.thread_time() - self._started)
             self._next, self._started = now + BETWEEN, None
 
     def interrupt(self) -> None:
         """Time has passed that does not belong to the loop."""
         self._started = None
 
-    def keep(self, num_calls: int, num_steps: int, seconds: float) -> None:
-        """Step down if so many noted calls in some steps, which took so many seconds of CPU time, exceed the limit."""
-        unit = dispatch_seconds()
+    def keep(self, num_calls: int, num_noted: int, num_steps: int, seconds: float) -> None:
+        """Choose which steps are noted, after some that took so many seconds of CPU time, with calls in those noted."""
+        unit, before, limit, every = dispatch_seconds(), self.every, self.limit or math.inf, 1
         noting, rest = num_calls * _CALL * unit, num_steps * _STEP * unit
-        bare = max(seconds - noting - rest, 1e-9)
-        share, limit = (noting + rest) / bare, self.limit
-        if limit is None or share <= limit:
-            return
-        every = 2 * self.every
-        while every < RARELY and (noting * self.every / every + rest) / bare > limit:
+        bare, whole = max(seconds - noting - rest, 1e-9), noting * num_steps / num_noted
+        while every < RARELY and (whole / every + rest) / bare > (limit if every >= before else limit / 2):
             every *= 2
-        calls = round(num_calls / max(num_steps / self.every, 1))
-        self.every = every
+        if every == before:
+            return
+        self.every, calls = every, round(num_calls / num_noted)
+        pace = f"noting every {_ordinal(every)} step" if every > 1 else "noting every step again"
         named = f", with {counted(calls, 'call')} a step outside of models" if calls else ""
-        self.say(
-            f"noting every {_ordinal(every)} step: watching took about {share:.0%} of the CPU time{named}; the budget "
-            f"is {limit:.0%}. A failure in another step is saved without its program; `--budget off` notes all"
-        )
+        share = f"{(noting + rest) / bare:.0%} of the CPU time{named}"
+        more = ". A failure in another step is saved without its program; `--budget off` notes all" if every > 1 else ""
+        self.say(f"{pace}: watching took about {share}; the budget is {limit:.0%}{more}")
 
 
-@functools.cache
 def dispatch_seconds() -> float:
-    """Seconds that torch takes to ask an empty function mode; measured once."""
-    tensor, mode = torch.empty(0, device="cpu"), BaseTorchFunctionMode()
-    bare = min(_seconds_of(tensor.numel) for _ in range(3))
-    with mode:
-        asked = min(_seconds_of(tensor.numel) for _ in range(3))
+    """Seconds that torch takes to ask an empty function mode."""
+    tensor = torch.empty(0, device="cpu")
+    bare = min(timeit.repeat(tensor.numel, timer=time.thread_time, repeat=3, number=_DISPATCH_CALLS))
+    with BaseTorchFunctionMode():
+        asked = min(timeit.repeat(tensor.numel, timer=time.thread_time, repeat=3, number=_DISPATCH_CALLS))
     return max(asked - bare, 0.0) / _DISPATCH_CALLS
-
-
-def _seconds_of(function: Callable[[], Any]) -> float:
-    started = time.thread_time()
-    for _ in range(_DISPATCH_CALLS):
-        function()
-    return time.thread_time() - started
 
 
 def _ordinal(number: int) -> str:

@@ -27,7 +27,8 @@ from reprokit.series.events import EventKind, LineLog, TrainingEvent, event_of
 from reprokit.words import visible_line
 
 if TYPE_CHECKING:
-    from reprokit.capture.failures import Failures, Owner
+    from reprokit.capture.failures import Failures
+    from reprokit.capture.session import Session
 
 _DELAY = 0.5  # seconds that an event may be reported late: slow steps are looked at in smaller batches
 _MOST_LOOKS = 2  # for one reason to look at a parameter
@@ -49,7 +50,7 @@ class EarlyWarning:
 
     def __init__(
         self,
-        session: Owner,
+        session: Session,
         loop: Loop,
         kinds: Collection[EventKind],
         saver: Failures,

@@ -16,13 +16,12 @@ from itertools import takewhile
 import torch
 
 from reprokit.capture.calls import Backward, OptimizerStep, Unscale
+from reprokit.capture.fidelity import Made
 from reprokit.capture.meters import MeasuredStep, OutOfTime, StepMeter
-from reprokit.capture.replay import Missing, Replay, quiet_hooks
-from reprokit.capture.save import BEGUN_BEFORE, NOT_KEPT, Case, Describing, Made, NotKept
+from reprokit.capture.replay import Replay, quiet_hooks
+from reprokit.capture.save import Case, Describing, NotKept
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import parameter_names
-from reprokit.capture.world import CannotGoBack
-from reprokit.errors import ignored_errors
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.gains import Step, blocked, explained
 from reprokit.locate.let_through import let_through
@@ -47,24 +46,20 @@ _OBSERVED = {"loss": "loss", "gradient norm": "gradient", "update": "parameter"}
 class EventStep(Describing):
     """Describes the step where an alarm began. Raises `NotKept`."""
 
-    def snapshot(self) -> Made:
+    def made(self) -> Made:
         """The snapshot of that step."""
         alarm = self.verdict.alarm
         assert alarm is not None, "an event has an alarm"
-        with self._kept() as steps:
+        with self.kept() as steps:
             number = _position(steps, alarm.place)
             if number is None:
                 raise NotKept(f"step {alarm.step} is no longer kept")
             if isinstance(alarm, Finding):
-                made = self._without_gradient(steps, number, alarm)
-            elif alarm.kind == "scale":
-                with self._begun(steps, number, "gradient norm") as case:
-                    made = self.make(case)
-            else:
-                made = self._at_beginning_of(steps, alarm, number)
-            with ignored_errors():  # the step is worth a file without the numbers of its layers
-                return replace(made, snapshot=replace(made.snapshot, layers=self.layers(made.snapshot) or None))
-            return made
+                return self._without_gradient(steps, number, alarm)
+            if alarm.kind == "scale":
+                with self._seen(steps, number, "gradient norm") as case:
+                    return self.make(case)
+            return self._at_beginning_of(steps, alarm, number)
 
     def find_silent(self, always: Set[int] = frozenset()) -> Finding | None:
         """A parameter that learns nothing: it gets no gradient from a step on.
@@ -72,7 +67,7 @@ class EventStep(Describing):
         The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked.
         """
         world = self.loop.world
-        with self._kept() as steps:
+        with self.kept() as steps:
             played = steps[:_PLAYED]
             alive = self.loop.tape.alive()
             meter, replay = StepMeter(alive, seconds=_PLAYED_SECONDS, least=2 * LEAST_SILENT), self._replay(played)
@@ -87,19 +82,6 @@ class EventStep(Describing):
         world = self.loop.world
         return Replay(world, self.loop.tape, steps, world.copies[0])
 
-    @contextmanager
-    def _kept(self) -> Iterator[list[Segment]]:
-        """The steps since the first copy that is kept; going back leads to it."""
-        world = self.loop.world
-        if not world.is_complete or not world.copies:
-            raise NotKept(NOT_KEPT)
-        try:
-            yield self.all_segments()
-        except Missing:
-            raise NotKept(BEGUN_BEFORE) from None
-        except CannotGoBack as reason:
-            raise NotKept(str(reason)) from reason
-
     def _without_gradient(self, steps: list[Segment], number: int, finding: Finding) -> Made:
         """The snapshot of a step in which a parameter gets no gradient, or one of zeros."""
         parameters = (p for module in self.loop.world.modules for p in module.parameters())
@@ -113,7 +95,7 @@ class EventStep(Describing):
             failure = Failure(Phase.BACKWARD, "dead", value=value, event=event)
             return blocked(Step(program, tensors), failure)
 
-        with self._begun(steps, number, "gradient norm") as case:
+        with self._seen(steps, number, "gradient norm") as case:
             made = self.make(replace(case, explain=explain))
         if made.snapshot.failure.call is None:
             raise NotKept(f"no call behind `{finding.name}` keeps its gradient back")
@@ -134,7 +116,7 @@ class EventStep(Describing):
             failure = Failure(_PHASES[quantity], alarm.kind, event=predicate)
             return explained(Step(program, tensors), reference, failure)
 
-        with self._begun(steps, begun, quantity) as case:
+        with self._seen(steps, begun, quantity) as case:
             return self.make(replace(case, explain=explain))
 
     def beside_healthy(self, made: Made) -> Made:
@@ -142,7 +124,7 @@ class EventStep(Describing):
         snapshot = made.snapshot
         tensors = {v: tensor.to(made.devices.get(v, tensor.device)) for v, tensor in snapshot.tensors.items()}
         alive = self.loop.tape.alive()
-        with self._kept() as steps:
+        with self.kept() as steps:
             alike = [n for n, step in enumerate(steps) if step.mark.step < snapshot.step and _is_given_bad(step, alive)]
             for number in alike[::-1][:_MOST_BESIDE]:
                 healthy = self._program_of(steps, number, "gradient norm")
@@ -157,29 +139,15 @@ class EventStep(Describing):
         def keep(program: Program, tensors: Tensors) -> None:
             recorded.append(Step(program, {value: tensor.detach().clone() for value, tensor in tensors.items()}))
 
-        with self._begun(steps, number, quantity) as case:
+        with self._seen(steps, number, quantity) as case:
             self.replayed(replace(case, explain=keep))
         return recorded[0]
 
     @contextmanager
-    def _begun(self, steps: list[Segment], number: int, quantity: str) -> Iterator[Case]:
-        """A step of the past; the live state is where it began."""
-        replay, tape = self._replay(steps), self.loop.tape
-        with replay.going_back():
-            with quiet_hooks(self.loop.world.modules, replay.leaves()):
-                ops, contents = replay.begin(number)
-            later = steps[number + 1].ops if number + 1 < len(steps) else tape.running()
-            yield Case(
-                _OBSERVED[quantity],
-                _until_seen(ops, quantity),
-                None,
-                steps[number].mark,
-                False,
-                self.verdict.frame,
-                contents=contents,
-                notes=replay.notes,
-                likewise=[*later, *tape.running()],
-            )
+    def _seen(self, steps: list[Segment], number: int, quantity: str) -> Iterator[Case]:
+        """A step of the past up to where a quantity shows; the live state is where it began."""
+        with self.begun(steps[: number + 1], number, 0) as case:
+            yield replace(case, where=_OBSERVED[quantity], ops=_until_seen(case.ops, quantity))
 
 
 def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: Set[int]) -> Finding | None:

@@ -1,4 +1,4 @@
-"""A captured failure in words, for a capture and ``reprokit show``, and the closing line of runs without one.
+"""The lines after a capture: a failure in words, which ``reprokit show`` has too, and why nothing was saved.
 
 The closing line says why nothing was saved and what to do; a run whose steps were checked and ended well has none,
 unless its loop has skipped steps. Imports no torch.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from reprokit import words
 from reprokit.series.story import StepNumbers, by_optimizer, titled
 from reprokit.words import counted, in_root
 
+_SHOWN_NUMBERS = ("loss", "gradient norm")
 _STEPS = 6
 _NUMBERS = (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr"), ("scale", "scale"))
 _FAST = 2.0  # how many times larger the last number is before it is worth a word
@@ -113,6 +117,49 @@ def _trend(values: Sequence[float]) -> str:
     return f"  ({last} is {words.number_words(finite[-1] / typical)} times the median)"
 
 
+def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, command: Sequence[str] = ()) -> list[str]:
+    """The failure, its file, and the next command; paths as seen from the folder ``start``.
+
+    A step that was not noted is to be captured once more, with the ``command`` line of the script if there is one.
+    """
+    failure, shown = result["failure"], shown_path(path, start)
+    if failure["kind"] == "none":
+        saved, details, following = f"saved step {failure['step']}, which is healthy", [], ["trace", shown]
+    else:
+        is_own = failure["exception"] is not None and failure["call"] is None
+        captured = "saved the step of {0}, step {1}" if is_own else "captured {} at step {}"
+        saved = captured.format(what(result), failure["step"])
+        has_line = "event" in failure and "difference" not in failure  # of its own above
+        details = [line for line in (place_line(result), None if has_line else cause_line(result)) if line is not None]
+        timeline = [StepNumbers(**row) for row in result["timeline"]]
+        grown = growth(timeline, failure.get("event", {}).get("quantity"))
+        details += [f"{name}  {numbers}" for name, numbers in grown if name.startswith(_SHOWN_NUMBERS)]
+        following = ["shrink" if can_be_shrunk(result) else "show", shown]
+        if command and not result["capture"].get("is_noted", True):
+            following = ["capture", "--from-step", str(failure["step"]), *command]
+    doubt = words.replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
+    indented = [f"  {line}" for line in (*details, doubt) if line]
+    return [f"{saved} -> {shown}", *indented, f"next: {shlex.join(['reprokit', *following])}"]
+
+
+def can_be_shrunk(result: Mapping[str, Any]) -> bool:
+    """True if a snapshot with this summary holds a program, and an origin that the program could show again."""
+    failure = result["failure"]
+    if "difference" in failure:
+        return False  # one process does not show it
+    has_origin = failure["call"] is not None or failure["input"] is not None or "event" in failure
+    return result["program"]["calls"] > 0 and has_origin and failure["shows_cause"]
+
+
+def shown_path(path: Path, start: Path | None = None) -> str:
+    """A path as a person would type it in ``start`` (the current folder): relative when it lies inside."""
+    try:
+        relative = os.path.relpath(path, start)
+    except FileNotFoundError:  # the folder is gone
+        return str(path)
+    return relative if not relative.startswith("..") else str(path)
+
+
 COMPILED = "which is compiled and not followed"  # part of a note
 
 
@@ -121,8 +168,8 @@ class Seen:
     """Counts of a run without a snapshot.
 
     ``num_steps`` are the updates, made by an optimizer or by hand; the loop has skipped ``num_skipped`` bad ones, of
-    which the first was announced. ``unseen`` says in words what the capture cannot
-    follow. ``on`` are the kinds of failures that were asked for.
+    which the first was announced. ``unseen`` says in words what the capture cannot follow. ``on`` are the kinds of
+    failures that were asked for.
     """
 
     has_torch: bool = False
@@ -138,21 +185,15 @@ class Seen:
 
 def closing_line(seen: Seen, error: BaseException | None) -> str | None:
     """The line, without the tool's name; ``None`` if steps were checked and the run ended well."""
-    ending = _ending(error)
+    ending = f"the script ended with {type(error).__name__}" if error is not None else None
+    if isinstance(error, SystemExit):  # with a number, or a text that Python prints
+        code = error.code if isinstance(error.code, int) or error.code is None else 1
+        ending = f"the script ended with exit code {code}" if code else None
     if ending is None and seen.has_backward:
         skipped = f"{seen.num_skipped} steps with a bad loss or gradient were skipped by the loop"
         return f"{skipped}; `--on skipped` saves the first" if seen.num_skipped > 1 else None
     reasons = list(_reasons(seen)) or [_why_not_saved(seen, error)]
     return "; ".join([f"nothing was saved: {ending or reasons.pop(0)}", *reasons])
-
-
-def _ending(error: BaseException | None) -> str | None:
-    """How the run ended, ``None`` if well."""
-    if isinstance(error, SystemExit):
-        if error.code in (None, 0):
-            return None
-        return f"the script ended with exit code {error.code if isinstance(error.code, int) else 1}"
-    return f"the script ended with {type(error).__name__}" if error is not None else None
 
 
 def _reasons(seen: Seen) -> Iterator[str]:

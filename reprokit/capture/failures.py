@@ -1,65 +1,57 @@
 """Handling of a verdict: the step is saved, the session is over, and the loop stops or goes on unwatched.
 
-Also what is only found when the block ends, an exception that ends it included.
+Also what is only found when the block ends, an exception that ends it included: did it come out of a step, out of which
+call, and where was it raised?
 """
 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import math
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit.capture import exceptions
+from reprokit import torch_private
+from reprokit.capture.calls import Backward, OptimizerStep, Root
 from reprokit.capture.event_step import EventStep
+from reprokit.capture.fidelity import Made, Place
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
-from reprokit.capture.save import Describing, Made, NothingFound, NotKept, Place, SkippedLoss, Verdict, backward_from
-from reprokit.capture.tape import Op
-from reprokit.errors import chain, has_arrived
+from reprokit.capture.save import (
+    Describing,
+    NothingFound,
+    NotKept,
+    Raised,
+    SkippedLoss,
+    Verdict,
+    backward_from,
+)
+from reprokit.capture.tape import Number, Op, Tape
+from reprokit.errors import chain, has_arrived, tb_entries
+from reprokit.locate.quantity import number_of
+from reprokit.locate.ways import is_bad
+from reprokit.program.ir import Phase
+from reprokit.program.sites import kind_of_file, make_site
 from reprokit.series.detectors import Alarm, Finding
 from reprokit.series.events import QUANTITIES
 from reprokit.snapshot.format import Snapshot
+from reprokit.words import user_path
 
 if TYPE_CHECKING:
     from reprokit.capture.early_warning import EarlyWarning
-
-
-class Owner(Protocol):
-    """The session that fails."""
-
-    stops: bool  # whether the loop is to stop at a failure
-
-    def replaying(self, *, ends: bool = True) -> AbstractContextManager[None]:
-        """A context in which a step may be replayed; the session is over then if it ``ends``."""
-
-    def leave(self) -> None:
-        """Take everything away."""
-
-    def stop(self) -> None:
-        """Stop the loop, if it is to."""
-
-    def switch_off(self, error: BaseException) -> None:
-        """End because of an error of our own."""
-
-    def complain(self, what: str, error: Exception) -> None:
-        """Say what broke."""
-
-    def say(self, text: str) -> None:
-        """Print a line."""
-
-    def hand_over(self, path: Path) -> None:
-        """Call the user's function for a new snapshot."""
+    from reprokit.capture.session import Session
 
 
 class Failures:
@@ -71,22 +63,13 @@ class Failures:
     training itself was finite.
     """
 
-    def __init__(
-        self,
-        session: Owner,
-        loop: Loop,
-        place: Place,
-        command: Sequence[str],
-        *,
-        takes_exceptions: bool,
-        takes_skipped: bool,
-    ) -> None:
+    def __init__(self, session: Session, loop: Loop, place: Place, command: Sequence[str], on: Collection[str]) -> None:
         loop.failures = self
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
         self.num_failed = 0  # of these files, those of steps that failed
         self.is_deliberate = self.is_terminated = False
-        self.takes_skipped = takes_skipped
+        self.takes_skipped = "skipped" in on
         self.num_skipped = 0
         self.early: EarlyWarning | None = None
         self.session = session
@@ -96,7 +79,7 @@ class Failures:
         self._reasons: set[str] = set()  # why steps of events were not saved
         self._place = place
         self._command = command
-        self._takes_exceptions = takes_exceptions
+        self._takes_exceptions = "exception" in on
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
@@ -170,8 +153,8 @@ class Failures:
         """The block ends: check what has not been checked yet, and what it ended with; the file, if one was written."""
         loop, recorder = self._loop, self._loop.recorder
         raised = recorder.raised
-        cause = exceptions.cause_of(error, raised[0] if raised is not None else None)
-        place = exceptions.innermost_user_place(cause) if cause is not None else None
+        cause = cause_of(error, raised[0] if raised is not None else None)
+        place = innermost_user_place(cause) if cause is not None else None
         frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
         with recorder.paused():
             loop.ranks.part()
@@ -206,19 +189,19 @@ class Failures:
 
     def _look_at_the_last_step(self, error: BaseException | None, frame: FrameType | None) -> Path | None:
         """The loop has ended over a bad loss or gradient, and may have said so by ``error``; or it never updates."""
-        loop, has_raised = self._loop, exceptions.ends_training(error)
+        loop, has_raised = self._loop, ends_training(error)
         if not loop.matter or isinstance(error, (KeyboardInterrupt, GeneratorExit)):
             return None
         pending = loop.judge.pending
         if pending is not None:
             loop.timeline.loss = pending.loss
             op = self.op_of(pending)
-            is_wanted = None if loop.ranks.is_alone else _has_origin
-            return self.save(Verdict("loss", frame, op, is_late=op is None), is_wanted)
-        found = exceptions.bad_value(loop.tape)
+            verdict = Verdict("loss", frame, op, is_late=op is None)
+            return self.save(verdict, None if loop.ranks.is_alone else _has_origin)
+        found = bad_value(loop.tape)
         raised = loop.recorder.raised  # an exception of torch is a failure of its own
         is_of_torch = raised is not None and any(one is raised[0] for one in chain(error))
-        is_given_up = has_raised and not is_of_torch and not exceptions.is_mistake(error)
+        is_given_up = has_raised and not is_of_torch and not is_mistake(error)
         if found is not None:
             number, code, instruction = found
             is_loss = (code, instruction) in loop.loss_sites
@@ -235,10 +218,10 @@ class Failures:
         known = next((e for e in chain(error) if raised is not None and e is raised[0]), None)
         if loop.ranks.is_of_peer(error):
             return None
-        if has_arrived(error) or (known is None and not exceptions.is_inside_step(loop.tape)):
+        if has_arrived(error) or (known is None and not is_inside_step(loop.tape)):
             return None
         op = raised[1] if raised is not None and known is not None else None
-        described = exceptions.describe(known or error, op, loop.world.modules)
+        described = describe(known or error, op, loop.world.modules)
         if op is not None:
             loop.tape.add(op.kind, op.target, op.args, op.kwargs, (), (op.code, op.instruction), op.mode, op.note)
         return self.save(Verdict("exception", frame, raised=described))
@@ -257,7 +240,7 @@ class Failures:
         with self.session.replaying(ends=False):
             try:
                 verdict = Verdict("gradient", sys._getframe(1))
-                return EventStep(self._loop, verdict, self._command, {}).find_silent(always)
+                return EventStep(self._loop, verdict, self._command).find_silent(always)
             except NotKept:
                 return None
 
@@ -276,28 +259,24 @@ class Failures:
 
     def save_asked(self, before: float = math.inf) -> None:
         """Save the steps before ``before`` that were asked for; training goes on."""
-        loop = self._loop
+        loop, session = self._loop, self.session
         known = {mark.step for mark in loop.tape.marks}
         for step in sorted(step for step in loop.asked if step < before):
             loop.asked.discard(step)
             if step not in known and step >= loop.iterations.completed:
-                self.session.say(f"step {step} was asked for, and the training ended before it was over")
+                session.say(f"step {step} was asked for, and the training ended before it was over")
                 continue
-            verdict = Verdict("", sys._getframe(2), asked=step)
-            with self.session.replaying(ends=False):
+            with session.replaying(ends=False):
                 try:
-                    made = Describing(loop, verdict, self._command, {"watch": loop.watch}).made()
-                    made = replace(made, snapshot=self._place.private(made.snapshot))
-                    path, snapshot = self._place.write(made, is_asked=True)
+                    describing = Describing(loop, Verdict("", sys._getframe(2)), self._command)
+                    path = self._write(describing.asked(step), is_asked=True)
                 except NotKept as reason:
-                    self.session.say(f"step {step} was not saved: {reason}")
+                    session.say(f"step {step} was not saved: {reason}")
                     continue
                 except Exception as error:
-                    self.session.complain(f"could not save step {step}", error)
+                    session.complain(f"could not save step {step}", error)
                     continue
-            self.snapshots.append(path)
-            self.results.append({**snapshot.summary(), "path": str(path)})
-            self.session.hand_over(path)
+            session.hand_over(path)
 
     def end_here(self) -> None:
         """Stop the loop after its last step that was asked for; raises `CaptureStop`."""
@@ -310,144 +289,212 @@ class Failures:
 
     def _made(self, verdict: Verdict) -> Made:
         """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
-        loop, described = self._loop, {"watch": self._loop.watch}
-        if verdict.difference is not None:
-            made = loop.ranks.difference_made(Describing(loop, verdict, self._command, described))
-            return replace(made, snapshot=self._place.private(made.snapshot))
-        if verdict.alarm is not None:
-            made = EventStep(loop, verdict, self._command, described).snapshot()
-            return replace(made, snapshot=self._place.private(made.snapshot))
+        loop = self._loop
         if verdict.where == "output" and verdict.op is None and self._kept is not None:
             return self._kept
-        is_later = not verdict.is_late and loop.has_bad_loss_before()
-        verdict = replace(verdict, takes_skipped=self.takes_skipped, has_earlier=is_later)
-        made = Describing(loop, verdict, self._command, described).snapshot()
+        if verdict.alarm is not None:
+            return EventStep(loop, verdict, self._command).snapshot()
+        describing = Describing(loop, verdict, self._command)
+        if verdict.difference is not None:
+            return loop.ranks.difference_made(describing)
+        made = describing.snapshot()
         if self._kept is not None and id(made.culprit) in self._kept_for:
             return self._kept
         if made.snapshot.failure.is_given and loop.ranks.is_alone:
             with contextlib.suppress(NotKept):  # the user's code may not run again with the state of then
-                made = EventStep(loop, verdict, self._command, described).beside_healthy(made)
-        return replace(made, snapshot=self._place.private(made.snapshot))
+                return EventStep(loop, verdict, self._command).beside_healthy(made)
+        return made
 
     def _announcement(self, verdict: Verdict) -> str:
         """The line before the replay, which may take long: the failure and its step."""
-        if verdict.alarm is not None:
-            if isinstance(verdict.alarm, Finding):
-                return f"`{verdict.alarm.name}` learns nothing; replaying step {verdict.alarm.step}"
-            number = QUANTITIES[verdict.alarm.kind]
-            return f"the {number} left its course at step {verdict.alarm.step}; going back to it"
+        loop, op, alarm = self._loop, verdict.op, verdict.alarm
+        if isinstance(alarm, Finding):
+            return f"`{alarm.name}` learns nothing; replaying step {alarm.step}"
+        if alarm is not None:
+            return f"the {QUANTITIES[alarm.kind]} left its course at step {alarm.step}; going back to it"
         if verdict.difference is not None:
             step = verdict.difference.began_at
             return f"parameters differ between ranks after step {step}; going back to find the first such step"
-        loss = self._start_of(verdict)
+        start = None
+        if op is not None:
+            starts = op.note.losses or [loop.tape.alive().get(number) for number in op.ins]
+            start = number_of(starts[0]) if len(starts) == 1 else None
         if verdict.raised is not None:
             what = f"{verdict.raised.type} was raised"
-        elif loss is not None:
-            what = f"{'the loss' if verdict.where == 'loss' else 'a value'} is {loss}"
+        elif start is not None:
+            what = f"{'the loss' if verdict.where == 'loss' else 'a value'} is {start}"
         else:
-            named = "value" if verdict.op is not None else "buffer"
+            named = "value" if op is not None else "buffer"
             what = f"a {named if verdict.where == 'output' else verdict.where} is nan or inf"
         doing = "going back to find the step that made it" if verdict.is_late else "replaying the step"
-        pending = self._loop.judge.pending
-        step, _ = self._loop.running()
-        if pending is not None and verdict.op is not None and verdict.op.note is pending.note:
+        pending, step = loop.judge.pending, loop.running()[0]
+        if pending is not None and op is not None and op.note is pending.note:
             step = pending.step
         return f"{what} at step {step}; {doing}"
-
-    def _start_of(self, verdict: Verdict) -> float | None:
-        """The single number that a backward call starts from."""
-        op = verdict.op
-        if op is None:
-            return None
-        if op.note.losses:
-            seen = op.note.losses[0]
-            return float(seen) if not isinstance(seen, torch.Tensor) or not seen.is_complex() else None
-        found = [self._loop.tape.alive().get(number) for number in op.ins]
-        first = found[0] if len(found) == 1 else None
-        return float(first.detach()) if first is not None and first.numel() == 1 and not first.is_complex() else None
 
     def save(self, verdict: Verdict, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then, unless it turns out
         that the loop has skipped the step."""
         self.save_asked(self._loop.iterations.completed)
-        path = self._save_pending(verdict)
+        path, session = self._save_pending(verdict), self.session
         if path is not None:
             return path
         with self.until_saved():
-            path = self._write(verdict, is_wanted)
-            if path is not None:
-                self.session.hand_over(path)
+            with session.replaying(ends=verdict.alarm is None and verdict.together is None):
+                try:
+                    session.say(self._announcement(verdict))
+                    made = self._made(verdict)
+                    if is_wanted is not None and not is_wanted(made.snapshot):
+                        return None
+                    path = self._write(made)
+                except (SkippedLoss, Parted, NothingFound, SavedElsewhere):
+                    raise
+                except NotKept as reason:
+                    if str(reason) not in self._reasons:  # every later event has the same one
+                        self._reasons.add(str(reason))
+                        session.say(f"the step was not saved: {reason}")
+                    return None
+                except Exception as error:
+                    session.complain("could not save the failing step", error)
+                    return None
+                is_exception = verdict.raised is not None and made.snapshot.observed_at == "exception"
+                self.is_deliberate = is_exception and verdict.raised.is_deliberate  # type: ignore[union-attr]
+                self.num_failed += 1
+            if path is not None:  # `SkippedLoss` ends the context, and not the session
+                session.leave()
+                session.hand_over(path)
+        return path
+
+    def _write(self, made: Made, *, is_asked: bool = False) -> Path:
+        path, snapshot = self._place.write(made, is_asked=is_asked)
+        self.snapshots.append(path)
+        self.results.append({**snapshot.summary(), "path": str(path)})
         return path
 
     @contextlib.contextmanager
     def until_saved(self) -> Iterator[None]:
-        """Defer a SIGTERM until the block ends; it ends the process then, unless a saved step stops the loop."""
+        """Defer the first SIGTERM until the block ends: a launcher sends it to all ranks once one has ended, also to
+        one that saves its step. It ends the process then, unless a saved step stops the loop. A handler of the script's
+        own is left alone."""
         arrived: list[int] = []
+
+        def defer(number: int, frame: FrameType | None) -> None:
+            arrived.append(number)
+            signal.signal(number, signal.SIG_DFL)
+            self.is_terminated = True
+            self._loop.ranks.hurry()
+
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, defer)
         try:
-            with _termination_deferred(self._hurry) as arrived:
-                yield
+            yield
         finally:
+            if signal.getsignal(signal.SIGTERM) is defer:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if arrived and not (self.num_failed and self.session.stops):
                 signal.raise_signal(signal.SIGTERM)
-
-    def _hurry(self) -> None:
-        self.is_terminated = True
-        self._loop.ranks.hurry()
-
-    def _write(self, verdict: Verdict, is_wanted: Callable[[Snapshot], bool] | None) -> Path | None:
-        path = None
-        with self.session.replaying(ends=verdict.alarm is None and verdict.together is None):
-            try:
-                self.session.say(self._announcement(verdict))
-                made = self._made(verdict)
-                if is_wanted is not None and not is_wanted(made.snapshot):
-                    return None
-                path, snapshot = self._place.write(made)
-                is_exception = verdict.raised is not None and snapshot.observed_at == "exception"
-                self.is_deliberate = is_exception and verdict.raised.is_deliberate  # type: ignore[union-attr]
-                result = {**snapshot.summary(), "path": str(path)}
-            except (SkippedLoss, Parted, NothingFound, SavedElsewhere):
-                raise
-            except NotKept as reason:
-                if str(reason) not in self._reasons:  # every later event has the same one
-                    self._reasons.add(str(reason))
-                    self.session.say(f"the step was not saved: {reason}")
-                return None
-            except Exception as error:
-                self.session.complain("could not save the failing step", error)
-                return None
-            self.snapshots.append(path)
-            self.results.append(result)
-            self.num_failed += 1
-        if path is not None:  # `SkippedLoss` ends the context, and not the session
-            self.session.leave()
-        return path
-
-
-@contextlib.contextmanager
-def _termination_deferred(hurry: Callable[[], None]) -> Iterator[list[int]]:
-    """Defer the first SIGTERM: a launcher sends it to all ranks once one has ended, also to one that saves its step.
-
-    Yields the signals that have arrived; ``hurry`` is called then. A handler of the script's own is left alone.
-    """
-    arrived: list[int] = []
-
-    def defer(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        hurry()
-
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not is_default or threading.current_thread() is not threading.main_thread():
-        yield arrived
-        return
-    signal.signal(signal.SIGTERM, defer)
-    try:
-        yield arrived
-    finally:
-        if signal.getsignal(signal.SIGTERM) is defer:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _has_origin(snapshot: Snapshot) -> bool:
     return snapshot.failure.call is not None or snapshot.failure.input_name is not None
+
+
+# -- exceptions ----------------------------------------------------------------------------------------------------
+
+
+def ends_training(error: BaseException | None) -> bool:
+    """True if an exception is an error, not the normal end of a script or a wish of the user."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return isinstance(error, Exception)
+
+
+def cause_of(error: BaseException | None, last: BaseException | None) -> BaseException | None:
+    """The exception that ended the script: behind an exit with an error the exception that it handled, or
+    else the ``last`` one raised in a step that has not been completed since."""
+    if not isinstance(error, SystemExit) or not ends_training(error):
+        return error
+    causes = [*chain(error), last]
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        return error
+    return next((cause for cause in causes if isinstance(cause, Exception)), error)
+
+
+def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Module]) -> Raised:
+    """The facts about an exception; ``op`` is the call that raised it, if that was on the tape."""
+    place = innermost_user_place(error)
+    site = make_site(place.tb_frame.f_code, place.tb_lasti) if place is not None else None
+    phase = Phase.BACKWARD if op is not None and op.kind is Backward else Phase.FORWARD
+    files = [_raiser(cause) for cause in chain(error)]
+    is_deliberate = all(file and kind_of_file(file) == "user" for file in files)
+    causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
+    return Raised(*causes[0], site, _module(error, roots), phase, op is not None, is_deliberate, causes)
+
+
+def is_inside_step(tape: Tape) -> bool:
+    """True if the loop has begun to build a graph, so that a step is under way."""
+    alive = tape.alive()
+    made = (alive[number] for op in tape.running() for number in op.outs if number in alive)
+    return any(tensor.requires_grad for tensor in made) or any(
+        op.kind in (Root, Backward, OptimizerStep) and op.mode.grad for op in tape.running()
+    )
+
+
+def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
+    """The last bad scalar that the loop computed with gradients in this step, and where; without a scalar, the bad
+    tensor that its last call was a test of."""
+    running, alive = tape.running(), tape.alive()
+    for tensor, code, instruction in reversed(tape.scalars):
+        number = tape.known(tensor)
+        if number is not None and is_bad(tensor.detach()):
+            made = next((n for n, op in enumerate(running) if number in op.outs), len(running))
+            is_passed = any(op.kind is Root and op.mode.grad for op in running[made + 1 :])  # the loop went on
+            return None if is_passed else (number, code, instruction)
+    tested = set(running[-1].outs) if running else set()
+    if any(number in alive and alive[number].requires_grad for number in tested):
+        return None  # no test: the loop was computing
+    for op in reversed(running):
+        for number in op.outs:
+            made_here = alive.get(number)
+            if number in tested and made_here is not None and made_here.requires_grad and is_bad(made_here.detach()):
+                return number, op.code, op.instruction
+        if not tested.isdisjoint(op.outs):
+            tested.update(op.ins)
+    return None
+
+
+def innermost_user_place(error: BaseException) -> TracebackType | None:
+    """The innermost entry of a traceback whose frame is the user's; the frame's variables name tensors."""
+    entries = tb_entries(error.__traceback__)
+    own = [entry for entry in entries if kind_of_file(entry.tb_frame.f_code.co_filename) == "user"]
+    return own[-1] if own else None
+
+
+def is_mistake(error: BaseException | None) -> bool:
+    """True for an exception such as `NameError` that no ``raise`` has raised: no value of a tensor leads to it."""
+    return isinstance(error, _MISTAKES) and not _raiser(error)
+
+
+def _raiser(error: BaseException) -> str:
+    """The file of the ``raise`` or ``assert`` that has raised an exception; empty if none has."""
+    entries = list(tb_entries(error.__traceback__))
+    if not entries or entries[-1].tb_lineno is None:
+        return ""
+    file = entries[-1].tb_frame.f_code.co_filename
+    return file if _RAISE.search(linecache.getline(file, entries[-1].tb_lineno).split("#")[0]) else ""
+
+
+_RAISE = re.compile(r"\b(raise|assert)\b")
+_MISTAKES = (NameError, AttributeError, ImportError, LookupError, TypeError)
+
+
+def _module(error: BaseException, roots: Iterable[torch.nn.Module]) -> str | None:
+    inside: Any = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is torch_private.call_impl_code:
+            inside = frame.f_locals.get("self")
+    if inside is None:
+        return None
+    paths = (user_path(path) for root in roots for path, module in root.named_modules() if module is inside)
+    return next((path for path in paths if path), f"<{type(inside).__name__}>")

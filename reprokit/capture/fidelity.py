@@ -1,4 +1,4 @@
-"""Fidelity, measured on the file: what was written is read back, run by itself and located.
+"""Writes the file, and measures its fidelity: it is read back, run by itself and located.
 
 ``exact`` stays only if that run fails as training did: same phase, kind and origin, and the loss that training saw.
 Otherwise the file is written again with a note of what differs.
@@ -11,14 +11,18 @@ on the call that differs by itself, if one does.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import multiprocessing
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import ReplayedStep, describe_mismatch, is_close, is_same
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
@@ -30,39 +34,96 @@ from reprokit.program.dataflow import prepared, same_bits
 from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.ir import Input, Phase
 from reprokit.snapshot.format import Snapshot, load, save
+from reprokit.snapshot.source import Source, private
 
 
-def checked(
-    path: Path,
-    losses: Mapping[int, torch.Tensor],
-    devices: Mapping[int, torch.device],
-    reference: Reference | None = None,
-) -> Snapshot:
-    """The snapshot in a file; its fidelity is that of the file afterwards.
+@dataclass(frozen=True)
+class Made:
+    """A snapshot; ``culprit`` is the tensor that was bad already when the step began, if that is the failure.
 
-    ``losses`` are what backward passes started from in the replay, ``devices`` where inputs were that the file has on
-    the host, both by value number; ``reference`` is that of a mismatch.
+    ``losses`` and ``devices`` are those of the replay; ``reference`` is that of a mismatch.
     """
+
+    snapshot: Snapshot
+    culprit: torch.Tensor | None = None
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    devices: dict[int, torch.device] = field(default_factory=dict)
+    reference: Reference | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        """True if the replay of a step has shown where its failure comes from."""
+        return self.snapshot.failure.call_index is not None or self.snapshot.failure.input_name is not None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.snapshot.fidelity == "exact"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where snapshots go: the file that was asked for, or a name made of ``name`` and the step inside ``directory``.
+
+    ``source`` says how much of the user's code goes with them. One of several processes adds its rank to the file name,
+    ``part`` if it has none.
+    """
+
+    output: Path | None
+    directory: Path
+    name: str
+    overwrite: bool
+    source: Source = "traceback"
+    part: str = ""
+
+    @property
+    def log(self) -> Path:
+        """The file of events: beside the snapshot, with its name or that of the run; one for each child process."""
+        own = f".pid{os.getpid()}" if multiprocessing.parent_process() is not None else ""
+        part = rank_suffix() or self.part or own
+        if self.output is None:
+            return self.directory / f"{self.name}{part}.events.jsonl"
+        path = with_part(self.output, part)
+        return path.with_name(f"{path.name.removesuffix('.pt').removesuffix('.repro')}.events.jsonl")
+
+    def write(self, made: Made, *, is_asked: bool = False) -> tuple[Path, Snapshot]:
+        """Write the file and read it back; another name is found when it is taken and may not be overwritten.
+
+        There may be several steps that somebody has asked for: all names have the step then.
+        """
+        snapshot = private(made.snapshot, self.source)
+        part = rank_suffix() or self.part
+        automatic = f"{self.name}{part}-step{snapshot.step}"
+        own = f"{part}-step{snapshot.step}" if is_asked else part
+        path = with_part(self.output, own) if self.output else free_path(self.directory, automatic)
+        if path.exists() and not self.overwrite:
+            path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
+        save(snapshot, path)
+        snapshot.tensors.clear()  # what is read back takes their place
+        return path, checked(path, made)
+
+
+def free_path(directory: Path, stem: str) -> Path:
+    """``<stem>.repro.pt`` in ``directory``, numbered when that name is taken."""
+    numbered = (directory / f"{stem}-{number}.repro.pt" for number in itertools.count(1))
+    return next(path for path in itertools.chain([directory / f"{stem}.repro.pt"], numbered) if not path.exists())
+
+
+def checked(path: Path, made: Made) -> Snapshot:
+    """The snapshot in a file; its fidelity is that of the file afterwards, which says what differs and whether it is
+    only a matter of rounding."""
     snapshot = load(path)
     if not snapshot.program.calls:
         return snapshot
-    placed = {value: tensor.to(devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
-    with _by_itself(snapshot.settings):
-        try:
-            differences = dict(_differences(replace(snapshot, tensors=placed), losses, reference))
-        except Exception as error:  # whatever a device or a kernel may object to
-            pass_on(error)
-            differences = {f"running the file raised {type(error).__name__}: {error}": False}
-    return _noted(snapshot, path, differences) if differences else snapshot
-
-
-def unchecked(path: Path, error: Exception) -> Snapshot:
-    """The snapshot in a file that `checked` could not check; it is not ``exact`` any more."""
-    return _noted(load(path), path, {f"the file was not checked ({type(error).__name__}: {error})": True})
-
-
-def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> Snapshot:
-    """Write the file again with what differs, in words, and whether it is only a matter of rounding."""
+    differences: dict[str, bool] = {}
+    try:
+        placed = {value: tensor.to(made.devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
+        with _by_itself(snapshot.settings):
+            differences.update(_differences(replace(snapshot, tensors=placed), made))
+    except Exception as error:  # whatever a device or a kernel may object to
+        pass_on(error)
+        differences[f"running the file raised {type(error).__name__}: {error}"] = False
+    if not differences:
+        return snapshot
     is_near = snapshot.fidelity != "unfaithful" and all(differences.values())
     notes = dict.fromkeys([*filter(None, [snapshot.fidelity_note]), *differences])
     snapshot = replace(snapshot, fidelity="close" if is_near else "unfaithful", fidelity_note="; ".join(notes))
@@ -70,11 +131,9 @@ def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> S
     return snapshot
 
 
-def _differences(
-    snapshot: Snapshot, losses: Mapping[int, torch.Tensor], reference: Reference | None
-) -> Iterator[tuple[str, bool]]:
+def _differences(snapshot: Snapshot, made: Made) -> Iterator[tuple[str, bool]]:
     """The differences from training as text, and True if they are rounding only."""
-    failure = snapshot.failure
+    failure, losses, reference = snapshot.failure, made.losses, made.reference
     found, seen = _run(snapshot, losses.keys())
     if reference is not None and not isinstance(compare(snapshot, reference, failure.way), Difference):
         yield "the file does not differ when it is compiled", False
@@ -151,15 +210,14 @@ def compiled_mismatch(replayed: ReplayedStep, compilers: Sequence[Compiled]) -> 
 
 
 def _without_preparation(replayed: ReplayedStep) -> None:
+    """Make inputs of what calls of the loop itself have prepared."""
     program = replayed.program
     dropped = prepared(program, replayed.of_loop.keys())
     made = {value for index in dropped for value in program.calls[index].output_refs()}
     calls = tuple(call for index, call in enumerate(program.calls) if index not in dropped)
     read = frozenset(value for call in calls for value in call.input_refs() if value in made)
-    if not read:
-        return
-    outcome = run(program, replayed.tensors, keep=read, only=dropped)
-    if outcome.error is None:
+    outcome = run(program, replayed.tensors, keep=read, only=dropped) if read else None
+    if outcome is not None and outcome.error is None:
         inputs = (*program.inputs, *(Input(value, replayed.of_loop[value]) for value in sorted(read)))
         replayed.program = replace(program, calls=calls, inputs=inputs).pruned()
         replayed.tensors = {**replayed.tensors, **outcome.values}

@@ -1,4 +1,4 @@
-"""Running somebody's script or module as ``__main__``, exactly as Python itself would.
+"""How a capture begins: ``with reprokit.capture():``, or somebody's script or module, run as Python itself would.
 
 A new module object takes the name ``__main__`` and keeps it: classes of the script can be pickled until the very end,
 and spawned workers find the script again. Whatever the script raises leaves here unchanged; `hide_own_frames` sees to
@@ -17,12 +17,57 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from reprokit.capture.failure_text import captured_lines
+from reprokit.capture.options import Options, check_name, current_folder
 from reprokit.errors import UsageError, is_own, tb_entries
+from reprokit.words import print_line
+
+if TYPE_CHECKING:
+    from reprokit.capture.session import Session
 
 _DISPATCH = os.path.join("torch", "overrides.py")
 _launcher = ModuleType("__main__")  # what was `__main__` before; kept alive, as its frames still run
+
+
+@contextlib.contextmanager
+def capture(output: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> Iterator[Session]:
+    """Watch the training loop in this block and save its first failing step.
+
+    Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
+    the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. The other options are
+    ``name``, ``overwrite``, ``quiet``, ``history``, ``watch``, ``on``, ``source``, ``budget``, ``from_step``,
+    ``at_step``, ``on_snapshot``, ``record``, ``on_numbers`` and ``on_event``: those of `Session`. Yields the session,
+    whose ``snapshots`` are files. Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
+    """
+    from reprokit.capture.mode import CaptureStop
+    from reprokit.capture.session import Session
+    from reprokit.snapshot.redact import redact_argv
+
+    path = current_folder() / output if output is not None and not os.path.isabs(output) else output
+    path = Path(path) if path is not None else None
+    check_name(path, None, options.get("name", "training"))
+    if path is not None and path.exists() and not options.get("overwrite"):
+        raise UsageError(f"`{path}` exists already", hint="choose another name, or pass overwrite=True")
+    session = Session(path, command=redact_argv(sys.argv), **options)
+    try:
+        with session:
+            yield session
+    except CaptureStop as stop:
+        if stop.session is not session:
+            raise
+    except BaseException as error:
+        peel(error)
+        raise
+    finally:
+        session.take_away()  # also if an exception has arrived just before it could
+        if not options.get("quiet"):
+            if session.closing is not None:
+                print_line(session.closing)
+            for written, result in zip(session.snapshots, session.results, strict=True):
+                for line in captured_lines(written, result, None):
+                    print_line(line)
 
 
 def run_script(path: str, argv: Sequence[str]) -> None:
@@ -32,7 +77,7 @@ def run_script(path: str, argv: Sequence[str]) -> None:
     sys.argv[:] = [path, *argv]
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     module = _new_main(filename, SourceFileLoader("__main__", filename), spec=None, package=None)
-    _execute(compile(source, filename, "exec", dont_inherit=True), module)
+    exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
 
 
 def run_module(name: str, argv: Sequence[str]) -> None:
@@ -43,7 +88,7 @@ def run_module(name: str, argv: Sequence[str]) -> None:
     filename = spec.origin or name
     sys.argv[0] = filename
     module = _new_main(filename, spec.loader, spec=spec, package=spec.parent)
-    _execute(code, module)
+    exec(code, module.__dict__)
 
 
 def read_script(path: str) -> bytes:
@@ -72,7 +117,15 @@ def hide_own_frames() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _shorten_when_shown(error)
+        shown_by, ending = sys.excepthook, error
+
+        def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+            if value is ending:
+                peel(value)
+                traceback = value.__traceback__
+            shown_by(kind, value, traceback)
+
+        sys.excepthook = show
         raise
 
 
@@ -136,11 +189,9 @@ class _Awaited(importlib.abc.MetaPathFinder):
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._extend(spec.loader)
-        return spec
-
-    def _extend(self, loader: Any) -> None:
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
         load = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -151,6 +202,7 @@ class _Awaited(importlib.abc.MetaPathFinder):
                 self._then()
 
         loader.exec_module = exec_module
+        return spec
 
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
@@ -197,25 +249,9 @@ def _new_main(filename: str, loader: object, *, spec: ModuleSpec | None, package
     return module
 
 
-def _execute(code: CodeType, module: ModuleType) -> None:
-    exec(code, module.__dict__)
-
-
 def _set_first_path(folder: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = folder
-
-
-def _shorten_when_shown(error: BaseException) -> None:
-    shown_by = sys.excepthook
-
-    def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if value is error:
-            peel(value)
-            traceback = value.__traceback__
-        shown_by(kind, value, traceback)
-
-    sys.excepthook = show
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -224,7 +260,9 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
     entries = list(tb_entries(traceback))
     if not any(is_own(entry.tb_frame) for entry in entries):
         return traceback
-    for entry in entries[_num_leading(entries) :]:
+    codes = [entry.tb_frame.f_code for entry in entries]
+    launched = next((code for code in (run_script.__code__, run_module.__code__) if code in codes), None)
+    for entry in entries[codes.index(launched) + 1 if launched is not None else 0 :]:
         if is_own(entry.tb_frame):
             has_detour = True
             while kept and kept[-1].tb_frame.f_code.co_filename.endswith(_DISPATCH):
@@ -234,21 +272,8 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
             kept.pop()  # torch's function asked the tape first and was then called again by it
         has_detour = False
         kept.append(entry)
-    return _linked(kept)
-
-
-def _num_leading(entries: list[TracebackType]) -> int:
-    """How many entries come before the code that was launched."""
-    codes = [entry.tb_frame.f_code for entry in entries]
-    for function in (run_script, run_module):
-        if function.__code__ in codes:
-            return codes.index(function.__code__) + 1
-    return 0
-
-
-def _linked(entries: list[TracebackType]) -> TracebackType | None:
     linked: TracebackType | None = None
-    for entry in reversed(entries):
+    for entry in reversed(kept):
         line = entry.tb_lineno if entry.tb_lineno is not None else -1  # an instruction without a line
         linked = TracebackType(linked, entry.tb_frame, entry.tb_lasti, line)
     return linked

@@ -20,9 +20,10 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.calls import Backward, Function, Kind, OptimizerStep, Root, RootNote
+from reprokit.capture.fidelity import Made
 from reprokit.capture.meeting import DONE, Meeting, Parted, SavedElsewhere, Stopped
 from reprokit.capture.replay import Found, Replay, TracedPlayer, code_of, quiet_hooks
-from reprokit.capture.save import NOT_ALL, NOT_KEPT, NOT_SHOWN, Case, Made, NothingFound
+from reprokit.capture.save import NOT_ALL, NOT_KEPT, NOT_SHOWN, Case, NothingFound
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Mark, Op, Segment
 from reprokit.capture.world import DEFAULT_STATE_BYTES, give_gradients, options_of, set_options
@@ -172,7 +173,7 @@ def _sharded_past(describing: Describing, segments: list[Segment], together: Mee
     is an update."""
     loop, world, verdict = describing.loop, describing.loop.world, describing.verdict
     made, reasons = None, [NOT_SHOWN]
-    takes_skipped, copy = verdict.takes_skipped, world.copies[-1]
+    takes_skipped, copy = loop.failures.takes_skipped, world.copies[-1]
     replay = Replay(world, loop.tape, segments, copy, takes_skipped=takes_skipped, together=together)
     together.said = ()
     try:
@@ -209,7 +210,6 @@ def _sharded_past(describing: Describing, segments: list[Segment], together: Mee
             False,
             verdict.frame,
             contents=contents,
-            likewise=loop.tape.running(),
             notes=again.notes,
         )
         return _recorded_by_all(describing, together, case)

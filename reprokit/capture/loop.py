@@ -767,7 +767,7 @@ class Loop:
         if iterations.total == SETTLED_AFTER:
             self.recorder.roots.settle()
         if optimizer is not None and self.budget.limit is not None:  # one by hand is seen only in a step that is noted
-            self.budget.end_step(ended, num_calls)
+            self.budget.end_step(ended, num_calls, is_noted=self.is_noted)
         self.restart()
 
     def _note_numbers(self, optimizer: torch.optim.Optimizer | None, step: int, ended: float) -> None:

@@ -1,4 +1,4 @@
-"""The options of a capture that are one of a few words, as types and as tuples, and the names of files.
+"""The options of a capture, which API and callbacks share, the words that some of them take, and the names of files.
 
 Imports no torch, as the CLI shows the words.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from reprokit.errors import UsageError, ignored_errors
-from reprokit.series.events import EventKind
-from reprokit.snapshot.source import SOURCES
+from reprokit.series.events import EventKind, TrainingEvent
+from reprokit.snapshot.source import SOURCES, Source
 
 After = Literal["stop", "continue"]
 Watch = Literal["sampled", "every-step"]
@@ -26,6 +26,26 @@ ON: tuple[On, ...] = get_args(On)
 EVENTS: tuple[EventKind, ...] = get_args(EventKind)  # `early` is all of them
 DEFAULT_PERCENT = 10.0  # of the loop's CPU time
 DEFAULT_ON: tuple[On, ...] = ("nonfinite", "exception")
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `reprokit.capture` and of callbacks; `Session` says what they do."""
+
+    name: str
+    after: After
+    overwrite: bool
+    quiet: bool
+    history: int | None
+    watch: Watch
+    on: Collection[str]
+    source: Source
+    budget: float | Literal["off"] | None
+    from_step: int | None
+    at_step: int | Collection[int]
+    on_snapshot: Callable[[Path], object] | None
+    on_event: Callable[[TrainingEvent], object] | None
+    record: str | None
+    on_numbers: Callable[[dict[str, float]], object] | None
 
 
 def events_in(on: Collection[str]) -> tuple[EventKind, ...]:

@@ -56,9 +56,12 @@ from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.trace import InputName, Tracer, recording
 from reprokit.series.story import LayerNumbers
 from reprokit.series.timeline import parameters_of
+from reprokit.snapshot.rng import Generators
 
 if TYPE_CHECKING:
     from reprokit.capture.meters import LayerMeter
+    from reprokit.locate.failure import Failure
+    from reprokit.snapshot.format import StateBefore
 
 _UNSEEN = "a tensor was written after the step had used it, by something the tape cannot see"
 _ROUNDED = "the transform of `{}` was replayed by plain calls, whose results differ by rounding"
@@ -319,7 +322,8 @@ class ReplayedStep:
     raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`; ``sources`` are the
     loop's tensors behind the inputs, ``losses`` what backward passes started from, ``seen`` the same in training,
     ``devices`` where inputs were, by value number. ``of_loop`` are the values that calls of the loop itself have made,
-    with their names.
+    with their names. Known by then: the ``failure``, the state ``before``, the generators' states (``rng``), and the
+    ``hooks`` that raised or were left out.
     """
 
     program: Program
@@ -333,6 +337,10 @@ class ReplayedStep:
     devices: dict[int, torch.device] = field(default_factory=dict)
     seen: dict[int, torch.Tensor | float] = field(default_factory=dict)
     of_loop: dict[int, str] = field(default_factory=dict)
+    failure: Failure | None = None
+    before: StateBefore | None = None
+    rng: Generators = field(default_factory=Generators)
+    hooks: Sequence[Any] = ()
 
     def own_tensors(self) -> None:
         """Copy what is borrowed to the host, before the live tensors get other contents."""

@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from traceback import print_exception
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from reprokit import torch_private
 from reprokit.capture.budget import Budget
 from reprokit.capture.early_warning import EarlyWarning
-from reprokit.capture.exceptions import ends_training
 from reprokit.capture.failure_text import Seen, closing_line
-from reprokit.capture.failures import Failures
+from reprokit.capture.failures import Failures, ends_training
+from reprokit.capture.fidelity import Place
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import CaptureStop
@@ -38,7 +38,7 @@ from reprokit.capture.options import (
     events_in,
 )
 from reprokit.capture.recorder import Recorder
-from reprokit.capture.save import Place, SkippedLoss
+from reprokit.capture.save import SkippedLoss
 from reprokit.capture.tensor_names import names_of, parameter_names
 from reprokit.capture.world import World
 from reprokit.errors import UsageError, ignored_errors, pass_on
@@ -123,14 +123,7 @@ class Session:
         matter = not {"nonfinite", "skipped"}.isdisjoint(on)
         self._loop = Loop(self._recorder, world, Budget(percent, from_step), watch, matter=matter)
         place = Place(output, directory or current_folder(), name, overwrite, source, part)
-        self._failures = Failures(
-            self,
-            self._loop,
-            place,
-            command,
-            takes_exceptions="exception" in on,
-            takes_skipped="skipped" in on,
-        )
+        self._failures = Failures(self, self._loop, place, command, on)
         self._loop.asked, self._loop.last_step = asked, last_step
         self._loop.choose()
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
@@ -154,10 +147,7 @@ class Session:
             self.resume()
         except Exception as error:
             self.take_away()
-            pass_on(error)
-            self._has_complained = True
-            print_line(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
-            self._print_traceback(error)
+            self.complain("cannot watch this run", error, "it goes on unwatched")
         except BaseException:
             self.take_away()
             raise
@@ -168,7 +158,9 @@ class Session:
         try:
             if self._recorder.enabled and not isinstance(exc, CaptureStop):
                 try:
-                    self._meet_others_at_end(exc)
+                    has_failed = exc is not None and (ends_training(exc) or not isinstance(exc, SystemExit))
+                    with self._recorder.paused():  # the last moment for going back together
+                        self._loop.ranks.check_at_end(has_failed=has_failed)
                     if self._recorder.enabled:  # and they have found nothing
                         path = self._failures.look_back(exc)
                         self._loop.ranks.tell_at_end()
@@ -180,12 +172,6 @@ class Session:
             self.take_away()
         if path is not None and exc is None:
             self.stop()
-
-    def _meet_others_at_end(self, error: BaseException | None) -> None:
-        """The last moment for going back together, in a script that leaves the process group to the end."""
-        is_normal = error is None or (isinstance(error, SystemExit) and not ends_training(error))
-        with self._recorder.paused():
-            self._loop.ranks.check_at_end(has_failed=not is_normal)
 
     def take_away(self) -> None:
         """Take everything away, the mode on torch's stack included, also if an exception arrives meanwhile."""
@@ -303,12 +289,12 @@ class Session:
             except Exception as error:
                 self.complain("an error of its own while ending", error)
 
-    def complain(self, what: str, error: BaseException) -> None:
+    def complain(self, what: str, error: BaseException, then: str = "training goes on") -> None:
         """Say what broke; one line for everything that may come of it. Raises an exception that is the user's."""
         pass_on(error)
         if not self._has_complained:
             self._has_complained = True
-            print_line(f"{what} ({type(error).__name__}: {error}); training goes on")
+            print_line(f"{what} ({type(error).__name__}: {error}); {then}")
             self._print_traceback(error)
 
     def _print_traceback(self, error: BaseException) -> None:
@@ -338,14 +324,19 @@ class Session:
 
     def hand_over(self, path: Path) -> None:
         """Call ``on_snapshot``, after which the file may be elsewhere."""
-        if self._on_snapshot is None:
-            return
+        if self._on_snapshot is not None:
+            self._tell("on_snapshot", self._on_snapshot, path, f"the snapshot is `{path}`")
+
+    def _tell(self, option: str, function: Callable[[Any], object], what: object, then: str) -> bool:
+        """Call a function of the user's, whose exception is printed; ``False`` if there was one."""
         try:
-            self._on_snapshot(path)
+            function(what)
         except Exception as error:
             pass_on(error)
-            print_line(visible_line(f"`on_snapshot` raised {type(error).__name__}: {error}; the snapshot is `{path}`"))
+            print_line(visible_line(f"`{option}` raised {type(error).__name__}: {error}; {then}"))
             self._print_traceback(error)
+            return False
+        return True
 
     def step(self) -> None:
         """Mark the end of a step whose update writes into no tensor: ``params = {k: p - lr * g[k] for ...}``.
@@ -386,16 +377,10 @@ class Session:
 
     def _hand_over_numbers(self, numbers: StepNumbers, row: RecordedStep) -> None:
         """Call ``on_numbers``; not again after an error."""
-        if self._on_numbers is None:
-            return
-        try:
+        if self._on_numbers is not None:
             with self._recorder.paused():
-                self._on_numbers(flat(numbers, row))
-        except Exception as error:
-            pass_on(error)
-            self._on_numbers = None
-            print_line(visible_line(f"`on_numbers` raised {type(error).__name__}: {error}; it is not called again"))
-            self._print_traceback(error)
+                if not self._tell("on_numbers", self._on_numbers, flat(numbers, row), "it is not called again"):
+                    self._on_numbers = None
 
     def say(self, text: str) -> None:
         """Print a line, unless all is to be quiet."""

@@ -10,6 +10,7 @@ import ast
 import inspect
 import itertools
 import sys
+import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
@@ -25,6 +26,7 @@ from reprokit.program.trace import InputName
 from reprokit.words import item_name, user_path
 
 _MAX_FRAMES = 30
+_MOST = 64  # items of a container
 _PLAIN_NAMES = frozenset({"input", "args", "kwargs"})
 
 
@@ -45,27 +47,33 @@ def is_unfollowed(tensor: torch.Tensor) -> bool:
 
 
 class Names:
-    """Knows the loop's tensors by identity, and by their numbers on the tape. The first name that was added wins; the
-    largest root names the parameters. ``alive`` are the tensors with numbers that are still there."""
+    """Knows the loop's tensors by identity, and by their numbers on the tape. The first name that was added wins.
 
-    def __init__(self, alive: Mapping[Number, torch.Tensor]) -> None:
+    ``alive`` are the tensors with numbers that are still there. The largest of the ``modules`` names its parameters and
+    buffers, behind its name among the ``roots`` if it has one.
+    """
+
+    def __init__(
+        self,
+        alive: Mapping[Number, torch.Tensor],
+        modules: Sequence[torch.nn.Module] = (),
+        roots: Mapping[int, str] = types.MappingProxyType({}),
+    ) -> None:
         self._alive = alive
-        self._by_id: dict[int, tuple[int, InputName]] = {}
-        self._by_number: dict[Number, tuple[int, InputName]] = {}
-        self._count = 0
-        self._roots: list[torch.nn.Module] = []
+        self._known: dict[object, InputName] = {}  # by the ``id`` of the tensor, by its number if that has gone
+        for module in sorted(modules, key=lambda root: -sum(1 for _ in root.parameters())):
+            root = f"{roots[id(module)]}." if id(module) in roots else ""
+            for name, parameter in module.named_parameters():
+                self._add(parameter, InputName(root + user_path(name), "parameter"))
+            for name, buffer in module.named_buffers():
+                self._add(buffer, InputName(root + user_path(name), "buffer"))
 
     def describe(self, number: Number | None, tensor: torch.Tensor) -> InputName | None:
         """The name and role of a tensor, or ``None``."""
-        known = [self._by_id.get(id(tensor)), self._by_number.get(number) if number is not None else None]
-        found = min((pair for pair in known if pair is not None), key=lambda pair: pair[0], default=None)
+        found = self._known.get(id(tensor)) or self._known.get((number,))
         if found is None and tensor.grad_fn is not None:  # what a custom autograd function returned
             return InputName(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
-        return found[1] if found is not None else None
-
-    def add_root(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers of a root module, by their state-dict names."""
-        self._roots.append(module)
+        return found
 
     def add_arguments(self, op: Op, *, plain: bool = False) -> None:
         """The arguments of a root module, by the parameter names of its forward.
@@ -85,14 +93,10 @@ class Names:
 
     def add_locals(self, frame: FrameType | None) -> None:
         """Variables of the user's functions that are running, innermost first."""
-        for _ in range(_MAX_FRAMES):
-            if frame is None:
-                return
-            if kind_of_file(frame.f_code.co_filename) == "user":
-                for name, value in list(frame.f_locals.items()):
-                    if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
-                        self._add_values(name, value)
-            frame = frame.f_back
+        for running in _user_frames(frame):
+            for name, value in list(running.f_locals.items()):
+                if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
+                    self._add_values(name, value)
 
     def add_by_place(self, ops: Sequence[Op], likewise: Sequence[Op]) -> None:
         """Names for what earlier calls of the same lines were given: those of ``likewise``, argument by argument."""
@@ -119,40 +123,25 @@ class Names:
                     self._add_values(argument.id, value)
 
     def _add(self, key: Number | torch.Tensor, origin: InputName) -> None:
-        self._count += 1
-        if isinstance(key, Number):
-            self._by_number.setdefault(key, (self._count, origin))
-        else:
-            self._by_id.setdefault(id(key), (self._count, origin))
+        tensor = self._alive.get(key) if isinstance(key, Number) else key
+        self._known.setdefault((key,) if tensor is None else id(tensor), origin)
 
     def _add_values(self, name: str, value: Any) -> None:
         if isinstance(value, dict):
-            for key, item in list(value.items())[:64]:
-                if isinstance(item, (torch.Tensor, Number)):
-                    self._add(item, InputName(item_name(name, str(key))))
-            return
-        found: Iterator[Any] = itertools.chain(iter_tensors(value), iter_leaves(value, Number))
-        for item in itertools.islice(found, 64):
-            self._add(item, InputName(name))
-
-    def name_roots(self, names: Mapping[int, str]) -> None:
-        """Name parameters and buffers, behind the root's name where ``names`` has it; to be called before other names
-        are added."""
-        for module in sorted(self._roots, key=lambda root: -sum(1 for _ in root.parameters())):
-            root = f"{names[id(module)]}." if id(module) in names else ""
-            for name, parameter in module.named_parameters():
-                self._add(parameter, InputName(root + user_path(name), "parameter"))
-            for name, buffer in module.named_buffers():
-                self._add(buffer, InputName(root + user_path(name), "buffer"))
+            named = [(item_name(name, str(key)), item) for key, item in list(value.items())[:_MOST]]
+            named = [(key, item) for key, item in named if isinstance(item, (torch.Tensor, Number))]
+        else:
+            found: Iterator[Any] = itertools.chain(iter_tensors(value), iter_leaves(value, Number))
+            named = [(name, item) for item in itertools.islice(found, _MOST)]
+        for key, item in named:
+            self._add(item, InputName(key))
 
     def add_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         """The names of parameters for what stands for them, by the ``id`` of the parameter."""
         for key, tensor in stand_ins.items():
-            if key in self._by_id:
-                self._by_id[id(tensor)] = self._by_id[key]
+            if key in self._known:
+                self._known[id(tensor)] = self._known[key]
 
-
-_MAX_ITEMS = 64
 
 Named = tuple[str, Any]
 
@@ -186,10 +175,11 @@ def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str
     wanted = {id(owner) for owner in owners}
     found: dict[int, str] = {}
     taken: set[str] = set()
-    for name, value in _as_far_as_it_goes(_named(frame)) if owners else ():
-        if id(value) in wanted and id(value) not in found and name not in taken:
-            found[id(value)] = name
-            taken.add(name)
+    with ignored_errors():  # that an object of the user's raises: a missing name loses no snapshot
+        for name, value in _named(frame) if owners else ():
+            if id(value) in wanted and id(value) not in found and name not in taken:
+                found[id(value)] = name
+                taken.add(name)
     for owner in owners:
         if id(owner) not in found:
             cls = type(owner).__name__
@@ -197,12 +187,6 @@ def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str
             found[id(owner)] = next(name for name in itertools.chain([cls], numbered) if name not in taken)
             taken.add(found[id(owner)])
     return found
-
-
-def _as_far_as_it_goes(named: Iterator[Named]) -> Iterator[Named]:
-    """The items up to the first error that an object of the user's raises: a missing name loses no snapshot."""
-    with ignored_errors():
-        yield from named
 
 
 def _named(frame: FrameType | None) -> Iterator[Named]:
@@ -226,13 +210,10 @@ def _named(frame: FrameType | None) -> Iterator[Named]:
 
 def _user_frames(frame: FrameType | None) -> list[FrameType]:
     found: list[FrameType] = []
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            break
-        if kind_of_file(frame.f_code.co_filename) == "user":
-            found.append(frame)
+    while frame is not None and len(found) < _MAX_FRAMES:
+        found.append(frame)
         frame = frame.f_back
-    return found
+    return [one for one in found if kind_of_file(one.f_code.co_filename) == "user"]
 
 
 def _attributes(value: Any) -> list[Named]:
@@ -240,10 +221,9 @@ def _attributes(value: Any) -> list[Named]:
     return list(vars(value).items()) if is_plain and not callable(value) else []
 
 
-def _items(name: str, value: Any) -> list[Named]:
+def _items(name: str, value: Any) -> Iterator[Named]:
     """The entries of a list or a dict; a class of the user's would run code of the user's."""
     if type(value) is dict:
-        return [(key, item) for key, item in itertools.islice(value.items(), _MAX_ITEMS) if isinstance(key, str)]
-    if type(value) in (list, tuple):
-        return [(f"{name}[{place}]", item) for place, item in enumerate(itertools.islice(value, _MAX_ITEMS))]
-    return []
+        yield from ((key, item) for key, item in itertools.islice(value.items(), _MOST) if isinstance(key, str))
+    elif type(value) in (list, tuple):
+        yield from ((f"{name}[{place}]", item) for place, item in enumerate(value[:_MOST]))

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.capture import launch, options
-from reprokit.capture.block import captured_lines, shown_path
-from reprokit.capture.failure_text import Seen, closing_line
+from reprokit.capture.failure_text import Seen, captured_lines, closing_line, shown_path
 from reprokit.capture.options import check_name, rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import (

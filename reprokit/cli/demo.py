@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from reprokit.capture.block import shown_path
+from reprokit.capture.failure_text import shown_path
 from reprokit.cli.capture import EXIT_CAPTURED
 from reprokit.cli.console import FilePath, Verbosity, common_options, make_folder, print_json, say, shown_command
 from reprokit.errors import ReprokitError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.capture.block import shown_path
+from reprokit.capture.failure_text import shown_path
 from reprokit.cli.console import (
     SECONDS,
     FilePath,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.capture.block import can_be_shrunk
-from reprokit.capture.failure_text import growth, what
+from reprokit.capture.failure_text import can_be_shrunk, growth, what
 from reprokit.cli.console import (
     FilePath,
     Verbosity,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from reprokit.capture.block import shown_path
+from reprokit.capture.failure_text import shown_path
 from reprokit.cli.console import (
     FilePath,
     Verbosity,

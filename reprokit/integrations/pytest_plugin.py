@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reprokit.capture.block import captured_lines
+from reprokit.capture.failure_text import captured_lines
 
 _SESSION = pytest.StashKey[Any]()  # of the `Session`, whose module imports torch
 

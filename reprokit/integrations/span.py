@@ -10,40 +10,18 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from reprokit.capture import launch
-from reprokit.capture.block import capture
-from reprokit.capture.options import After, Watch
-from reprokit.series.events import TrainingEvent
-from reprokit.snapshot.source import Source
+from reprokit.capture.launch import capture
+from reprokit.capture.options import Options
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
-
-
-class Options(TypedDict, total=False):
-    """The keyword arguments of `reprokit.capture`, which the callbacks take as well."""
-
-    name: str
-    after: After
-    overwrite: bool
-    quiet: bool
-    history: int | None
-    watch: Watch
-    on: Collection[str]
-    source: Source
-    budget: float | None
-    from_step: int | None
-    at_step: int | Collection[int]
-    on_snapshot: Callable[[Path], object] | None
-    on_event: Callable[[TrainingEvent], object] | None
-    record: str | None
-    on_numbers: Callable[[dict[str, float]], object] | None
 
 
 class Span:

@@ -109,6 +109,23 @@ def test_stepping_down_changes_no_bit(loop: Any, monkeypatch: pytest.MonkeyPatch
     assert told == ([] if loop.__name__ in UPDATED_BY_HAND else ["noting every 64th step"])
 
 
+def test_steps_are_noted_again_when_that_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "dispatch_seconds", lambda: 1e-6)
+    said: list[str] = []
+    kept = budget.Budget(10)
+    kept.say = said.append
+    paces = []
+    for num_calls, num_noted in ((32_000, 32), (2_000, 2), (32, 2), (0, 1), (10_000, 32), (20_000, 32)):
+        kept.keep(num_calls, num_noted, 32, 1.0)
+        paces.append(kept.every)
+    assert paces == [4, 4, 1, 1, 1, 2]
+    assert [text.partition(":")[0] for text in said] == [
+        "noting every 4th step",
+        "noting every step again",
+        "noting every 2nd step",
+    ]
+
+
 def test_modes_of_the_loop_stay_where_they_are(tmp_path: Path) -> None:
     with reprokit.capture(tmp_path / "x.pt", from_step=3, quiet=True) as session, torch.device("cpu"):
         level = torch._C._len_torch_function_stack()

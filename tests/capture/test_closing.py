@@ -174,4 +174,4 @@ w.data -= w.grad
     (tmp_path / "train.py").write_text(script.replace("os.getcwd()", repr(str(tmp_path / "gone"))))
     result = run_reprokit("capture", "-v", "-o", "gone/x.pt", "train.py")
     assert result.returncode == 0 and "could not save the failing step" in result.stderr
-    assert "Traceback" in result.stderr and "reprokit/capture/save.py" in result.stderr
+    assert "Traceback" in result.stderr and "reprokit/capture/fidelity.py" in result.stderr

@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from reprokit.capture import failures
-from reprokit.capture import save as choose_step
-from reprokit.capture.save import Describing, Made
+from reprokit.capture import fidelity as written
+from reprokit.capture.fidelity import Made
+from reprokit.capture.save import Describing
 from reprokit.capture.session import Session
 from reprokit.program.dataflow import same_bits
-from reprokit.snapshot.format import Snapshot, load, save
+from reprokit.snapshot.format import Snapshot, load
+from reprokit.snapshot.source import private
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
@@ -370,7 +372,7 @@ def captured_with(
 ) -> tuple[Snapshot, dict[str, Any]]:
     """What is in the file, and what is told, when something changes the snapshot on its way to the disk."""
     with pytest.MonkeyPatch.context() as patch, described_once():
-        patch.setattr(choose_step, "save", lambda snapshot, path: save(change(snapshot), path))
+        patch.setattr(written, "private", lambda snapshot, source: change(private(snapshot, source)))
         with Session(directory=folder, watch="every-step", after="continue") as session:
             model, optimizer = plain_training()
             for step, x, y in batches():

@@ -214,7 +214,7 @@ def test_quiet_says_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     def fail(*args: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(import_module("reprokit.capture.save"), "save", fail)
+    monkeypatch.setattr(import_module("reprokit.capture.fidelity"), "save", fail)
     with Session(directory=tmp_path, quiet=True, after="continue") as session:
         bad_steps(plain_net(), None)
     assert session.snapshots == []
