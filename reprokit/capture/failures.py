@@ -27,8 +27,7 @@ from reprokit.capture.meeting import Parted, SavedElsewhere
 from reprokit.capture.save import Describing, Made, NothingFound, NotKept, Place, SkippedLoss, Verdict, backward_from
 from reprokit.capture.tape import Op
 from reprokit.errors import chain, has_arrived
-from reprokit.series.detectors import Alarm, Finding
-from reprokit.series.events import QUANTITIES
+from reprokit.series.events import QUANTITIES, Alarm, Finding
 from reprokit.snapshot.format import Snapshot
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from reprokit.capture.collect_state import collect_state
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, compiled_mismatch, unchecked
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
-from reprokit.capture.meters import LayerMeter, layers_of
+from reprokit.capture.meters import Meter, layers_of
 from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import (
     Found,
@@ -58,7 +58,7 @@ from reprokit.program.interpreter import Modes, Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer, current_mode
-from reprokit.series.detectors import Alarm, Finding
+from reprokit.series.events import Alarm, Finding
 from reprokit.series.story import LayerNumbers
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot, StateBefore, save
@@ -574,7 +574,7 @@ class Describing:
         last = snapshot.step if snapshot.failure.event is None else segments[-1].mark.step
         replay = Replay(world, loop.tape, segments, world.copies[0])
         with replay.going_back(), quiet_hooks(world.modules, replay.leaves()):
-            return [row for row in replay.measured(LayerMeter(layers), last) if row.step >= began]
+            return [row for row in replay.measured(Meter({}, layers), last) if row.step >= began]
 
     # -- replaying a step ----------------------------------------------------------------------------------------
 
@@ -764,7 +764,7 @@ class Describing:
         path = getattr(sys.modules.get("__main__"), "__file__", None)  # names were taken out of the command line
         iterations, pending = loop.iterations, loop.judge.pending
         seat = loop.timeline.seat_of(case.mark.place, loop.running(pending.behind if pending is not None else None)[1])
-        kin, began = iterations.kin(seat, number), iterations.began(seat, number)
+        kin, began = iterations.kin(seat, number)
         is_noted = loop.is_noted or case.mark.place != iterations.total
         copies = loop.world.copies
         settings = CaptureSettings(

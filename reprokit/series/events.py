@@ -6,12 +6,13 @@ Imports no torch: `reprokit.TrainingEvent` is part of the public API.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from reprokit.series.course import Departure, Severity
 from reprokit.words import json_line, number_words, times_words
@@ -19,6 +20,37 @@ from reprokit.words import json_line, number_words, times_words
 EventKind = Literal["spike", "explosion", "dead", "scale"]
 QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
 _MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold about 8,000 events
+
+
+class Alarm(NamedTuple):
+    """A departure from its course, and what kind of an event it is. ``shown_by`` is the step whose number shows it."""
+
+    kind: EventKind
+    departure: Departure
+    shown_by: int
+
+    @property
+    def place(self) -> int:
+        """The place of the step where it began, among those of all optimizers."""
+        return self.departure.began.place
+
+    @property
+    def step(self) -> int:
+        """The step where it began."""
+        return self.departure.began.step
+
+
+class Finding(NamedTuple):
+    """A parameter (its name and ``id``) that learns nothing, and the first ``step`` that shows it; ``num_steps`` played
+    ones do. Its gradient is zero from there on, or ``is_missing``."""
+
+    name: str
+    key: int
+    is_missing: bool
+    num_steps: int
+    place: int
+    step: int
+    kind: EventKind = "dead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +86,20 @@ class TrainingEvent:
         return json_line({name: value for name, value in asdict(self).items() if value is not None})
 
 
-def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
-    """The event of a number that has left its course, noticed after ``step``."""
-    began, usual = departure.began, departure.usual
-    quantity = QUANTITIES[kind]
+def event_of(alarm: Alarm) -> TrainingEvent:
+    """The event of a number that has left its course."""
+    departure = alarm.departure
+    began, usual, values = departure.began, departure.usual, departure.values
+    quantity = QUANTITIES[alarm.kind]
     words = f"the {quantity} was {number_words(began.number)}{times_words(began.number, usual)}"
     if departure.is_over:
-        words += ", and came back at once" if len(departure.values) == 1 else ", and came back"
-    elif len(departure.values) > 1:
-        words += (
-            f", and stayed off its course for {len(departure.values)} steps up to {number_words(departure.peak.number)}"
-        )
+        words += ", and came back at once" if len(values) == 1 else ", and came back"
+    elif len(values) > 1:
+        highest = max((value.number for value in values), key=lambda number: math.inf if math.isnan(number) else number)
+        words += f", and stayed off its course for {len(values)} steps up to {number_words(highest)}"
     return TrainingEvent(
-        kind,
-        step,
+        alarm.kind,
+        alarm.shown_by,
         departure.severity,
         f"began at step {began.step}: {words}",
         began_at=began.step,
