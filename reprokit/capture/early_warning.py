@@ -55,8 +55,7 @@ class EarlyWarning:
 
     ``_always`` are the parameters that had no gradient, or one of zeros, at every look so far; playing kept steps
     because of such parameters took ``_spent`` seconds of CPU time since ``_began``. Numbers were looked at up to the
-    step at the place ``_seen``, gradients last when there were ``_looked_after`` copies of the state. ``_left`` steps
-    are to come before anything is looked at.
+    step at the place ``_seen``, gradients when there were ``_looked`` steps. In ``_left`` steps is the next look.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class EarlyWarning:
         self._courses: dict[tuple[EventKind, int], Course | ScaleFalls] = {}
         self._is_off = False
         self._left, self._seen, self._batch = 1, -1, 1
-        self._finds_silent, self._looked_after = "dead" in kinds, 0
+        self._finds_silent, self._looked = "dead" in kinds, 0
         self._began, self._spent = time.process_time(), 0.0
         self._always: WeakTensorKeyDictionary | None = None  # an id would be that of another parameter later
         loop.has_alarm = self._has_alarm
@@ -102,11 +101,9 @@ class EarlyWarning:
         if self._left > 0:
             return
         frame = sys._getframe(1)
-        path = self.catch_up(frame)
-        if path is None and not self._steps_to_look:
-            self._looked_after = self._loop.world.num_copies
-            path = self.look_at_gradients(frame, is_last=False)
-        self._left = max(1, min(self._batch, self._steps_to_look))
+        path = self.catch_up(frame) or self.look_at_gradients(frame, is_last=False)
+        missing = LEAST_SILENT - self._loop.num_kept if self._finds_silent else 0
+        self._left = min(self._batch, missing) if missing > 0 else self._batch
         if path is not None:
             self._session.stop()
 
@@ -114,16 +111,6 @@ class EarlyWarning:
         """Report what the steps so far show; raises `CaptureStop` if a step was saved and the loop is to stop."""
         if self.catch_up(sys._getframe(1)) is not None:
             self._session.stop()
-
-    @property
-    def _steps_to_look(self) -> int:
-        """Steps until gradients are to be looked at, which is done once after each copy of the state."""
-        loop = self._loop
-        if not self._finds_silent or loop.world.num_copies == self._looked_after:
-            return BATCH
-        earlier = loop.num_kept - loop.num_steps
-        has_fewer = loop.world.num_copies > 2 and earlier < LEAST_SILENT  # copies of short memory
-        return max(LEAST_SILENT - (loop.num_kept if has_fewer else loop.num_steps), 0)
 
     def catch_up(self, frame: FrameType | None) -> Path | None:
         """Report what the steps show that were not looked at yet; the path of the file, if one was written.
@@ -146,8 +133,11 @@ class EarlyWarning:
     def look_at_gradients(self, frame: FrameType | None, *, is_last: bool) -> Path | None:
         """Look for zeros, and play kept steps if there are any; the path of the file, if one was written. ``is_last``:
         the run is over."""
-        if self._is_off or not self._finds_silent or self._loop.num_kept < LEAST_SILENT:
+        total = self._loop.iterations.total
+        is_early = not is_last and total < self._looked + LEAST_SILENT
+        if self._is_off or not self._finds_silent or self._loop.num_kept < LEAST_SILENT or is_early:
             return None
+        self._looked = total
         finding = self._guarded(lambda: self._find_silent(is_last=is_last))
         return self._save(finding, frame) if finding is not None else None  # a gradient may be zero by design
 
@@ -216,11 +206,11 @@ class EarlyWarning:
                 norm = None  # a scaler looks for its scale
             numbers = {"loss": loss, "norm": norm, "scale": scale}
             for kind, name, make in self._followed:
-                number, course = numbers[name], self._courses.get((kind, step.seat))
+                number, course = numbers[name], self._courses.get((kind, step.seat.number))
                 if number is None:
                     continue
                 if course is None:
-                    course = self._courses[kind, step.seat] = make()
+                    course = self._courses[kind, step.seat.number] = make()
                 departure = course.add(step.place, step.step, number)
                 if departure is not None:
                     self._alarms.append(Alarm(kind, departure, step.step))

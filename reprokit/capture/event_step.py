@@ -8,7 +8,7 @@ last healthy one become programs; comparing them shows the call, the input and t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -30,7 +30,9 @@ from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
 from reprokit.series.course import HIGH, LEAST_PLAYED, USUAL, band_before, first_off, is_off
-from reprokit.series.events import QUANTITIES, Alarm, Finding
+from reprokit.series.events import Alarm, Finding
+
+Explain = Callable[[Program, Tensors], Failure | None]
 
 _PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
 _PLAYED_SECONDS = 1.0  # of training for them; twice `LEAST_SILENT` steps are played however long they take
@@ -57,13 +59,15 @@ class EventStep(Describing):
             number = _position(steps, alarm.place)
             if number is None:
                 raise NotKept(f"step {alarm.step} is no longer kept")
+            quantity, explain = "gradient norm", None
             if isinstance(alarm, Finding):
-                made = self._without_gradient(steps, number, alarm)
-            elif alarm.kind == "scale":
-                with self._begun(steps, number, "gradient norm") as case:
-                    made = self.make(case)
-            else:
-                made = self._at_beginning_of(steps, alarm, number)
+                explain = self._blocked(steps, number, alarm)
+            elif alarm.kind != "scale":
+                number, quantity, explain = self._at_beginning_of(steps, alarm, number)
+            with self._begun(steps, number, quantity) as case:
+                made = self.make(replace(case, explain=explain))
+            if isinstance(alarm, Finding) and made.snapshot.failure.call is None:
+                raise NotKept(f"no call behind `{alarm.name}` keeps its gradient back")
             with ignored_errors():  # the step is worth a file without the numbers of its layers
                 return replace(made, snapshot=replace(made.snapshot, layers=self.layers(made.snapshot) or None))
             return made
@@ -103,8 +107,8 @@ class EventStep(Describing):
         except CannotGoBack as reason:
             raise NotKept(str(reason)) from reason
 
-    def _without_gradient(self, steps: list[Segment], number: int, finding: Finding) -> Made:
-        """The snapshot of a step in which a parameter gets no gradient, or one of zeros."""
+    def _blocked(self, steps: list[Segment], number: int, finding: Finding) -> Explain:
+        """The failure of a step in which a parameter gets no gradient, or one of zeros."""
         parameters = (p for module in self.loop.world.modules for p in module.parameters())
         address = next(p.data_ptr() for p in parameters if id(p) == finding.key)
         before = steps[max(number - 1, 0)].mark.step
@@ -116,14 +120,11 @@ class EventStep(Describing):
             failure = Failure(Phase.BACKWARD, "dead", value=value, event=event)
             return blocked(Step(program, tensors), failure)
 
-        with self._begun(steps, number, "gradient norm") as case:
-            made = self.make(replace(case, explain=explain))
-        if made.snapshot.failure.call is None:
-            raise NotKept(f"no call behind `{finding.name}` keeps its gradient back")
-        return made
+        return explain
 
-    def _at_beginning_of(self, steps: list[Segment], alarm: Alarm, number: int) -> Made:
-        """The snapshot of the step in which a number has left its course, at ``number`` or before."""
+    def _at_beginning_of(self, steps: list[Segment], alarm: Alarm, number: int) -> tuple[int, str, Explain]:
+        """The position of the step in which a number has left its course, at ``number`` or before, the quantity that
+        shows it, and the failure."""
         last = _position(steps, alarm.departure.values[-1].place) or number
         measured = self._measured(steps[: max(number, last) + 1])
         begun, healthy, predicate = _beginning(steps, measured, alarm, number)
@@ -134,8 +135,7 @@ class EventStep(Describing):
             failure = Failure(_SEEN[quantity][0], alarm.kind, event=predicate)
             return explained(Step(program, tensors), reference, failure)
 
-        with self._begun(steps, begun, quantity) as case:
-            return self.make(replace(case, explain=explain))
+        return begun, quantity, explain
 
     def beside_healthy(self, made: Made) -> Made:
         """``made``, of which an input is bad, with what healthy steps before tell of that: see `let_through`."""
@@ -242,10 +242,8 @@ def _beginning(
     That number has to be off in every step from there up to the alarm's last. In the step right before the alarm it
     may be off alone, if the update is: a learning rate may be wrong once.
     """
-    one = alarm.departure
-    healthy = _position(steps, one.healthy.place)
-    own = QUANTITIES[alarm.kind], one.began.number, one.limit, one.healthy.step, one.began.step, one.usual
-    found = number, max(number - 1, 0) if healthy is None else healthy, Predicate(*own)
+    healthy = _position(steps, alarm.departure.healthy.place)
+    found = number, max(number - 1, 0) if healthy is None else healthy, Predicate(**alarm.numbers)
     own_turn = [n for n, played in enumerate(measured) if played.optimizer == measured[number].optimizer]
     norms, updates = [measured[n].norm for n in own_turn], [measured[n].update for n in own_turn]
     last = own_turn.index(number) - 1 if measured else -1  # before the alarm

@@ -40,7 +40,7 @@ from reprokit.locate.compiled import Compiled
 from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
 from reprokit.program.ir import Call
 from reprokit.program.trace import current_mode
-from reprokit.series.timeline import Iterations, ScalerWatch, Timeline, parameters_of
+from reprokit.series.timeline import Iterations, ScalerWatch, Seat, Timeline, parameters_of
 
 if TYPE_CHECKING:
     from reprokit.capture.early_warning import EarlyWarning
@@ -719,7 +719,7 @@ class Loop:
         place = len(self.tape.log) // SLOTS
         return Mark(place, step, iterations.total, iterations.micro_step, loss, self.generators.states)
 
-    def running(self, leaves: Iterable[int] | None = None) -> tuple[int, int]:
+    def running(self, leaves: Iterable[int] | None = None) -> tuple[int, Seat]:
         """The iteration of the running step, and the seat of its optimizer: the one that steps now, else one of those
         that have the parameters behind it, which ``leaves`` are the ``id``s of if that is known."""
         optimizer, iterations = self._optimizer, self.iterations
@@ -771,7 +771,7 @@ class Loop:
             self.budget.end_step(ended, num_calls)
         self.restart()
 
-    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, step: int, seat: int, ended: float) -> None:
+    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, step: int, seat: Seat, ended: float) -> None:
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         if isinstance(rate, torch.Tensor):
             rate = rate.detach().clone()

@@ -764,7 +764,7 @@ class Describing:
         path = getattr(sys.modules.get("__main__"), "__file__", None)  # names were taken out of the command line
         iterations, pending = loop.iterations, loop.judge.pending
         seat = loop.timeline.seat_of(case.mark.place, loop.running(pending.behind if pending is not None else None)[1])
-        kin, began = iterations.kin(seat, number)
+        began = iterations.began(seat, number)
         is_noted = loop.is_noted or case.mark.place != iterations.total
         copies = loop.world.copies
         settings = CaptureSettings(
@@ -782,7 +782,7 @@ class Describing:
         )
         names = iterations.names(names_of(loop.world.optimizers, case.frame))
         loss = number_of(case.mark.loss)
-        timeline = loop.timeline.until(case.mark.place, number, loss, seat, kin, names)
+        timeline = loop.timeline.until(case.mark.place, number, loss, seat, names)
         recorded = [row for row in loop.norms.steps if began <= row.step <= number] if loop.norms else []
         return Snapshot(
             program=replayed.program,

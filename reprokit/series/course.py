@@ -34,7 +34,6 @@ LEAST_PLAYED = 8  # healthy steps that a played number is compared with
 _GAP = 8  # steps before a number that it is not compared with: a slow rise would be its own reference
 _RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
 _LEAST_SHARE = 0.05  # of the range of a window with numbers below zero
-_REGIME = 50  # steps after which the new values are the run's course
 _ALONE = 30.0  # spreads of a single value that comes back at once and is worth a warning
 _FALLS = 6  # of a scale in a row; a scaler that has grown its scale once too often makes one or two
 _SETTLED = 20  # steps in which a grad scaler looks for its first scale
@@ -108,24 +107,29 @@ class Course:
         self._persistence, self._least_ratio = persistence, least_ratio
         self._band: Band | None = None  # until enough is known
         self._limit = self._high = math.inf  # the numbers at `SPREADS` and `HIGH`
-        self._window: deque[Value] = deque(maxlen=LENGTH)  # the last ones on the course
-        self._num_old = 0  # of them, those that the limit was computed before
-        self._highest, self._lowest = -math.inf, math.inf  # of the whole run
-        self._streak: list[Value] = []
+        self._window: deque[Value] = deque(maxlen=LENGTH)
+        self._num_new = 0  # of its values, those since the limit was computed
+        self._highest, self._lowest = -math.inf, math.inf  # on the course, of the whole run
+        self._streak: list[Value] = []  # the last values, if they are off the course
         self._is_told = False
 
     def add(self, place: int, step: int, number: float) -> Departure | None:
         """Take the number of a step; a departure if there is one to report."""
-        value, window = Value(place, step, number), self._window
-        if number > self._high and self._num_old:  # the median of long ago must not decide
+        value, departure = Value(place, step, number), None
+        if number > self._high and self._num_new and not self._streak:  # the median of long ago must not decide
             self._learn()
         if not number <= self._limit or number == math.inf:
-            return self._leave(value)
-        departure = self._come_back() if self._streak else None
-        window.append(value)
-        self._highest, self._lowest = max(self._highest, number), min(self._lowest, number)
-        self._num_old += 1
-        if self._num_old >= (_EVERY if len(window) == LENGTH else max(LEAST, len(window)) // _PARTS):
+            self._streak.append(value)
+            departure = self._alarm() if len(self._streak) >= self._persistence else None
+        else:
+            departure = self._come_back() if self._streak else None
+            self._highest, self._lowest = max(self._highest, number), min(self._lowest, number)
+        if math.isfinite(number):
+            self._window.append(value)
+            self._num_new += 1
+        # in a streak late: it is no spread, but a long one is the run's new course
+        is_slow = len(self._window) == LENGTH or self._streak
+        if self._num_new >= (_EVERY if is_slow else max(LEAST, len(self._window)) // _PARTS):
             self._learn()
         return departure
 
@@ -139,17 +143,13 @@ class Course:
         if len(self._window) >= LEAST:
             self._band = Band.of([value.number for value in self._window], self._least_ratio)
             self._limit, self._high = self._band.number(SPREADS), self._band.number(HIGH)
-            self._num_old = 0
+            self._num_new = 0
 
-    def _leave(self, value: Value) -> Departure | None:
-        streak = self._streak
-        streak.append(value)
-        if len(streak) > _REGIME:
-            self._adopt()
-        elif self._band is not None and not self._is_told and len(streak) >= self._persistence:
-            self._is_told = self._is_beyond(self._band, _peak(streak))
-            return self._departure("error") if self._is_told else None
-        return None
+    def _alarm(self) -> Departure | None:
+        if self._band is None or self._is_told or not self._is_beyond(self._band, _peak(self._streak)):
+            return None
+        self._is_told = True
+        return self._departure("error")
 
     def _come_back(self) -> Departure | None:
         """End a streak; fewer values than an error takes are a warning if they were far off the course."""
@@ -161,18 +161,6 @@ class Course:
         self._streak, self._is_told = [], False
         return departure
 
-    def _adopt(self) -> None:
-        """Make a long streak of values the new course."""
-        streak, self._streak, self._is_told = self._streak, [], False
-        self._window.clear()
-        self._band, self._num_old = None, 0
-        self._limit = self._high = math.inf
-        for value in streak:
-            if math.isfinite(value.number):
-                self._highest, self._lowest = max(self._highest, value.number), min(self._lowest, value.number)
-                self._window.append(value)
-        self._learn()
-
     def _is_beyond(self, band: Band, number: float) -> bool:
         """True if a number is clearly above the highest one so far."""
         if band.is_log and self._lowest > 0:
@@ -182,7 +170,8 @@ class Course:
     def _departure(self, severity: Severity, *, is_over: bool = False) -> Departure:
         """The streak, with the values right before it that were already high, as with a number that grows slowly."""
         band = self._band or Band(0.0, 1.0, False)
-        values, before, limit = list(self._streak), list(self._window), self._limit
+        values, limit = list(self._streak), self._limit
+        before = [value for value in self._window if value.place < values[0].place]
         while len(before) > 1 and band.spreads(before[-1].number) > HIGH:
             values.insert(0, before.pop())
             limit = band.number(HIGH)

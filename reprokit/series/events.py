@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from reprokit.series.course import Departure, Severity
 from reprokit.words import json_line, number_words, times_words
@@ -38,6 +38,14 @@ class Alarm(NamedTuple):
     def step(self) -> int:
         """The step where it began."""
         return self.departure.began.step
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is known of the event, by the names that it has in a `TrainingEvent` and in a file."""
+        one = self.departure
+        values = {"value": one.began.number, "usual": one.usual, "threshold": one.limit}
+        steps = {"began_at": one.began.step, "reference_step": one.healthy.step}
+        return {"quantity": QUANTITIES[self.kind], **values, **steps}
 
 
 class Finding(NamedTuple):
@@ -88,27 +96,15 @@ class TrainingEvent:
 
 def event_of(alarm: Alarm) -> TrainingEvent:
     """The event of a number that has left its course."""
-    departure = alarm.departure
-    began, usual, values = departure.began, departure.usual, departure.values
-    quantity = QUANTITIES[alarm.kind]
-    words = f"the {quantity} was {number_words(began.number)}{times_words(began.number, usual)}"
-    if departure.is_over:
-        words += ", and came back at once" if len(values) == 1 else ", and came back"
-    elif len(values) > 1:
-        highest = max((value.number for value in values), key=lambda number: math.inf if math.isnan(number) else number)
-        words += f", and stayed off its course for {len(values)} steps up to {number_words(highest)}"
-    return TrainingEvent(
-        alarm.kind,
-        alarm.shown_by,
-        departure.severity,
-        f"began at step {began.step}: {words}",
-        began_at=began.step,
-        quantity=quantity,
-        value=began.number,
-        usual=usual,
-        threshold=departure.limit,
-        reference_step=departure.healthy.step,
-    )
+    one, numbers = alarm.departure, alarm.numbers
+    words = f"the {numbers['quantity']} was {number_words(one.began.number)}{times_words(one.began.number, one.usual)}"
+    if one.is_over:
+        words += ", and came back at once" if len(one.values) == 1 else ", and came back"
+    elif len(one.values) > 1:
+        highest = max((value.number for value in one.values), key=lambda n: math.inf if math.isnan(n) else n)
+        words += f", and stayed off its course for {len(one.values)} steps up to {number_words(highest)}"
+    words = f"began at step {alarm.step}: {words}"
+    return TrainingEvent(alarm.kind, alarm.shown_by, one.severity, words, **numbers)
 
 
 class LineLog:

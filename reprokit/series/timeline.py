@@ -14,7 +14,7 @@ import collections
 import itertools
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,22 @@ _COLLAPSED_SCALE = 1.0
 _SKIPPED_STREAK = 100
 
 
+@dataclass(eq=False, slots=True)
+class Seat:
+    """A place among the optimizers: the parameters ``owned`` by all that have had it, the iteration of its ``last``
+    update, and the number of the ``model`` that it trains; of one that has not stepped yet there is none."""
+
+    number: int
+    owned: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    last: int | None = None
+    model: int = -1
+
+    @property
+    def alive(self) -> set[int]:
+        """The ``id``s of its parameters; that of one that is gone may come back."""
+        return {key for key, reference in self.owned.items() if reference() is not None}
+
+
 class Numbers(NamedTuple):
     """The numbers of one step as they are kept: tensors or numbers. ``seat`` is that of its optimizer, ``noted`` are
     the loop's own."""
@@ -42,7 +58,7 @@ class Numbers(NamedTuple):
     norm: Any
     scale: Any
     seconds: float
-    seat: int
+    seat: Seat
     noted: dict[str, float]
 
     @property
@@ -65,7 +81,7 @@ class Timeline:
         self._steps: collections.deque[Numbers] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()
 
-    def end_step(self, place: int, number: int, rate: Any, scale: torch.Tensor | None, now: float, seat: int) -> None:
+    def end_step(self, place: int, number: int, rate: Any, scale: torch.Tensor | None, now: float, seat: Seat) -> None:
         """A step is over: the ``place``-th that any optimizer made, in iteration ``number``."""
         seconds, self._started = now - self._started, now
         self._steps.append(Numbers(place, number, self.loss, rate, self.grad_norm, scale, seconds, seat, self._noted))
@@ -93,48 +109,29 @@ class Timeline:
         """So much time has passed unwatched."""
         self._started += seconds
 
-    def last(self, names: Mapping[int, str]) -> StepNumbers:
-        """The step that has just ended, with the name of its optimizer if ``names`` by seat has one."""
+    def last(self, names: Mapping[Seat, str]) -> StepNumbers:
+        """The step that has just ended, with the name of its optimizer if ``names`` has one."""
         return replace(self._steps[-1].plain, optimizer=names.get(self._steps[-1].seat))
 
-    def seat_of(self, place: int, running: int) -> int:
+    def seat_of(self, place: int, running: Seat) -> Seat:
         """The seat of the optimizer that made the step at ``place``; ``running`` if that is not over."""
         return next((row.seat for row in reversed(self._steps) if row.place == place), running)
 
     def until(
-        self, place: int, step: int, loss: float | None, running: int, kin: Collection[int], names: Mapping[int, str]
+        self, place: int, step: int, loss: float | None, seat: Seat, names: Mapping[Seat, str]
     ) -> list[StepNumbers]:
-        """The steps of optimizers in the seats ``kin`` up to the one at ``place``, which is iteration ``step``.
-
-        That may be running still, for the optimizer in the seat ``running``. Where several optimizers take turns their
-        steps have ``names``, by seat.
-        """
-        rows = [row for row in self._steps if row.place <= place and row.seat in kin]
+        """The steps of the model that is trained from a seat, up to its step at ``place``, which is iteration ``step``
+        and may be running still. Where several optimizers take turns their steps have ``names``."""
+        rows = [row for row in self._steps if row.place <= place and row.seat.model == seat.model]
         found, seats = [row.plain for row in rows], [row.seat for row in rows]
         if not any(row.place == place for row in rows):
             found.append(StepNumbers(step, loss, grad_norm=number_of(self.grad_norm), noted=self._noted or None))
-            seats.append(running)
-        num_turns = sum(one != other for one, other in itertools.pairwise(seats))
+            seats.append(seat)
+        num_turns = sum(one is not other for one, other in itertools.pairwise(seats))
         if not 1 < len(set(seats)) <= min(num_turns, _MOST_SERIES):
             return found
-        known = {seat: names.get(seat, f"optimizer {number}") for number, seat in enumerate(dict.fromkeys(seats), 1)}
-        return [replace(row, optimizer=known[seat]) for row, seat in zip(found, seats, strict=True)]
-
-
-@dataclass(eq=False, slots=True)
-class _Seat:
-    """A place among the optimizers: the parameters ``owned`` by all that have had it, the iteration of its ``last``
-    update, and the number of the ``model`` that it trains; of one that has not stepped yet there is none."""
-
-    number: int
-    owned: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    last: int | None = None
-    model: int = -1
-
-    @property
-    def alive(self) -> set[int]:
-        """The ``id``s of its parameters; that of one that is gone may come back."""
-        return {key for key, reference in self.owned.items() if reference() is not None}
+        known = {one: names.get(one, f"optimizer {number}") for number, one in enumerate(dict.fromkeys(seats), 1)}
+        return [replace(row, optimizer=known[one]) for row, one in zip(found, seats, strict=True)]
 
 
 class Iterations:
@@ -146,15 +143,15 @@ class Iterations:
 
     def __init__(self) -> None:
         self.completed = self.micro_step = self.total = 0
-        self._seats = {BY_HAND: _Seat(BY_HAND)}
-        self._known: dict[int, tuple[weakref.ref[torch.optim.Optimizer], _Seat]] = {}  # by the ``id`` of the optimizer
+        self._seats = {BY_HAND: Seat(BY_HAND)}
+        self._known: dict[int, tuple[weakref.ref[torch.optim.Optimizer], Seat]] = {}  # by the ``id`` of the optimizer
         self._met: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # parameters, and the updates before each
         self._idle: set[int] = set()  # parameters with a gradient that no optimizer has used
         self._only: weakref.ref[torch.optim.Optimizer] | None = None  # the only optimizer so far
-        self._current, self._stepped = -1, set[_Seat]()  # the last iteration with an update, and who made some
+        self._current, self._stepped = -1, set[Seat]()  # the last iteration with an update, and who made some
         self._began: list[int] = []  # the first iteration of each model
-        self._turn: tuple[_Seat | None, int] = (None, 0)  # the seat of the last update, and how many it made in a row
-        self._after: dict[tuple[_Seat | None, int], _Seat] = {}
+        self._turn: tuple[Seat | None, int] = (None, 0)  # the seat of the last update, and how many it made in a row
+        self._after: dict[tuple[Seat | None, int], Seat] = {}
 
     def meet(self, module: torch.nn.Module) -> None:
         """A module is called for the first time."""
@@ -164,13 +161,12 @@ class Iterations:
             self._met.update((id(parameter), (self.total, weakref.ref(parameter))) for parameter in parameters)
             self._idle.difference_update(map(id, parameters))
 
-    def of(self, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
+    def of(self, optimizer: torch.optim.Optimizer | None) -> tuple[int, Seat]:
         """The iteration that an update which is about to be made, or attempted, belongs to, and the seat of its
         optimizer; ``None``: the loop updates by itself."""
         if optimizer is not None and self._only is not None and self._only() is optimizer:  # as nearly always
-            return self._current + 1, 0
-        seat = self._seat_of(optimizer)
-        return self._next_of(seat), seat.number
+            return self._current + 1, self._seats[0]
+        return self._next(self._seat_of(optimizer))
 
     def attempted(self, optimizer: torch.optim.Optimizer | None) -> None:
         """A step of ``optimizer`` ended or was skipped by a grad scaler; ``None``: the loop updated by itself."""
@@ -202,7 +198,7 @@ class Iterations:
         self.completed = self._next_of(self._following or seat)
         self.micro_step = self.micro_step if self.completed == self._current else 0
 
-    def running(self, leaves: Iterable[int] = ()) -> tuple[int, int]:
+    def running(self, leaves: Iterable[int] = ()) -> tuple[int, Seat]:
         """The iteration of the running step, and the seat of the optimizer that would have made its update, which may
         be a new one; ``leaves`` are the ``id``s of parameters that it differentiates by."""
         behind, seats = set(leaves), list(self._seats.values())
@@ -210,25 +206,17 @@ class Iterations:
         following = self._following
         is_by_hand = following is seats[0] and len(seats) == 1  # nobody says which parameters such updates are of
         if following is None or (strangers and not is_by_hand):
-            new = _Seat(len(seats) - 1, {key: self._met[key][1] for key in strangers})
-            return self._next_of(new), new.number
+            return self._next(Seat(len(seats) - 1, {key: self._met[key][1] for key in strangers}))
         known = [seat for seat in seats if behind & seat.alive]
-        seat = following if following in known or not known else known[-1]
-        return self._next_of(seat), seat.number
+        return self._next(following if following in known or not known else known[-1])
 
-    def kin(self, seat: int, step: int) -> tuple[set[int], int]:
-        """The seats of the optimizers that train the same model as the one in ``seat``, whose update is iteration
-        ``step``, and the first iteration of that model."""
-        model, last = self._seats[seat].model if seat in self._seats else -1, self._turn[0]
-        if model < 0 and last is not None and step == self._current:
-            model = last.model
-        if model < 0:
-            return {seat}, step
-        return {seat, *(one.number for one in self._seats.values() if one.model == model)}, self._began[model]
+    def began(self, seat: Seat, step: int) -> int:
+        """The first iteration of the model that is trained from a seat in iteration ``step``."""
+        return self._began[seat.model] if seat.model >= 0 else step
 
-    def names(self, names: Mapping[int, str]) -> dict[int, str]:
+    def names(self, names: Mapping[int, str]) -> dict[Seat, str]:
         """Names of optimizers, given by ``id``, by their seats."""
-        return {seat.number: names[key] for key, (_, seat) in self._known.items() if key in names}
+        return {seat: names[key] for key, (_, seat) in self._known.items() if key in names}
 
     @property
     def has_several(self) -> bool:
@@ -237,11 +225,11 @@ class Iterations:
         return 1 < sum(seat.model == model for seat in self._seats.values() if seat.owned) <= _MOST_SERIES
 
     @property
-    def _following(self) -> _Seat | None:
+    def _following(self) -> Seat | None:
         """The seat that is supposed to make the next update."""
         return self._after.get(self._turn, self._turn[0])
 
-    def _seat_of(self, optimizer: torch.optim.Optimizer | None) -> _Seat:
+    def _seat_of(self, optimizer: torch.optim.Optimizer | None) -> Seat:
         """The seat of an optimizer; a new one takes that of one with its parameters."""
         if optimizer is None:
             return self._seats[BY_HAND]
@@ -249,13 +237,20 @@ class Iterations:
         if seat is None or reference is None or reference() is not optimizer:
             own = {id(parameter): weakref.ref(parameter) for parameter in parameters_of(optimizer)}
             older = [seat for seat in self._seats.values() if seat.alive & own.keys()]
-            seat = older[-1] if older else _Seat(len(self._seats) - 1)
+            seat = older[-1] if older else Seat(len(self._seats) - 1)
             seat.owned = {key: seat.owned[key] for key in seat.alive} | own
             self._seats[seat.number] = seat
             self._known[id(optimizer)] = weakref.ref(optimizer), seat
         return seat
 
-    def _next_of(self, seat: _Seat) -> int:
+    def _next(self, seat: Seat) -> tuple[int, Seat]:
+        """The iteration of the next update of a seat; in one that has begun it trains the same model."""
+        step, before = self._next_of(seat), self._turn[0]
+        if seat.last is None and before is not None:
+            seat.model = before.model if step == self._current else -1
+        return step, seat
+
+    def _next_of(self, seat: Seat) -> int:
         """The iteration of the next update of a seat. One that has never stepped belongs to the iteration of the last
         update if its parameters were there before, and no other optimizer has made several steps alone."""
         if seat.last is not None:
@@ -263,11 +258,11 @@ class Iterations:
         joins = self._turn[1] == 1 and not self._is_other_model(seat)
         return self._current + (self._current < 0 or not joins)
 
-    def _is_other_model(self, seat: _Seat) -> bool:
+    def _is_other_model(self, seat: Seat) -> bool:
         own = seat.owned
         return bool(own) and all(key in self._met and self._met[key][0] >= self.total for key in own)
 
-    def _begin(self, seat: _Seat, step: int) -> None:
+    def _begin(self, seat: Seat, step: int) -> None:
         """A seat is used for the first time: for the model of the update before, or for another one."""
         before = self._turn[0]
         if before is not None and not self._is_other_model(seat):
