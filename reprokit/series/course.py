@@ -119,7 +119,8 @@ class Course:
         if number > self._high and self._num_new and not self._streak:  # the median of long ago must not decide
             self._learn()
         if not number <= self._limit or number == math.inf:
-            self._streak.append(value)
+            if len(self._streak) < LENGTH:  # a run may go on with nan
+                self._streak.append(value)
             departure = self._alarm() if len(self._streak) >= self._persistence else None
         else:
             departure = self._come_back() if self._streak else None

@@ -148,7 +148,7 @@ class Iterations:
         self._met: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # parameters, and the updates before each
         self._idle: set[int] = set()  # parameters with a gradient that no optimizer has used
         self._only: weakref.ref[torch.optim.Optimizer] | None = None  # the only optimizer so far
-        self._current, self._stepped = -1, set[Seat]()  # the last iteration with an update, and who made some
+        self._current = -1  # the last iteration with an update
         self._began: list[int] = []  # the first iteration of each model
         self._turn: tuple[Seat | None, int] = (None, 0)  # the seat of the last update, and how many it made in a row
         self._after: dict[tuple[Seat | None, int], Seat] = {}
@@ -185,10 +185,7 @@ class Iterations:
             del self._began[seat.model + 1 :]
             for other in self._seats.values():
                 other.model = min(other.model, seat.model)
-        if step != self._current or seat in self._stepped:
-            self._stepped.clear()
         self._current = seat.last = step
-        self._stepped.add(seat)
         self.total += 1
         is_only = seat.number == 0 and sum(one.last is not None for one in self._seats.values()) == 1
         self._only = self._known[id(optimizer)][0] if is_only else None
@@ -254,7 +251,7 @@ class Iterations:
         """The iteration of the next update of a seat. One that has never stepped belongs to the iteration of the last
         update if its parameters were there before, and no other optimizer has made several steps alone."""
         if seat.last is not None:
-            return self._current + (seat in self._stepped)
+            return self._current + (seat.last == self._current)
         joins = self._turn[1] == 1 and not self._is_other_model(seat)
         return self._current + (self._current < 0 or not joins)
 
