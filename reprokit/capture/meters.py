@@ -88,11 +88,7 @@ class NormMeter:
         if self._silent is not None:
             self._look_for_gradients(step, optimizer, self._silent)
         before, self._before = self._before, {}
-        if not (before or self._is_due(step)) or self._is_off:
-            return None
-        if is_capturing():  # a graph would replay the measuring, and reading a number ends its capture
-            self._is_off = True
-            self._say("`--record` is off: the optimizer steps inside of a CUDA graph")
+        if not (before or self._is_due(step)):
             return None
         started = time.perf_counter()
         parameters = [p for p in parameters_of(optimizer) if not p.is_meta]
@@ -123,9 +119,14 @@ class NormMeter:
             self.steps.popleft()
 
     def _is_due(self, step: int) -> bool:
-        if self._every is not None:  # every optimizer of a step is measured, or none
-            return step % self._every == 0
-        return step == self._last_step or (step >= _FIRST_ON_AUTO and time.perf_counter() >= self._next)
+        if self._every is not None:
+            is_due = step % self._every == 0
+        else:  # every optimizer of a step is measured, or none
+            is_due = step == self._last_step or (step >= _FIRST_ON_AUTO and time.perf_counter() >= self._next)
+        if is_due and not self._is_off and is_capturing():  # a graph would replay it; reading ends its capture
+            self._is_off = True
+            self._say("`--record` is off: the optimizer steps inside of a CUDA graph")
+        return is_due and not self._is_off
 
     def _name(self, parameter: torch.Tensor) -> str:
         if parameter not in self._names:
