@@ -28,8 +28,8 @@ from reprokit.capture.loop import Loop
 from reprokit.capture.meters import is_capturing
 from reprokit.errors import pass_on
 from reprokit.locate.quantity import norms_of, number_of, numbers_of
-from reprokit.series.course import OF_NORMS, Course, ScaleFalls
-from reprokit.series.events import Alarm, EventKind, Finding, LineLog, TrainingEvent, event_of
+from reprokit.series.course import OF_NORMS, Alarm, Course, EventKind, ScaleFalls
+from reprokit.series.events import Finding, LineLog, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
 from reprokit.words import visible_line
 
@@ -43,7 +43,7 @@ _UNPAID_SECONDS = 1.0  # of CPU time: a look plays up to 256 steps, three times 
 LOOKING_SHARE = 0.01  # of the CPU time of the run, beside these
 _FOLLOWED: Mapping[EventKind, tuple[str, Callable[[], Course | ScaleFalls]]] = {
     "spike": ("loss", Course),
-    "explosion": ("norm", functools.partial(Course, _NORMS_IN_A_ROW, OF_NORMS)),
+    "explosion": ("norm", functools.partial(Course, "explosion", _NORMS_IN_A_ROW, OF_NORMS)),
     "scale": ("scale", ScaleFalls),
 }
 
@@ -89,11 +89,8 @@ class EarlyWarning:
     def pending(self) -> Alarm | None:
         """The alarm that a failure of now is the end of: numbers are off their course, though not for long enough.
         `catch_up` comes before."""
-        found = [(kind, one) for (kind, _), course in self._courses.items() if (one := course.pending) is not None]
-        if not found:
-            return None
-        kind, first = min(found, key=lambda pair: (pair[0] != "spike", pair[1].began.place))
-        return Alarm(kind, first, first.values[-1].step)
+        found = [one for course in self._courses.values() if (one := course.pending) is not None]
+        return min(found, key=lambda one: (one.kind != "spike", one.place), default=None)
 
     def act(self) -> None:
         """A step is over: after a batch of them report what was seen; raises `CaptureStop` as `act_now` does."""
@@ -123,7 +120,7 @@ class EarlyWarning:
         for alarm in alarms:
             if alarm.shown_by > last:
                 break
-            saved = self._save(alarm, frame) if alarm.departure.severity == "error" and path is None else None
+            saved = self._save(alarm, frame) if alarm.severity == "error" and path is None else None
             if saved is not None:
                 path, last = saved, alarm.shown_by
             else:
@@ -187,7 +184,7 @@ class EarlyWarning:
         """True if one of the steps so far is to be saved; that is done as soon as the running one is over."""
         self._see()
         self._left = 1 if self._alarms else self._left
-        return any(alarm.departure.severity == "error" for alarm in self._alarms)
+        return any(alarm.severity == "error" for alarm in self._alarms)
 
     def _see(self) -> None:
         """Look at the numbers of the steps since the last look; waits for a device once."""
@@ -211,9 +208,9 @@ class EarlyWarning:
                     continue
                 if course is None:
                     course = self._courses[kind, step.seat.number] = make()
-                departure = course.add(step.place, step.step, number)
-                if departure is not None:
-                    self._alarms.append(Alarm(kind, departure, step.step))
+                alarm = course.add(step.place, step.step, number)
+                if alarm is not None:
+                    self._alarms.append(alarm)
 
     def _emit(self, event: TrainingEvent) -> None:
         self._session.say(visible_line(event.line()))

@@ -29,8 +29,8 @@ from reprokit.locate.let_through import let_through
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
-from reprokit.series.course import HIGH, LEAST_PLAYED, USUAL, band_before, first_off, is_off
-from reprokit.series.events import Alarm, Finding
+from reprokit.series.course import HIGH, LEAST_PLAYED, USUAL, Alarm, band_before, first_off, is_off
+from reprokit.series.events import Finding
 
 Explain = Callable[[Program, Tensors], Failure | None]
 
@@ -125,7 +125,7 @@ class EventStep(Describing):
     def _at_beginning_of(self, steps: list[Segment], alarm: Alarm, number: int) -> tuple[int, str, Explain]:
         """The position of the step in which a number has left its course, at ``number`` or before, the quantity that
         shows it, and the failure."""
-        last = _position(steps, alarm.departure.values[-1].place) or number
+        last = _position(steps, alarm.values[-1].place) or number
         measured = self._measured(steps[: max(number, last) + 1])
         begun, healthy, predicate = _beginning(steps, measured, alarm, number)
         quantity = predicate.quantity
@@ -242,7 +242,7 @@ def _beginning(
     That number has to be off in every step from there up to the alarm's last. In the step right before the alarm it
     may be off alone, if the update is: a learning rate may be wrong once.
     """
-    healthy = _position(steps, alarm.departure.healthy.place)
+    healthy = _position(steps, alarm.healthy.place)
     found = number, max(number - 1, 0) if healthy is None else healthy, Predicate(**alarm.numbers)
     own_turn = [n for n, played in enumerate(measured) if played.optimizer == measured[number].optimizer]
     norms, updates = [measured[n].norm for n in own_turn], [measured[n].update for n in own_turn]

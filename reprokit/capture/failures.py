@@ -27,7 +27,8 @@ from reprokit.capture.meeting import Parted, SavedElsewhere
 from reprokit.capture.save import Describing, Made, NothingFound, NotKept, Place, SkippedLoss, Verdict, backward_from
 from reprokit.capture.tape import Op
 from reprokit.errors import chain, has_arrived
-from reprokit.series.events import QUANTITIES, Alarm, Finding
+from reprokit.series.course import QUANTITIES, Alarm
+from reprokit.series.events import Finding
 from reprokit.snapshot.format import Snapshot
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from reprokit.errors import UsageError, ignored_errors
-from reprokit.series.events import EventKind
+from reprokit.series.course import EventKind
 from reprokit.snapshot.source import SOURCES
 
 After = Literal["stop", "continue"]

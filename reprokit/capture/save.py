@@ -58,7 +58,8 @@ from reprokit.program.interpreter import Modes, Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Phase, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer, current_mode
-from reprokit.series.events import Alarm, Finding
+from reprokit.series.course import Alarm
+from reprokit.series.events import Finding
 from reprokit.series.story import LayerNumbers
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot, StateBefore, save

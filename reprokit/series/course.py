@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Severity = Literal["warning", "error"]
+EventKind = Literal["spike", "explosion", "dead", "scale"]
+QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
 
 LENGTH = 100  # steps that a value is compared with
 LEAST = 16  # steps before any value is compared: the first ones of a run change fastest
@@ -48,24 +50,37 @@ class Value(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
-    """A number that has left its course: the ``values`` off it in a row, the last one of now, and what was usual.
+class Alarm:
+    """A number that has left its course: the ``values`` off it in a row, and what was usual.
 
-    ``limit`` is the highest number on the course, ``healthy`` the last usual value. ``is_over``: the number has come
-    back.
+    ``limit`` is the highest number on the course, ``healthy`` the last usual value. ``shown_by`` is the step of now.
+    ``is_over``: the number has come back.
     """
 
+    kind: EventKind
     severity: Severity
     values: tuple[Value, ...]
     usual: float
     limit: float
     healthy: Value
+    shown_by: int
     is_over: bool = False
 
     @property
-    def began(self) -> Value:
-        """The first value off the course."""
-        return self.values[0]
+    def place(self) -> int:
+        """The place of the step where it began, among those of all optimizers."""
+        return self.values[0].place
+
+    @property
+    def step(self) -> int:
+        """The step where it began."""
+        return self.values[0].step
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is known of the event, by the names that it has in a `TrainingEvent` and in a file."""
+        values = {"value": self.values[0].number, "usual": self.usual, "threshold": self.limit}
+        return {"quantity": QUANTITIES[self.kind], **values, "began_at": self.step, "reference_step": self.healthy.step}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +118,8 @@ class Band:
 class Course:
     """Follows one number; ``persistence`` is how many values in a row have to be off for an alarm."""
 
-    def __init__(self, persistence: int = 3, least_ratio: float = OF_LOSSES) -> None:
-        self._persistence, self._least_ratio = persistence, least_ratio
+    def __init__(self, kind: EventKind = "spike", persistence: int = 3, least_ratio: float = OF_LOSSES) -> None:
+        self._kind, self._persistence, self._least_ratio = kind, persistence, least_ratio
         self._band: Band | None = None  # until enough is known
         self._limit = self._high = math.inf  # the numbers at `SPREADS` and `HIGH`
         self._window: deque[Value] = deque(maxlen=LENGTH)
@@ -113,17 +128,17 @@ class Course:
         self._streak: list[Value] = []  # the last values, if they are off the course
         self._is_told = False
 
-    def add(self, place: int, step: int, number: float) -> Departure | None:
-        """Take the number of a step; a departure if there is one to report."""
-        value, departure = Value(place, step, number), None
+    def add(self, place: int, step: int, number: float) -> Alarm | None:
+        """Take the number of a step; an alarm if there is one to report."""
+        value, alarm = Value(place, step, number), None
         if number > self._high and self._num_new and not self._streak:  # the median of long ago must not decide
             self._learn()
         if not number <= self._limit or number == math.inf:
             if len(self._streak) < LENGTH:  # a run may go on with nan
                 self._streak.append(value)
-            departure = self._alarm() if len(self._streak) >= self._persistence else None
+            alarm = self._error() if len(self._streak) >= self._persistence else None
         else:
-            departure = self._come_back() if self._streak else None
+            alarm = self._come_back(step) if self._streak else None
             self._highest, self._lowest = max(self._highest, number), min(self._lowest, number)
         if math.isfinite(number):
             self._window.append(value)
@@ -132,13 +147,13 @@ class Course:
         is_slow = len(self._window) == LENGTH or self._streak
         if self._num_new >= (_EVERY if is_slow else max(LEAST, len(self._window)) // _PARTS):
             self._learn()
-        return departure
+        return alarm
 
     @property
-    def pending(self) -> Departure | None:
-        """The values off the course so far, if there are any that no departure was made of; for a failure that comes
+    def pending(self) -> Alarm | None:
+        """The values off the course so far, if there are any that no alarm was made of; for a failure that comes
         before there are enough of them."""
-        return self._departure("error") if self._streak and not self._is_told else None
+        return self._alarm("error", self._streak[-1].step) if self._streak and not self._is_told else None
 
     def _learn(self) -> None:
         if len(self._window) >= LEAST:
@@ -146,21 +161,21 @@ class Course:
             self._limit, self._high = self._band.number(SPREADS), self._band.number(HIGH)
             self._num_new = 0
 
-    def _alarm(self) -> Departure | None:
+    def _error(self) -> Alarm | None:
         if self._band is None or self._is_told or not self._is_beyond(self._band, _peak(self._streak)):
             return None
         self._is_told = True
-        return self._departure("error")
+        return self._alarm("error", self._streak[-1].step)
 
-    def _come_back(self) -> Departure | None:
+    def _come_back(self, step: int) -> Alarm | None:
         """End a streak; fewer values than an error takes are a warning if they were far off the course."""
-        departure, peak, band = None, _peak(self._streak), self._band
+        alarm, peak, band = None, _peak(self._streak), self._band
         if band is not None and not self._is_told and band.spreads(peak) > _ALONE and self._is_beyond(band, peak):
-            departure = self._departure("warning", is_over=True)
+            alarm = self._alarm("warning", step, is_over=True)
         if math.isfinite(peak):
             self._highest = max(self._highest, peak)
         self._streak, self._is_told = [], False
-        return departure
+        return alarm
 
     def _is_beyond(self, band: Band, number: float) -> bool:
         """True if a number is clearly above the highest one so far."""
@@ -168,7 +183,7 @@ class Course:
             return band.spreads(number) > band.spreads(self._highest) + _BEYOND
         return number > self._highest + (self._highest - self._lowest)
 
-    def _departure(self, severity: Severity, *, is_over: bool = False) -> Departure:
+    def _alarm(self, severity: Severity, shown_by: int, *, is_over: bool = False) -> Alarm:
         """The streak, with the values right before it that were already high, as with a number that grows slowly."""
         band = self._band or Band(0.0, 1.0, False)
         values, limit = list(self._streak), self._limit
@@ -178,21 +193,21 @@ class Course:
             limit = band.number(HIGH)
         usual = (value for value in reversed(before) if band.spreads(value.number) <= USUAL)
         healthy = next(usual, before[-1] if before else values[0])
-        return Departure(severity, tuple(values), band.number(0.0), limit, healthy, is_over)
+        return Alarm(self._kind, severity, tuple(values), band.number(0.0), limit, healthy, shown_by, is_over)
 
 
 class ScaleFalls:
     """The course of the scale of a grad scaler: it has left it when it falls many times in a row after it had settled.
     The first one of the values is of the step before it fell, whose gradients have overflowed."""
 
-    pending: Departure | None = None  # a failure of now stands for no falls
+    pending: Alarm | None = None  # a failure of now stands for no falls
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._healthy: Value | None = None
         self._values: list[Value] = []
 
-    def add(self, place: int, step: int, number: float) -> Departure | None:
+    def add(self, place: int, step: int, number: float) -> Alarm | None:
         """Take the scale of a step."""
         values, self._num_steps = self._values, self._num_steps + 1
         if self._num_steps <= _SETTLED or number >= values[-1].number:
@@ -202,7 +217,7 @@ class ScaleFalls:
         if len(values) != _FALLS + 1:
             return None
         first = values[0]
-        return Departure("error", tuple(values), first.number, first.number, self._healthy or first)
+        return Alarm("scale", "error", tuple(values), first.number, first.number, self._healthy or first, step)
 
 
 # -- numbers of steps that were played -----------------------------------------------------------------------------

@@ -9,43 +9,15 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-from reprokit.series.course import Departure, Severity
+from reprokit.series.course import QUANTITIES, Alarm, EventKind, Severity
 from reprokit.words import json_line, number_words, times_words
 
-EventKind = Literal["spike", "explosion", "dead", "scale"]
-QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
 _MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold about 8,000 events
-
-
-class Alarm(NamedTuple):
-    """A departure from its course, and what kind of an event it is. ``shown_by`` is the step whose number shows it."""
-
-    kind: EventKind
-    departure: Departure
-    shown_by: int
-
-    @property
-    def place(self) -> int:
-        """The place of the step where it began, among those of all optimizers."""
-        return self.departure.began.place
-
-    @property
-    def step(self) -> int:
-        """The step where it began."""
-        return self.departure.began.step
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """What is known of the event, by the names that it has in a `TrainingEvent` and in a file."""
-        one = self.departure
-        values = {"value": one.began.number, "usual": one.usual, "threshold": one.limit}
-        steps = {"began_at": one.began.step, "reference_step": one.healthy.step}
-        return {"quantity": QUANTITIES[self.kind], **values, **steps}
 
 
 class Finding(NamedTuple):
@@ -96,15 +68,15 @@ class TrainingEvent:
 
 def event_of(alarm: Alarm) -> TrainingEvent:
     """The event of a number that has left its course."""
-    one, numbers = alarm.departure, alarm.numbers
-    words = f"the {numbers['quantity']} was {number_words(one.began.number)}{times_words(one.began.number, one.usual)}"
-    if one.is_over:
-        words += ", and came back at once" if len(one.values) == 1 else ", and came back"
-    elif len(one.values) > 1:
-        highest = max((value.number for value in one.values), key=lambda n: math.inf if math.isnan(n) else n)
-        words += f", and stayed off its course for {len(one.values)} steps up to {number_words(highest)}"
+    values = [value.number for value in alarm.values]
+    words = f"the {QUANTITIES[alarm.kind]} was {number_words(values[0])}{times_words(values[0], alarm.usual)}"
+    if alarm.is_over:
+        words += ", and came back at once" if len(values) == 1 else ", and came back"
+    elif len(values) > 1:
+        highest = max(values, key=lambda number: math.inf if math.isnan(number) else number)
+        words += f", and stayed off its course for {len(values)} steps up to {number_words(highest)}"
     words = f"began at step {alarm.step}: {words}"
-    return TrainingEvent(alarm.kind, alarm.shown_by, one.severity, words, **numbers)
+    return TrainingEvent(alarm.kind, alarm.shown_by, alarm.severity, words, **alarm.numbers)
 
 
 class LineLog:
