@@ -23,7 +23,7 @@ QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient n
 
 LENGTH = 100  # steps that a value is compared with
 LEAST = 16  # steps before any value is compared: the first ones of a run change fastest
-_EVERY = 25  # steps after which the limit is computed again, which takes 20 to 90 us; sooner in a young run
+_EVERY = 50  # steps after which the limit is computed again, which takes 20 to 90 us; sooner in a young run
 _PARTS = 4  # of the last values: the limit of a young run is learned again after one, and a fall shows in all
 SPREADS = 8.0  # of a normal distribution nothing lies that far; of one with heavy tails a single value may
 HIGH = 4.0  # spreads from which a step belongs to a rise that is known to go on

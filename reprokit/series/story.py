@@ -146,7 +146,6 @@ QUANTITIES = {
 }
 _FACTOR = 10.0  # that a wrong start grows by at least: layers of healthy runs vary by less
 _GROWTH = 1.2  # a step: slower growth over the few steps that are kept is within the noise of small batches
-_RISING = 0.8  # of the steps of a growth: those of small batches are noisy
 _LEAST_STEPS = 3  # in a row make a trend, and a course to leave
 _STOPPED = {"gradient": "the gradient of `{}` is zero", "zeros": "the output of `{}` is zero"}
 
@@ -184,7 +183,8 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
     it has there; with a text."""
     values = [value for _, value in series]
     # a start that is too large grows from step 0 on and has no usual value before it: watching case `wrong_start`
-    is_wrong_start = series[0][0] == 0 and values[-1] > _FACTOR * values[0] and _rises(values) == 1.0
+    rises = all(before < value for before, value in itertools.pairwise(values))
+    is_wrong_start = series[0][0] == 0 and rises and values[-1] > _FACTOR * values[0]
     place = 0 if is_wrong_start else next((n for n in range(_LEAST_STEPS, len(series)) if _stays_off(values, n)), None)
     if place is None or quantity == "zeros":
         return
@@ -212,18 +212,13 @@ def _stays_off(values: Sequence[float], place: int) -> bool:
     return band is not None and all(band.spreads(value) > SPREADS for value in values[place:])
 
 
-def _rises(values: Sequence[float]) -> float:
-    """The share of the values that are above the one before."""
-    return sum(before < value for before, value in itertools.pairwise(values)) / max(1, len(values) - 1)
-
-
 def _growth(values: Sequence[float]) -> float | None:
-    """The factor of each step, if nearly every step has one: a single jump among equal numbers is no growth."""
-    known = [value for value in values if math.isfinite(value) and value > 0]
-    if len(known) <= _LEAST_STEPS or _rises(known) < _RISING:
+    """The factor of each step, if they grow step by step: a single jump makes more than half of the way."""
+    logs = [math.log(value) for value in values if math.isfinite(value) and value > 0]
+    if len(logs) <= _LEAST_STEPS:
         return None
-    rate = (known[-1] / known[0]) ** (1 / (len(known) - 1))
-    return rate if rate > _GROWTH else None
+    way, steps = logs[-1] - logs[0], [later - before for before, later in itertools.pairwise(logs)]
+    return math.exp(way / len(steps)) if way > len(steps) * math.log(_GROWTH) and max(steps) < way / 2 else None
 
 
 def _stop(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[tuple[float, int, str]]:
