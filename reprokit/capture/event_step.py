@@ -8,19 +8,19 @@ last healthy one become programs; comparing them shows the call, the input and t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
 
 from reprokit.capture.calls import Backward, OptimizerStep, Unscale
 from reprokit.capture.fidelity import Made
-from reprokit.capture.meters import MeasuredStep, OutOfTime, StepMeter
+from reprokit.capture.meters import MeasuredStep, Meter
 from reprokit.capture.replay import Replay, quiet_hooks
 from reprokit.capture.save import Case, Describing, NotKept
-from reprokit.capture.tape import Mark, Number, Op, Segment
+from reprokit.capture.tape import Number, Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.gains import Step, blocked, explained
@@ -28,19 +28,23 @@ from reprokit.locate.let_through import let_through
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
-from reprokit.series.course import HIGH, LEAST_PLAYED, USUAL, band_before, first_off, is_off
-from reprokit.series.detectors import Alarm, Finding
-from reprokit.series.events import QUANTITIES
+from reprokit.series.course import HIGH, LEAST_PLAYED, USUAL, Alarm, band_before, first_off, is_off
+from reprokit.series.events import Finding
+
+Explain = Callable[[Program, Tensors], Failure | None]
 
 _PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
-_PLAYED_SECONDS = 1.0  # of CPU time for them; twice `LEAST_SILENT` steps are played however long they take
+_PLAYED_SECONDS = 1.0  # of training for them; twice `LEAST_SILENT` steps are played however long they take
 LEAST_SILENT = 20  # steps with a gradient of zeros
 _MOSTLY = 0.5  # of the elements of a gradient
 _SUDDEN = 8  # steps in which a layer dies that does not fade out by design
 _ABOUT = 0.75  # of the usual share of a gradient that is not zero
 _MOST_BESIDE = 4  # healthy steps that a failing one is compared with
-_PHASES = {"loss": Phase.FORWARD, "gradient norm": Phase.BACKWARD, "update": Phase.OPTIMIZER}
-_OBSERVED = {"loss": "loss", "gradient norm": "gradient", "update": "parameter"}
+_SEEN = {  # where a quantity shows
+    "loss": (Phase.FORWARD, "loss"),
+    "gradient norm": (Phase.BACKWARD, "gradient"),
+    "update": (Phase.OPTIMIZER, "parameter"),
+}
 
 
 class EventStep(Describing):
@@ -54,36 +58,41 @@ class EventStep(Describing):
             number = _position(steps, alarm.place)
             if number is None:
                 raise NotKept(f"step {alarm.step} is no longer kept")
+            quantity, explain = "gradient norm", None
             if isinstance(alarm, Finding):
-                return self._without_gradient(steps, number, alarm)
-            if alarm.kind == "scale":
-                with self._seen(steps, number, "gradient norm") as case:
-                    return self.make(case)
-            return self._at_beginning_of(steps, alarm, number)
+                explain = self._blocked(steps, number, alarm)
+            elif alarm.kind != "scale":
+                number, quantity, explain = self._at_beginning_of(steps, alarm, number)
+            with self._seen(steps, number, quantity) as case:
+                made = self.make(replace(case, explain=explain))
+            if isinstance(alarm, Finding) and made.snapshot.failure.call is None:
+                raise NotKept(f"no call behind `{alarm.name}` keeps its gradient back")
+            return made
 
     def find_silent(self, always: Set[int] = frozenset()) -> Finding | None:
         """A parameter that learns nothing: it gets no gradient from a step on.
 
         The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked.
         """
-        world = self.loop.world
         with self.kept() as steps:
-            played = steps[:_PLAYED]
-            alive = self.loop.tape.alive()
-            meter, replay = StepMeter(alive, seconds=_PLAYED_SECONDS, least=2 * LEAST_SILENT), self._replay(played)
-            with replay.going_back(), quiet_hooks(world.modules, replay.leaves()), suppress(OutOfTime):
-                replay.play_until(len(played), meter)
-            if replay.notes:
-                return None  # other losses than those of training
-            named = parameter_names(world.modules, self.verdict.frame)
-            return _silent(meter.steps, named, always)
+            seconds = [row.seconds for row in self.loop.timeline.after(-1)]
+            most = int(_PLAYED_SECONDS * len(seconds) / max(sum(seconds), 1e-6))
+            measured = self._measured(steps[: min(max(most, 2 * LEAST_SILENT), _PLAYED)])
+            return _silent(measured, parameter_names(self.loop.world.modules, self.verdict.frame), always)
+
+    def _measured(self, steps: Sequence[Segment]) -> list[MeasuredStep]:
+        """The steps played and measured; none if a loss is not that of training, and tells of something else."""
+        replay, meter = self._replay(steps), Meter(self.loop.tape.alive())
+        with replay.going_back(), quiet_hooks(self.loop.world.modules, replay.leaves()):
+            replay.play_until(len(steps), meter)
+        return [] if replay.notes else meter.steps
 
     def _replay(self, steps: Sequence[Segment]) -> Replay:
         world = self.loop.world
         return Replay(world, self.loop.tape, steps, world.copies[0])
 
-    def _without_gradient(self, steps: list[Segment], number: int, finding: Finding) -> Made:
-        """The snapshot of a step in which a parameter gets no gradient, or one of zeros."""
+    def _blocked(self, steps: list[Segment], number: int, finding: Finding) -> Explain:
+        """The failure of a step in which a parameter gets no gradient, or one of zeros."""
         parameters = (p for module in self.loop.world.modules for p in module.parameters())
         address = next(p.data_ptr() for p in parameters if id(p) == finding.key)
         before = steps[max(number - 1, 0)].mark.step
@@ -95,29 +104,22 @@ class EventStep(Describing):
             failure = Failure(Phase.BACKWARD, "dead", value=value, event=event)
             return blocked(Step(program, tensors), failure)
 
-        with self._seen(steps, number, "gradient norm") as case:
-            made = self.make(replace(case, explain=explain))
-        if made.snapshot.failure.call is None:
-            raise NotKept(f"no call behind `{finding.name}` keeps its gradient back")
-        return made
+        return explain
 
-    def _at_beginning_of(self, steps: list[Segment], alarm: Alarm, number: int) -> Made:
-        """The snapshot of the step in which a number has left its course, at ``number`` or before."""
-        last = _position(steps, alarm.departure.values[-1].place)
-        replay, meter = self._replay(steps), StepMeter(self.loop.tape.alive())
-        with replay.going_back(), quiet_hooks(self.loop.world.modules, replay.leaves()):
-            replay.play_until((number if last is None else max(number, last)) + 1, meter)
-        measured = [] if replay.notes else meter.steps  # a played loss that is not that of training dates nothing
+    def _at_beginning_of(self, steps: list[Segment], alarm: Alarm, number: int) -> tuple[int, str, Explain]:
+        """The position of the step in which a number has left its course, at ``number`` or before, the quantity that
+        shows it, and the failure."""
+        last = _position(steps, alarm.values[-1].place) or number
+        measured = self._measured(steps[: max(number, last) + 1])
         begun, healthy, predicate = _beginning(steps, measured, alarm, number)
         quantity = predicate.quantity
         reference = self._program_of(steps, healthy, quantity)
 
         def explain(program: Program, tensors: Tensors) -> Failure:
-            failure = Failure(_PHASES[quantity], alarm.kind, event=predicate)
+            failure = Failure(_SEEN[quantity][0], alarm.kind, event=predicate)
             return explained(Step(program, tensors), reference, failure)
 
-        with self._seen(steps, begun, quantity) as case:
-            return self.make(replace(case, explain=explain))
+        return begun, quantity, explain
 
     def beside_healthy(self, made: Made) -> Made:
         """``made``, of which an input is bad, with what healthy steps before tell of that: see `let_through`."""
@@ -147,7 +149,7 @@ class EventStep(Describing):
     def _seen(self, steps: list[Segment], number: int, quantity: str) -> Iterator[Case]:
         """A step of the past up to where a quantity shows; the live state is where it began."""
         with self.begun(steps[: number + 1], number, 0) as case:
-            yield replace(case, where=_OBSERVED[quantity], ops=_until_seen(case.ops, quantity))
+            yield replace(case, where=_SEEN[quantity][1], ops=_until_seen(case.ops, quantity))
 
 
 def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: Set[int]) -> Finding | None:
@@ -158,47 +160,30 @@ def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: 
     some steps and none in others may rest by design, as the head of a task does, so a gradient that is missing has to
     have been there in every step before.
     """
-    series = {key: _Shares.of(measured, key) for key in named}
-    faded = {one.since[-1].place for one in series.values() if one.since and one.before and one.is_fading}
+    found: list[Finding] = []
+    faded: set[int] = set()  # the steps in which a layer ended by design
     for key, name in named.items():
-        one = series[key]
-        if len(one.since) < LEAST_SILENT or one.since[-1].place in faded or not (one.before or key in always):
-            continue
-        has_learned = len(one.before) >= LEAST_PLAYED and all(share not in (None, 1.0) for share in one.before)
-        if not one.is_missing or has_learned:
-            way = "none" if one.is_missing else "zeros"
-            return Finding("dead", name, way, len(one.since), one.since[-1].place, one.since[-1].step, key)
-    return None
-
-
-@dataclass(frozen=True)
-class _Shares:
-    """The shares of zeros in the gradient of one parameter ``before`` the steps ``since``, latest first, in which it
-    has no other elements. ``None``: it has no gradient, which ``is_missing`` says of the last step."""
-
-    before: list[float | None]
-    since: list[Mark]
-    is_missing: bool
-
-    @classmethod
-    def of(cls, measured: Sequence[MeasuredStep], key: int) -> _Shares:
-        """Those in the steps that gave any parameter a gradient."""
         shares = [(one.mark, one.zeros[key]) for one in measured if one.norm and key in one.zeros]
-        since = [step for step, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
+        since = [mark for mark, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
         before = [share for _, share in shares[: len(shares) - len(since)]]
-        return cls(before, since, bool(shares) and shares[-1][1] is None)
+        if since and before and _is_fading([share or 0.0 for share in before]):
+            faded.add(since[-1].place)
+        elif len(since) >= LEAST_SILENT and (before or key in always):
+            is_missing = shares[-1][1] is None
+            if not is_missing or (len(before) >= LEAST_PLAYED and all(share not in (None, 1.0) for share in before)):
+                found.append(Finding(name, key, is_missing, len(since), since[-1].place, since[-1].step))
+    return next((one for one in found if one.place not in faded), None)
 
-    @property
-    def is_fading(self) -> bool:
-        """True if at least half of the last gradients was zero, and there is no telling that this came suddenly.
 
-        It did if `_SUDDEN` steps before the end the share was about what it usually was.
-        """
-        shares = [share or 0.0 for share in self.before]
-        if shares[-1] < _MOSTLY or len(shares) <= 2 * _SUDDEN:
-            return shares[-1] >= _MOSTLY
-        then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
-        return then >= _MOSTLY and 1.0 - then < _ABOUT * (1.0 - usual)
+def _is_fading(shares: Sequence[float]) -> bool:
+    """True if at least half of the last gradient was zero, and there is no telling that this came suddenly.
+
+    It did if `_SUDDEN` steps before the end the share of zeros was about what it usually was.
+    """
+    if shares[-1] < _MOSTLY or len(shares) <= 2 * _SUDDEN:
+        return shares[-1] >= _MOSTLY
+    then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
+    return then >= _MOSTLY and 1.0 - then < _ABOUT * (1.0 - usual)
 
 
 def _is_given_bad(step: Segment, alive: Mapping[Number, torch.Tensor]) -> bool:
@@ -227,37 +212,20 @@ def _beginning(
     That number has to be off in every step from there up to the alarm's last. In the step right before the alarm it
     may be off alone, if the update is: a learning rate may be wrong once.
     """
-    departure = alarm.departure
-    healthy = _position(steps, departure.healthy.place)
-    own = Predicate(
-        QUANTITIES[alarm.kind],
-        departure.began.number,
-        departure.limit,
-        departure.healthy.step,
-        departure.began.step,
-        departure.usual,
-    )
-    found = number, healthy if healthy is not None else max(number - 1, 0), own
-    own_turn = [n for n, one in enumerate(measured) if one.optimizer == measured[number].optimizer]
-    series = {name: [getattr(measured[n], name) for n in own_turn] for name in ("norm", "update")}
+    healthy = _position(steps, alarm.healthy.place)
+    found = number, max(number - 1, 0) if healthy is None else healthy, Predicate(**alarm.numbers)
+    own_turn = [n for n, played in enumerate(measured) if played.optimizer == measured[number].optimizer]
+    norms, updates = [measured[n].norm for n in own_turn], [measured[n].update for n in own_turn]
     last = own_turn.index(number) - 1 if measured else -1  # before the alarm
-    is_by_update = is_off(series["update"], last)
-    for quantity, numbers in zip(("gradient norm", "update"), series.values(), strict=True):
+    for quantity, numbers in (("gradient norm", norms), ("update", updates)):
         turn = first_off(numbers)
-        if is_by_update and is_off(numbers, last):
+        if is_off(updates, last) and is_off(numbers, last):
             turn = last if turn is None else min(turn, last)
-        if turn is not None and own_turn[turn] < found[0]:
-            band = band_before(numbers, turn)
-            assert band is not None, "it is off it"
+        band = band_before(numbers, turn) if turn is not None and own_turn[turn] < found[0] else None
+        if turn is not None and band is not None:
             usual = (n for n in range(turn - 1, -1, -1) if (value := numbers[n]) and band.spreads(value) <= USUAL)
             first, before = own_turn[turn], own_turn[next(usual, turn - 1)]
-            predicate = Predicate(
-                quantity,
-                numbers[turn] or 0.0,
-                band.number(HIGH),
-                steps[before].mark.step,
-                steps[first].mark.step,
-                band.number(0.0),
-            )
+            last_usual, step, limit = steps[before].mark.step, steps[first].mark.step, band.number(HIGH)
+            predicate = Predicate(quantity, numbers[turn] or 0.0, limit, last_usual, step, band.number(0.0))
             found = first, before, predicate
     return found

@@ -44,8 +44,8 @@ from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import is_bad
 from reprokit.program.ir import Phase
 from reprokit.program.sites import kind_of_file, make_site
-from reprokit.series.detectors import Alarm, Finding
-from reprokit.series.events import QUANTITIES
+from reprokit.series.course import QUANTITIES, Alarm
+from reprokit.series.events import Finding
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import user_path
 

@@ -27,19 +27,20 @@ from reprokit.capture.callers import compiled_call, first_user_frame, learn_loop
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, StepNote, gives_gradients, starts_of
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start, leaves_behind
+from reprokit.capture.meters import NormMeter
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.structure import TENSORS, is_leaf, iter_tensors, repeatable
 from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op, address_of
+from reprokit.capture.tensor_names import names_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.errors import pass_on
 from reprokit.locate.compiled import Compiled
 from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
 from reprokit.program.ir import Call
 from reprokit.program.trace import current_mode
-from reprokit.series.record import NormMeter
-from reprokit.series.timeline import Iterations, ScalerWatch, Timeline, parameters_of
+from reprokit.series.timeline import Iterations, ScalerWatch, Seat, Timeline, parameters_of
 
 if TYPE_CHECKING:
     from reprokit.capture.early_warning import EarlyWarning
@@ -214,7 +215,7 @@ class Loop:
         behind = leaves_behind(starts) if counts else set()
         iterations = self.iterations
         step = self.running(behind)[0] if counts else iterations.completed
-        loss = self.timeline.likely_loss
+        loss = self.timeline.loss
         pending = Pending(call[-1], (call[4], call[5]), is_asked, behind, step, loss, iterations.micro_step)
         outcome = self.judge.begin(pending, counts, is_first=not iterations.total)
         return bad, outcome, before
@@ -376,7 +377,7 @@ class Loop:
         if bad is not None:
             self.failures.fail("parameter", keep=bad)
         elif self.recorder.enabled:
-            self._note_numbers(None, self.iterations.of(None), time.perf_counter())
+            self._note_numbers(None, *self.iterations.of(None), time.perf_counter())
             self.iterations.attempted(None)
             self.interrupt()
             self._act_after_step()
@@ -616,8 +617,7 @@ class Loop:
         if not recorder.enabled or not scaler.is_enabled():
             return target(*args, **kwargs)
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
-        before = recorder.guard(self.iterations.attempts, optimizer)
-        is_outermost = recorder.is_outermost
+        before, is_outermost = self.iterations.total, recorder.is_outermost
         pending = self.judge.pending
         if pending is not None and self.ranks.is_alone and is_outermost:
             outcome = recorder.guard(self.judge.update, list(parameters_of(optimizer)))
@@ -630,7 +630,7 @@ class Loop:
                 self._scaler = None
         if not recorder.enabled:
             return output
-        if recorder.guard(self.iterations.attempts, optimizer) != before:
+        if self.iterations.total != before:
             if not self._in_kernel:
                 recorder.guard(self.scalers.stepped)
         else:
@@ -700,7 +700,7 @@ class Loop:
         if self.budget.from_step == self.iterations.completed + 1:  # the last step that is not noted
             return True
         if self.asked:  # a step that was asked for is played from a copy right before it
-            until = min(self.asked) - self.iterations.of(optimizer)
+            until = min(self.asked) - self.iterations.of(optimizer)[0]
             if until <= 1:
                 return until == 1
         if self.ranks.meeting is not None:
@@ -711,17 +711,17 @@ class Loop:
 
     def mark(self, step: int | None = None) -> Mark:
         """The mark of the running step, which belongs to iteration ``step``."""
-        iterations, loss = self.iterations, self.timeline.likely_loss
+        iterations, loss = self.iterations, self.timeline.loss
         step = self.running()[0] if step is None else step
         place = len(self.tape.log) // SLOTS
         return Mark(place, step, iterations.total, iterations.micro_step, loss, self.generators.states)
 
-    def running(self, leaves: Iterable[int] | None = None) -> tuple[int, int]:
+    def running(self, leaves: Iterable[int] | None = None) -> tuple[int, Seat]:
         """The iteration of the running step, and the seat of its optimizer: the one that steps now, else one of those
         that have the parameters behind it, which ``leaves`` are the ``id``s of if that is known."""
         optimizer, iterations = self._optimizer, self.iterations
         if self._popped is not None and optimizer is not None:
-            return iterations.of(optimizer), iterations.seat(optimizer)
+            return iterations.of(optimizer)
         if not leaves:
             roots = [op.target for op in self.tape.running() if op.kind is Root and op.mode.grad]
             leaves = {id(parameter) for root in roots for parameter in root.parameters()}
@@ -742,10 +742,10 @@ class Loop:
             self._finished = {id(optimizer)}
         if self.recorder.gaps:
             world.interrupt()
-        step = iterations.of(optimizer)
+        step, seat = iterations.of(optimizer)
         if self.asked and min(self.asked) < step:
             self.failures.save_asked(step)
-        self._note_numbers(optimizer, step, ended)
+        self._note_numbers(optimizer, step, seat, ended)
         num_calls = len(tape.log) // SLOTS - tape.begin
         is_copied = was_checked and not (self.ranks.is_alone and world.is_complete and self.has_alarm())
         if not self.is_noted:
@@ -770,7 +770,7 @@ class Loop:
             self.budget.end_step(ended, num_calls, is_noted=self.is_noted)
         self.restart()
 
-    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, step: int, ended: float) -> None:
+    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, step: int, seat: Seat, ended: float) -> None:
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         if isinstance(rate, torch.Tensor):
             rate = rate.detach().clone()
@@ -778,10 +778,9 @@ class Loop:
         row = norms.measure(step, optimizer) if norms is not None and optimizer is not None else None
         if row is not None and timeline.grad_norm is None:  # the loop has not computed it
             timeline.grad_norm = row.total
-        seat = iterations.seat(optimizer)
         timeline.end_step(iterations.total, step, rate, self.scalers.scale, ended, seat)
         if norms is not None and row is not None:
-            names = norms.optimizer_names() if iterations.has_several else {}
+            names = names_of(self.world.optimizers, sys._getframe(1)) if iterations.has_several else {}
             norms.keep(row, timeline.last(iterations.names(names)))
 
     def restart(self) -> None:

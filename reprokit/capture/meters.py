@@ -1,112 +1,206 @@
-"""Steps of the past in numbers that training did not compute: gradient norm, update, share of zeros in gradients, and
-numbers of every layer for the story.
+"""Numbers that training does not compute: of every parameter while it runs (`--record`), and of steps that are played.
 
-They are measured while the steps are played, so they cost nothing until somebody asks.
+While the training runs, never more than a small share of the time is taken on ``auto``: after every measurement the
+meter waits until its own cost is paid for. It takes one fused norm over all gradients and one over all weights, and
+waits for a device twice. Played steps cost nothing until somebody asks.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from reprokit.capture.calls import Backward, Clip, OptimizerStep, Unscale
 from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Mark, Number, Op
-from reprokit.locate.quantity import norm_of, share_of_zeros, update_of
+from reprokit.errors import UsageError, ignored_errors
+from reprokit.locate.quantity import norm_of, norms_of, numbers_of, share_of_zeros, update_of
 from reprokit.locate.ranges import Range, measure
-from reprokit.series.story import LayerNumbers
-from reprokit.series.timeline import parameters_of
+from reprokit.locate.ways import local_part
+from reprokit.series.story import LayerNumbers, RecordedStep, StepNumbers
+from reprokit.series.timeline import TIMELINE_STEPS, parameters_of
 from reprokit.words import user_path
 
-_READS_GRADIENTS = (Clip, OptimizerStep)
+AUTO_SHARE = 0.003  # of the time: with the work around it that stays below the 0.5% that is promised
+_LEAST_STEPS = 10
+_MOST_NUMBERS = 20_000  # of each kind in a file
+_SHOWN = 6
+FIRST_STEPS = 3  # a parameter that is used has a gradient in one of them
+_FIRST_ON_AUTO = 1  # the first step of a training allocates the memory of gradients and kernels
+
+
+class NormMeter:
+    """Measures the parameters of an optimizer right after its step, when the gradients are still there; gradients that
+    the loop clips right before that.
+
+    ``record`` is ``auto``, ``N`` or ``N:PATTERN``; anything else raises `UsageError`. ``names`` gives the names of
+    parameters by ``id``; it is asked again for a parameter that it did not know. ``say`` prints the parameters that got
+    no gradient, once. ``hand_over`` is given the numbers of a step that was measured.
+    """
+
+    def __init__(
+        self,
+        record: str,
+        names: Callable[[], Mapping[int, str]],
+        say: Callable[[str], None],
+        hand_over: Callable[[StepNumbers, RecordedStep], None],
+    ) -> None:
+        number, _, pattern = record.partition(":")
+        if number != "auto" and not (number.isdigit() and int(number) >= 1):
+            hint = "it is auto, a number of steps, or one with a pattern such as 10:h.0.*"
+            raise UsageError(f"`record` cannot be {record!r}", hint=hint)
+        self._every, self._pattern = None if number == "auto" else int(number), pattern or "*"
+        self._ask_names, self._say, self._hand_over = names, say, hand_over
+        self.steps: collections.deque[RecordedStep] = collections.deque()
+        self._names = WeakTensorKeyDictionary()
+        self._next = 0.0
+        self._last_step = -1
+        self._is_off = False
+        self._silent: dict[int, torch.Tensor | None] | None = {}  # parameters of the first steps without a gradient
+        self._before: dict[int, tuple[float, float]] = {}  # gradients before they were clipped, by ``id`` of parameters
+
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched: it pays for nothing."""
+        self._next += seconds
+
+    def forget(self) -> None:
+        """Let go of the user's parameters."""
+        self._silent = None
+
+    def before_clip(self, step: int, parameters: Any) -> None:
+        """The loop is about to clip the gradients of these."""
+        if self._is_due(step):
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+            self._before |= _measured(p for p in parameters if isinstance(p, torch.Tensor))
+
+    def measure(self, step: int, optimizer: torch.optim.Optimizer) -> RecordedStep | None:
+        """The numbers of an optimizer that has made its step, if it is to be measured. Waits for a device twice."""
+        if self._silent is not None:
+            self._look_for_gradients(step, optimizer, self._silent)
+        before, self._before = self._before, {}
+        if not (before or self._is_due(step)):
+            return None
+        started = time.perf_counter()
+        parameters = [p for p in parameters_of(optimizer) if not p.is_meta]
+        named = {name: p for p in parameters if fnmatchcase(name := self._name(p), self._pattern)}
+        clipped = _measured(parameters)
+        unclipped = {key: before.get(key, pair) for key, pair in clipped.items()}
+        with torch.no_grad():
+            weights = norms_of([local_part(p.detach()) for p in named.values()])
+        ended = time.perf_counter()
+        self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step
+        return RecordedStep(
+            step,
+            dict(zip(named, weights, strict=True)),
+            {name: unclipped[id(p)][0] for name, p in named.items() if id(p) in unclipped},
+            {name: unclipped[id(p)][1] for name, p in named.items() if id(p) in unclipped},
+            math.hypot(*(norm for norm, _ in unclipped.values())),
+            math.hypot(*(norm for norm, _ in clipped.values())) if before else None,
+        )
+
+    def keep(self, row: RecordedStep, numbers: StepNumbers) -> None:
+        """Remember the numbers of a step and hand them over; those of all optimizers of a step are one row."""
+        self._hand_over(numbers, row)
+        if self.steps and self.steps[-1].step == row.step:
+            row = self.steps.pop().joined(row)
+        if row.weight_norm or row.grad_norm:  # else no parameter of a step fits the pattern
+            self.steps.append(row)
+        if len(self.steps) > max(_LEAST_STEPS, min(TIMELINE_STEPS, _MOST_NUMBERS // max(1, len(row.weight_norm)))):
+            self.steps.popleft()
+
+    def _is_due(self, step: int) -> bool:
+        if self._every is not None:
+            is_due = step % self._every == 0
+        else:  # every optimizer of a step is measured, or none
+            is_due = step == self._last_step or (step >= _FIRST_ON_AUTO and time.perf_counter() >= self._next)
+        if is_due and not self._is_off and is_capturing():  # a graph would replay it; reading ends its capture
+            self._is_off = True
+            self._say("`--record` is off: the optimizer steps inside of a CUDA graph")
+        return is_due and not self._is_off
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        if parameter not in self._names:
+            known: Mapping[int, str] = {}
+            with ignored_errors():  # then the parameters have numbers for names
+                known = self._ask_names()
+            self._names[parameter] = known.get(id(parameter), f"parameter {len(self._names)}")
+        return str(self._names[parameter])
+
+    def _look_for_gradients(
+        self, step: int, optimizer: torch.optim.Optimizer, silent: dict[int, torch.Tensor | None]
+    ) -> None:
+        """After the first steps print the parameters that have got no gradient in any of them."""
+        if step < FIRST_STEPS:
+            for p in parameters_of(optimizer):
+                if p.grad is not None:
+                    silent[id(p)] = None
+                elif p.requires_grad:
+                    silent.setdefault(id(p), p)
+            return
+        names = [name for p in silent.values() if p is not None and fnmatchcase(name := self._name(p), self._pattern)]
+        if names:
+            shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            self._say(f"no gradient in the first {FIRST_STEPS} steps: {shown}{more}")
+        self._silent = None
+
+
+def _measured(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[float, float]]:
+    """The norms of gradients and the shares of zeros in them, by the ``id`` of the parameter."""
+    with torch.no_grad():
+        whole = {id(p): local_part(p.grad.detach()) for p in parameters if p.grad is not None}
+        # of a sparse gradient the elements that are stored; the others are zero
+        given = [grad.coalesce().values() if grad.layout is torch.sparse_coo else grad for grad in whole.values()]
+        norms, counts = norms_of(given), numbers_of([gradient.count_nonzero() for gradient in given])
+    zeros = (1 - count / max(1, grad.numel()) for count, grad in zip(counts, given, strict=True))
+    return dict(zip(whole, zip(norms, zeros, strict=True), strict=True))
+
+
+def is_capturing() -> bool:
+    """True while a CUDA graph is captured on the stream of now."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+# -- steps that are played -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class MeasuredStep:
     """A step that was played. ``optimizer`` is the ``id`` of the one that made its update. ``zeros`` are the shares of
-    zeros in gradients, by the ``id`` of the parameter, ``None`` for one that is trained and has no gradient."""
+    zeros in gradients, by the ``id`` of the parameter, ``None`` for one that is trained and has no gradient. Layers
+    have ``outputs`` and ``numbers``."""
 
     mark: Mark
     optimizer: int | None = None
     norm: float | None = None
     update: float | None = None
     zeros: dict[int, float | None] = field(default_factory=dict)
+    outputs: dict[str, list[Range]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-class OutOfTime(Exception):
-    """Steps were played for as long as was granted."""
+class Meter:
+    """Measures every step that is played; ``steps`` has them in order. With ``layers``, which have names in the order
+    of the model, it measures these in the place of gradients as a whole; their outputs while it is `watching`."""
 
-
-class StepMeter:
-    """Measures every step that a rewind plays; ``steps`` has them in order.
-
-    With ``seconds`` of CPU time it raises `OutOfTime` at the first step that begins later, after ``least`` steps.
-    """
-
-    def __init__(self, alive: Mapping[Number, torch.Tensor], *, seconds: float | None = None, least: int = 0) -> None:
+    def __init__(
+        self, alive: Mapping[Number, torch.Tensor], layers: Mapping[str, torch.nn.Module] | None = None
+    ) -> None:
         self._alive = alive
-        self._least = least
-        self._ends = None if seconds is None else time.process_time() + seconds
         self.steps: list[MeasuredStep] = []
-        self._before: list[torch.Tensor] = []
-
-    def before(self, mark: Mark, op: Op) -> None:
-        """Measure gradients where they are complete and not yet clipped, and remember parameters."""
-        if not self.steps or self.steps[-1].mark is not mark:
-            if self._ends is not None and len(self.steps) >= self._least and time.process_time() > self._ends:
-                raise OutOfTime
-            self.steps.append(MeasuredStep(mark))
-        measured = self.steps[-1]
-        if op.kind not in _READS_GRADIENTS:
-            return
-        with torch.no_grad():
-            if measured.norm is None:
-                parameters = self._given_to(op)
-                pairs = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-                measured.norm = norm_of(gradient for _, gradient in pairs)
-                measured.zeros = {id(p): None for p in parameters if p.grad is None and p.requires_grad}
-                measured.zeros.update((id(parameter), share_of_zeros(gradient)) for parameter, gradient in pairs)
-            if op.kind is OptimizerStep:
-                measured.optimizer = id(op.target)
-                self._before = [parameter.detach().clone() for parameter in parameters_of(op.target)]
-
-    def after(self, op: Op) -> None:
-        """Measure the update of an optimizer."""
-        if op.kind is OptimizerStep:
-            with torch.no_grad():
-                now = [parameter.detach() for parameter in parameters_of(op.target)]
-                self.steps[-1].update = update_of(self._before, now)
-            self._before = []
-
-    def _given_to(self, op: Op) -> list[torch.Tensor]:
-        if op.kind is OptimizerStep:
-            return list(parameters_of(op.target))
-        given = op.args[0] if op.args else op.kwargs.get("parameters", ())
-        found = [self._alive[n] for n in iter_leaves(given, Number) if n in self._alive]
-        return [*found, *iter_tensors(given)]
-
-
-class LayerMeter:
-    """Measures ``layers``, which have names in the order of the model, while it is `watching`."""
-
-    def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
-        self._names = {id(layer): name for name, layer in layers.items()}
-        parameters = {name: list(layer.parameters(recurse=False)) for name, layer in layers.items()}
-        self._parameters = {name: found for name, found in parameters.items() if found}
-        self._before: dict[str, list[torch.Tensor]] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        self._outputs: dict[str, list[Range]] = {}
-        self._gradients: dict[str, float] = {}
-        self._updates: dict[str, float] = {}
+        self._names = {id(layer): name for name, layer in (layers or {}).items()}
+        self._parameters = {name: list(layer.parameters(recurse=False)) for name, layer in (layers or {}).items()}
+        self._weights: dict[int, torch.Tensor] = {}  # before an update
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -122,41 +216,60 @@ class LayerMeter:
         if name is not None and not torch.compiler.is_compiling():
             with torch.no_grad():
                 found = [measure(tensor) for tensor in iter_tensors(output) if tensor.is_floating_point()]
-            self._outputs.setdefault(name, []).extend(found)
+            self.steps[-1].outputs.setdefault(name, []).extend(found)
 
     def before(self, mark: Mark, op: Op) -> None:
-        """Remember the weights that an update begins with."""
+        """Measure gradients where they are complete and not yet clipped, and remember parameters."""
+        if not self.steps or self.steps[-1].mark is not mark:
+            self.steps.append(MeasuredStep(mark))
+        step = self.steps[-1]
+        if op.kind in (Clip, OptimizerStep) and step.norm is None and not self._names:
+            parameters = self._given_to(op)
+            with torch.no_grad():
+                gradients = {id(p): p.grad for p in parameters if p.grad is not None}
+                step.norm = norm_of(gradients.values())
+                step.zeros = {id(p): None for p in parameters if p.requires_grad}
+                step.zeros |= {key: share_of_zeros(gradient) for key, gradient in gradients.items()}
         if op.kind is OptimizerStep:
-            self._before = {name: [p.detach().clone() for p in own] for name, own in self._parameters.items()}
+            step.optimizer = id(op.target)
+            self._weights = {id(p): p.detach().clone() for p in parameters_of(op.target)}
 
     def after(self, op: Op) -> None:
-        """Measure gradients where they are complete, and the change of the weights."""
-        before, self._before = self._before, {}
+        """Measure the gradients of layers where they are complete, and the change of weights."""
+        step = self.steps[-1]
         with torch.no_grad():
-            if op.kind in (Backward, Unscale):
-                grads = {name: [p.grad for p in own if p.grad is not None] for name, own in self._parameters.items()}
-                self._gradients.update((name, norm_of(found) or 0.0) for name, found in grads.items() if found)
-            for name, weights in before.items():
-                update = update_of(weights, [parameter.detach() for parameter in self._parameters[name]])
-                if update is not None:
-                    self._updates[name] = update
+            for name, own in self._parameters.items() if op.kind in (Backward, Unscale) else ():
+                gradient = norm_of(p.grad for p in own if p.grad is not None)
+                if gradient is not None:
+                    step.numbers.setdefault(name, {})["gradient"] = gradient
+            if op.kind is OptimizerStep:
+                for name, own in self._parameters.items():
+                    update = self._update(own)
+                    if update is not None:
+                        step.numbers.setdefault(name, {})["update"] = update
+                if not self._names:
+                    step.update = self._update(parameters_of(op.target))
+                self._weights = {}
 
-    def take(self, step: int) -> list[LayerNumbers]:
-        """The numbers since the last call, as those of ``step``."""
-        rows = []
+    def _update(self, parameters: Sequence[torch.Tensor]) -> float | None:
+        pairs = [(self._weights[id(p)], p.detach()) for p in parameters if id(p) in self._weights]
+        return update_of([old for old, _ in pairs], [new for _, new in pairs])
+
+    def _given_to(self, op: Op) -> list[torch.Tensor]:
+        if op.kind is OptimizerStep:
+            return parameters_of(op.target)
+        given = op.args[0] if op.args else op.kwargs.get("parameters", ())
+        found = [self._alive[n] for n in iter_leaves(given, Number) if n in self._alive]
+        return [*found, *iter_tensors(given)]
+
+    def rows(self) -> list[LayerNumbers]:
+        """The numbers of the layers in the last step."""
+        step, rows = self.steps[-1], []
         for name in self._names.values():
-            outputs = self._outputs.get(name, [])
-            row = LayerNumbers(
-                step,
-                name,
-                self._gradients.get(name),
-                self._updates.get(name),
-                _largest(outputs),
-                _share_of_zeros(outputs),
-            )
-            if any(number is not None for number in (row.gradient, row.update, row.activation)):
-                rows.append(row)
-        self._forget()
+            outputs = step.outputs.get(name, [])
+            known = {**step.numbers.get(name, {}), "activation": _largest(outputs)}
+            if any(number is not None for number in known.values()):
+                rows.append(LayerNumbers(step.mark.step, name, **known, zeros=_share_of_zeros(outputs)))
         return rows
 
 

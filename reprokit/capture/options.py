@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
 from reprokit.errors import UsageError, ignored_errors
-from reprokit.series.events import EventKind, TrainingEvent
+from reprokit.series.course import EventKind
+from reprokit.series.events import TrainingEvent
 from reprokit.snapshot.source import SOURCES, Source
 
 After = Literal["stop", "continue"]

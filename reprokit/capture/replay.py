@@ -59,7 +59,7 @@ from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.rng import Generators
 
 if TYPE_CHECKING:
-    from reprokit.capture.meters import LayerMeter
+    from reprokit.capture.meters import Meter
     from reprokit.locate.failure import Failure
     from reprokit.snapshot.format import StateBefore
 
@@ -669,7 +669,7 @@ class Replay:
                 self._player.play(op)
         return [*(op for op in lead if not op.kind.writes_state(op)), *rest], contents
 
-    def measured(self, meter: LayerMeter, last: int) -> list[LayerNumbers]:
+    def measured(self, meter: Meter, last: int) -> list[LayerNumbers]:
         """Play the steps up to the one that ``last`` counts, and measure the layers in each.
 
         Ends before the first step with a loss that is not that of training.
@@ -679,7 +679,7 @@ class Replay:
             for number, segment in enumerate(self.segments):
                 if segment.mark.step > last or not self._play_whole(number, meter):
                     break
-                rows += meter.take(segment.mark.step)
+                rows += meter.rows()
         return rows
 
     # -- finding -------------------------------------------------------------------------------------------------

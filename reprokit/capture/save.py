@@ -24,7 +24,7 @@ from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, ZeroGrad, name_of, starts_of
 from reprokit.capture.fidelity import Made, compiled_mismatch
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
-from reprokit.capture.meters import LayerMeter, layers_of
+from reprokit.capture.meters import Meter, layers_of
 from reprokit.capture.replay import (
     Missing,
     Player,
@@ -63,7 +63,8 @@ from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import Modes, Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Phase, Program, Ref, Site, iter_refs
 from reprokit.program.trace import InputName, Tracer, current_mode
-from reprokit.series.detectors import Alarm, Finding
+from reprokit.series.course import Alarm
+from reprokit.series.events import Finding
 from reprokit.series.story import LayerNumbers
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.environment import collect_environment
@@ -508,7 +509,7 @@ class Describing:
         last = snapshot.step if snapshot.failure.event is None else segments[-1].mark.step
         replay = Replay(world, loop.tape, segments, world.copies[0])
         with replay.going_back(), quiet_hooks(world.modules, replay.leaves()):
-            return [row for row in replay.measured(LayerMeter(layers), last) if row.step >= began]
+            return [row for row in replay.measured(Meter({}, layers), last) if row.step >= began]
 
     # -- replaying a step ----------------------------------------------------------------------------------------
 
@@ -688,7 +689,7 @@ class Describing:
         path = getattr(sys.modules.get("__main__"), "__file__", None)  # names were taken out of the command line
         iterations, pending = loop.iterations, loop.judge.pending
         seat = loop.timeline.seat_of(case.mark.place, loop.running(pending.behind if pending is not None else None)[1])
-        kin, began = iterations.kin(seat, number), iterations.began(seat, number)
+        began = iterations.began(seat, number)
         is_noted = loop.is_noted or case.mark.place != iterations.total
         copies = loop.world.copies
         settings = CaptureSettings(
@@ -706,7 +707,7 @@ class Describing:
         )
         names = iterations.names(names_of(loop.world.optimizers, case.frame))
         loss = number_of(case.mark.loss)
-        timeline = loop.timeline.until(case.mark.place, number, loss, seat, kin, names)
+        timeline = loop.timeline.until(case.mark.place, number, loss, seat, names)
         recorded = [row for row in loop.norms.steps if began <= row.step <= number] if loop.norms else []
         return Snapshot(
             program=replayed.program,

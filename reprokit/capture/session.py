@@ -25,6 +25,7 @@ from reprokit.capture.failures import Failures, ends_training
 from reprokit.capture.fidelity import Place
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
+from reprokit.capture.meters import NormMeter
 from reprokit.capture.mode import CaptureStop
 from reprokit.capture.options import (
     DEFAULT_ON,
@@ -39,12 +40,11 @@ from reprokit.capture.options import (
 )
 from reprokit.capture.recorder import Recorder
 from reprokit.capture.save import SkippedLoss
-from reprokit.capture.tensor_names import names_of, parameter_names
+from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.world import World
 from reprokit.errors import UsageError, ignored_errors, pass_on
 from reprokit.locate.quantity import number_of
 from reprokit.series.events import LineLog, TrainingEvent
-from reprokit.series.record import NormMeter, read_pace
 from reprokit.series.story import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.source import Source
 from reprokit.words import print_line, visible_line
@@ -129,10 +129,7 @@ class Session:
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
         self._on_numbers = on_numbers
         if record is not None or on_numbers is not None:
-            self._loop.norms = NormMeter(read_pace(record or "auto"), self._parameter_names)
-            self._loop.norms.say = self.say
-            self._loop.norms.hand_over = self._hand_over_numbers
-            self._loop.norms.optimizer_names = self._optimizer_names
+            self._loop.norms = NormMeter(record or "auto", self._parameter_names, self.say, self._hand_over_numbers)
         if "ranks" in on:
             self._loop.ranks.compare()
         if kinds:
@@ -371,9 +368,6 @@ class Session:
 
     def _parameter_names(self) -> dict[int, str]:
         return parameter_names(self._loop.world.modules, sys._getframe().f_back)
-
-    def _optimizer_names(self) -> dict[int, str]:
-        return names_of(self._loop.world.optimizers, sys._getframe().f_back)
 
     def _hand_over_numbers(self, numbers: StepNumbers, row: RecordedStep) -> None:
         """Call ``on_numbers``; not again after an error."""

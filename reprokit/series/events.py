@@ -6,19 +6,31 @@ Imports no torch: `reprokit.TrainingEvent` is part of the public API.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
-from reprokit.series.course import Departure, Severity
+from reprokit.series.course import QUANTITIES, Alarm, EventKind, Severity
 from reprokit.words import json_line, number_words, times_words
 
-EventKind = Literal["spike", "explosion", "dead", "scale"]
-QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
 _MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold about 8,000 events
+
+
+class Finding(NamedTuple):
+    """A parameter (its name and ``id``) that learns nothing, and the first ``step`` that shows it; ``num_steps`` played
+    ones do. Its gradient is zero from there on, or ``is_missing``."""
+
+    name: str
+    key: int
+    is_missing: bool
+    num_steps: int
+    place: int
+    step: int
+    kind: EventKind = "dead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +66,17 @@ class TrainingEvent:
         return json_line({name: value for name, value in asdict(self).items() if value is not None})
 
 
-def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
-    """The event of a number that has left its course, noticed after ``step``."""
-    began, usual = departure.began, departure.usual
-    quantity = QUANTITIES[kind]
-    words = f"the {quantity} was {number_words(began.number)}{times_words(began.number, usual)}"
-    if departure.is_over:
-        words += ", and came back at once" if len(departure.values) == 1 else ", and came back"
-    elif len(departure.values) > 1:
-        words += (
-            f", and stayed off its course for {len(departure.values)} steps up to {number_words(departure.peak.number)}"
-        )
-    return TrainingEvent(
-        kind,
-        step,
-        departure.severity,
-        f"began at step {began.step}: {words}",
-        began_at=began.step,
-        quantity=quantity,
-        value=began.number,
-        usual=usual,
-        threshold=departure.limit,
-        reference_step=departure.healthy.step,
-    )
+def event_of(alarm: Alarm) -> TrainingEvent:
+    """The event of a number that has left its course."""
+    values = [value.number for value in alarm.values]
+    words = f"the {QUANTITIES[alarm.kind]} was {number_words(values[0])}{times_words(values[0], alarm.usual)}"
+    if alarm.is_over:
+        words += ", and came back at once" if len(values) == 1 else ", and came back"
+    elif len(values) > 1:
+        highest = max(values, key=lambda number: math.inf if math.isnan(number) else number)
+        words += f", and stayed off its course for {len(values)} steps up to {number_words(highest)}"
+    words = f"began at step {alarm.step}: {words}"
+    return TrainingEvent(alarm.kind, alarm.shown_by, alarm.severity, words, **alarm.numbers)
 
 
 class LineLog:

@@ -13,10 +13,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import correlation, linear_regression, median
+from statistics import median
 
 from reprokit.grammar import Count, Name, left_out
-from reprokit.series.course import stays_off
+from reprokit.series.course import SPREADS, band_before
 from reprokit.words import counted, number_words
 
 
@@ -144,14 +144,10 @@ QUANTITIES = {
     "gradient": "gradient norm",
     "update": "update over weight",
 }
-_FACTOR = 10.0  # between a value and the median before it: layers of healthy runs vary by less from step to step
+_FACTOR = 10.0  # that a wrong start grows by at least: layers of healthy runs vary by less
 _GROWTH = 1.2  # a step: slower growth over the few steps that are kept is within the noise of small batches
-_EXPLAINED = 0.8  # of the variance: a single jump among equal numbers explains at most three quarters
 _LEAST_STEPS = 3  # in a row make a trend, and a course to leave
 _STOPPED = {"gradient": "the gradient of `{}` is zero", "zeros": "the output of `{}` is zero"}
-
-
-_Ranked = tuple[float, Chapter]
 
 
 def chapters(rows: Iterable[LayerNumbers], failing: float) -> list[Chapter]:
@@ -161,22 +157,15 @@ def chapters(rows: Iterable[LayerNumbers], failing: float) -> list[Chapter]:
     the layers after it, with a gradient to those before: the first of them in that direction comes first. Of updates
     the one that went furthest does.
     """
-    found: list[_Ranked] = []
+    found: list[tuple[tuple[int, int, float], Chapter]] = []
     known = _series(row for row in rows if row.step < failing)
     places = {module: place for place, module in enumerate(dict.fromkeys(module for module, _ in known))}
     for (module, quantity), series in known.items():
-        if quantity in _STOPPED:
-            found += _stop(module, quantity, series)
-        if quantity != "zeros":
-            found += _departure(module, quantity, series)
-
-    def order(pair: _Ranked) -> tuple[int, int, float]:
-        furthest, chapter = pair
-        place = places[chapter.module]
-        ranks = {QUANTITIES["gradient"]: -place, QUANTITIES["update"]: -furthest}
-        return chapter.step, list(QUANTITIES.values()).index(chapter.quantity), ranks.get(chapter.quantity, place)
-
-    return [chapter for _, chapter in sorted(found, key=order)]
+        for factor, step, text in (*_stop(module, quantity, series), *_departure(module, quantity, series)):
+            rank = {"gradient": -places[module], "update": -factor}.get(quantity, places[module])
+            chapter = Chapter(step, module, QUANTITIES[quantity], text)
+            found.append(((step, list(QUANTITIES).index(quantity), rank), chapter))
+    return [chapter for _, chapter in sorted(found, key=lambda pair: pair[0])]
 
 
 def _series(rows: Iterable[LayerNumbers]) -> dict[tuple[str, str], list[tuple[int, float]]]:
@@ -189,75 +178,58 @@ def _series(rows: Iterable[LayerNumbers]) -> dict[tuple[str, str], list[tuple[in
     return found
 
 
-def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[_Ranked]:
-    """The first step from which on a quantity stays far above its median before, if there is one."""
-    name, values = f"{QUANTITIES[quantity]} of `{module}`", [value for _, value in series]
+def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[tuple[float, int, str]]:
+    """The first step from which on a quantity stays off its course, if there is one, and how many times the usual value
+    it has there; with a text."""
+    values = [value for _, value in series]
     # a start that is too large grows from step 0 on and has no usual value before it: watching case `wrong_start`
-    rate = _growth(values) if series[0][0] == 0 and _rises_throughout(values) else None
-    if rate is not None:
-        ends = f"{number_words(values[0])} to {number_words(values[-1])}"
-        said = f"the {name} grows {rate:.2g} times a step from the first step on ({ends})"
-        yield math.inf, Chapter(0, module, QUANTITIES[quantity], said)
+    rises = all(before < value for before, value in itertools.pairwise(values))
+    is_wrong_start = series[0][0] == 0 and rises and values[-1] > _FACTOR * values[0]
+    place = 0 if is_wrong_start else next((n for n in range(_LEAST_STEPS, len(series)) if _stays_off(values, n)), None)
+    if place is None or quantity == "zeros":
         return
-    place = next((place for place in range(_LEAST_STEPS, len(series)) if stays_off(values, place)), None)
-    if place is None:
-        return
-    usual = _usual(values[:place])
-    start, rate = _rise(values, place, usual)
-    step, value = series[start]
-    if rate is not None:
-        ends = f"{number_words(usual)} to {number_words(values[-1])}"
-        text = f"the {name} grows {rate:.2g} times a step from step {step} on ({ends})"
-    elif math.isfinite(value):
-        text = f"the {name} jumps from about {number_words(usual)} to {number_words(value)} at step {step}"
-    else:
-        text = f"the {name} is {value:g} at step {step}; before it was about {number_words(usual)}"
-    yield value / usual if math.isfinite(value) else math.inf, Chapter(step, module, QUANTITIES[quantity], text)
-
-
-def _rises_throughout(values: Sequence[float]) -> bool:
-    """True if every value is above the one before, and the last one far above the first."""
-    return values[-1] > _FACTOR * values[0] and all(before < value for before, value in itertools.pairwise(values))
-
-
-def _rise(values: Sequence[float], place: int, usual: float) -> tuple[int, float | None]:
-    """Where the rise up to ``place`` begins, and its factor a step if it is a growth.
-
-    A growth begins above all values before, and half a step of it above the median.
-    """
-    risen = 1 + max(n for n, value in enumerate(values[:place]) if value <= usual)
+    usual = median([value for value in values[:place] if 0 < value < math.inf] or values[:1])
+    risen = 1 + max((n for n, value in enumerate(values[:place]) if value <= usual), default=-1)
     rate = _growth(values[risen:])
-    if rate is None:
-        return place, None
-    highest = max(value for value in values[:risen] if math.isfinite(value))
-    least = max(highest, usual * math.sqrt(rate))
-    return next((n for n in range(risen, place) if values[n] > least), place), rate
+    if rate is not None:  # it begins above all values before, and half a step of it above the median
+        least = max([usual * math.sqrt(rate), *(value for value in values[:risen] if math.isfinite(value))])
+        place = next((n for n in range(risen, place) if values[n] > least), place)
+    step, value = series[place]
+    if rate is not None:
+        begin = f"step {step}" if place else "the first step"
+        text = f"grows {rate:.2g} times a step from {begin} on ({number_words(usual)} to {number_words(values[-1])})"
+    elif math.isfinite(value):
+        text = f"jumps from about {number_words(usual)} to {number_words(value)} at step {step}"
+    else:
+        text = f"is {value:g} at step {step}; before it was about {number_words(usual)}"
+    factor = value / usual if place and math.isfinite(value) else math.inf
+    yield factor, step, f"the {QUANTITIES[quantity]} of `{module}` {text}"
 
 
-def _usual(values: Iterable[float]) -> float:
-    """The median of the finite ones, 0 if there are none."""
-    return median([value for value in values if math.isfinite(value)] or [0.0])
+def _stays_off(values: Sequence[float], place: int) -> bool:
+    """True if all numbers from a place on are off the course of those before."""
+    band = band_before(values, place, _LEAST_STEPS)
+    return band is not None and all(band.spreads(value) > SPREADS for value in values[place:])
 
 
 def _growth(values: Sequence[float]) -> float | None:
-    """The factor of each step: the exponential that fits best, if it explains how the values differ."""
-    points = [(step, math.log(value)) for step, value in enumerate(values) if math.isfinite(value) and value > 0]
-    if len(points) <= _LEAST_STEPS:
+    """The factor of each step, if they grow step by step: a single jump makes more than half of the way."""
+    logs = [math.log(value) for value in values if math.isfinite(value) and value > 0]
+    if len(logs) <= _LEAST_STEPS:
         return None
-    slope, _ = linear_regression(*zip(*points, strict=True))
-    is_trend = slope > math.log(_GROWTH) and correlation(*zip(*points, strict=True)) ** 2 > _EXPLAINED
-    return math.exp(slope) if is_trend else None
+    way, steps = logs[-1] - logs[0], [later - before for before, later in itertools.pairwise(logs)]
+    return math.exp(way / len(steps)) if way > len(steps) * math.log(_GROWTH) and max(steps) < way / 2 else None
 
 
-def _stop(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[_Ranked]:
+def _stop(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[tuple[float, int, str]]:
     """The first step from which on a layer has no gradient, or nothing but zeros as its output, if there is one."""
     nothing = 1.0 if quantity == "zeros" else 0.0
     lively = max((place for place, (_, value) in enumerate(series) if value != nothing), default=-1)
-    if len(series) - lively - 1 < _LEAST_STEPS:
+    if quantity not in _STOPPED or len(series) - lively - 1 < _LEAST_STEPS:
         return
     step = series[lively + 1][0]
     since = f"from step {step} on" if lively >= 0 else f"in all of the {counted(len(series), 'played step')}"
-    yield math.inf, Chapter(step, module, QUANTITIES[quantity], f"{_STOPPED[quantity].format(module)} {since}")
+    yield math.inf, step, f"{_STOPPED[quantity].format(module)} {since}"
 
 
 def paragraph(found: Sequence[Chapter], most: int = 3) -> str:

@@ -123,8 +123,8 @@ def test_a_loop_that_asks_for_gradients_and_never_updates_keeps_no_numbers() -> 
     timeline, energies = Timeline(), [torch.ones(()) for _ in range(3)]
     kept = [weakref.ref(energy) for energy in energies]
     timeline.start_grad(energies[0])
-    assert timeline.likely_loss is energies[0]
+    assert timeline.loss is energies[0]
     for energy in energies[1:]:
         timeline.start_grad(energy)
     del energies[:], energy
-    assert timeline.likely_loss is None and [energy() for energy in kept] == [None] * 3
+    assert timeline.loss is None and [energy() for energy in kept] == [None] * 3

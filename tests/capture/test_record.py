@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import reprokit
+from reprokit.capture import meters
 from reprokit.errors import UsageError
 from reprokit.locate.gradient_patterns import gradient_patterns
-from reprokit.series import record
 from reprokit.series.story import RecordedStep
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import update
@@ -173,7 +173,7 @@ def test_recording_ends_inside_of_a_cuda_graph(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[dict[str, float]] = []
-    monkeypatch.setattr(record, "is_capturing", lambda: len(seen) >= 2)
+    monkeypatch.setattr(meters, "is_capturing", lambda: len(seen) >= 2)
     torch.manual_seed(0)
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

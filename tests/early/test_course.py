@@ -7,12 +7,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprokit.series.course import Course, Departure
+from reprokit.series.course import Alarm, Course
 
 
-def _departures(course: Course, numbers: list[float]) -> list[Departure]:
+def _alarms(course: Course, numbers: list[float]) -> list[Alarm]:
     found = [course.add(step, step, number) for step, number in enumerate(numbers)]
-    return [departure for departure in found if departure is not None]
+    return [alarm for alarm in found if alarm is not None]
 
 
 def _falling(num_steps: int, rate: float, seed: int) -> list[float]:
@@ -27,5 +27,5 @@ def test_a_rise_is_found_whenever_it_comes(num_steps: int, rate: float, seed: in
     """Between any two limits: the first value is the one that the rise began with."""
     numbers = _falling(num_steps, rate, seed)
     risen = [max(numbers) * 10**exponent] * 3
-    found = _departures(Course(), numbers + risen)
-    assert [(one.severity, one.began.step) for one in found] == [("error", num_steps)]
+    found = _alarms(Course(), numbers + risen)
+    assert [(one.severity, one.step) for one in found] == [("error", num_steps)]

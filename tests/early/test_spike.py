@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import reprokit
+from reprokit.capture import early_warning
 from reprokit.errors import UsageError
 from reprokit.locate.diagnose import diagnose
-from reprokit.series import detectors
 from reprokit.words import number_words
 from tests.capture.traps_checks import update
 from tests.conftest import run_python_in
@@ -319,35 +319,23 @@ def test_what_happens_between_two_looks_does_not_hide_an_event(
     assert (result["failure"]["kind"], result["failure"]["step"], result["fidelity"]) == ("spike", 64, "exact")
 
 
-def test_numbers_of_a_device_are_waited_for_by_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms are taken for those of a device, whose numbers arrive two steps after they were sent."""
+def test_numbers_of_a_device_are_read_once_in_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms are taken for those of a device."""
+    read: list[int] = []
 
-    class Event:
-        def __init__(self) -> None:
-            self.asked = 0
-
-        def query(self) -> bool:
-            self.asked += 1
-            return self.asked > 2
-
-        def synchronize(self) -> None:
-            pass
-
-    sent: list[int] = []
-
-    def send(far: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        sent.append(len(far))
-        return torch.tensor([float(value) for value in far]), Event()
+    def numbers_of(tensors: list[torch.Tensor]) -> list[float]:
+        read.append(len(tensors))
+        return [float(tensor) for tensor in tensors]
 
     def loss_of(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         return _rate(0, model, optimizer) + 1e4 * (step >= 60)
 
-    monkeypatch.setattr(detectors, "_is_far", lambda value: isinstance(value, torch.Tensor))
-    monkeypatch.setattr(detectors, "_send", send)
+    monkeypatch.setattr(early_warning, "_is_far", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(early_warning, "numbers_of", numbers_of)
     _, (event,) = _loop(tmp_path, loss_of, history=1000, after="continue")
     assert (event.step, event.began_at, event.snapshot) == (62, 60, str(tmp_path / "run.pt"))
-    assert len(sent) < 12 and sum(sent) >= 62
+    assert len(read) < 12 and sum(read) >= 62
 
 
 def test_without_events_the_nan_itself_is_saved(tmp_path: Path) -> None:
