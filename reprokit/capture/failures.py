@@ -24,7 +24,17 @@ from reprokit.capture.event_step import EventStep
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
-from reprokit.capture.save import Describing, Made, NothingFound, NotKept, Place, SkippedLoss, Verdict, backward_from
+from reprokit.capture.save import (
+    Describing,
+    Made,
+    NothingFound,
+    NotKept,
+    Place,
+    SkippedLoss,
+    Verdict,
+    backward_from,
+    has_origin,
+)
 from reprokit.capture.tape import Op
 from reprokit.errors import chain, has_arrived
 from reprokit.series.detectors import Alarm, Finding
@@ -213,7 +223,7 @@ class Failures:
         if pending is not None:
             loop.timeline.loss = pending.loss
             op = self.op_of(pending)
-            is_wanted = None if loop.ranks.is_alone else _has_origin
+            is_wanted = None if loop.ranks.is_alone else has_origin
             return self.save(Verdict("loss", frame, op, is_late=op is None), is_wanted)
         found = exceptions.bad_value(loop.tape)
         raised = loop.recorder.raised  # an exception of torch is a failure of its own
@@ -447,7 +457,3 @@ def _termination_deferred(hurry: Callable[[], None]) -> Iterator[list[int]]:
     finally:
         if signal.getsignal(signal.SIGTERM) is defer:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _has_origin(snapshot: Snapshot) -> bool:
-    return snapshot.failure.call is not None or snapshot.failure.input_name is not None

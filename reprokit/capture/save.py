@@ -179,7 +179,7 @@ class Made:
     @property
     def is_shown(self) -> bool:
         """True if the replay of a step has shown where its failure comes from."""
-        return self.snapshot.failure.call_index is not None or self.snapshot.failure.input_name is not None
+        return has_origin(self.snapshot)
 
     @property
     def is_exact(self) -> bool:
@@ -240,6 +240,11 @@ class Place:
             return path, unchecked(path, error)
 
 
+def has_origin(snapshot: Snapshot) -> bool:
+    """True if a failure has an origin in its program."""
+    return snapshot.failure.call_index is not None or snapshot.failure.input_name is not None
+
+
 def free_path(directory: Path, stem: str) -> Path:
     """``<stem>.repro.pt`` in ``directory``, numbered when that name is taken."""
     for number in range(10_000):
@@ -298,6 +303,8 @@ class Describing:
             notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
             if made is not None:
                 return made
+            if verdict.together is not None:
+                raise NothingFound("; ".join(dict.fromkeys(reasons)))
         case = self.now(verdict, ops, pending, mark, keep, notes)
         running = [*ops, *([pending] if pending is not None else [])]
         try:
@@ -430,7 +437,7 @@ class Describing:
             ops = [*running, pending]
         segments = [*self.segments(), Segment(ops, self.running_mark(pending))]
         if self.verdict.together is not None:
-            return loop.ranks.from_the_past(self, segments), []
+            return loop.ranks.from_the_past(self, segments)
         made, reasons = self.played(segments, ruined)
         if made is None or made.culprit is None or ruined or not world.has_worsened(made.culprit):
             return made, reasons
@@ -454,12 +461,12 @@ class Describing:
                 with quiet_hooks(world.modules, replay.leaves()):
                     found = replay.find()
                 if found is None:
-                    is_loss = verdict.where == "loss" and verdict.is_late
+                    is_loss = verdict.where == "loss" and verdict.is_late and verdict.together is None
                     if is_loss and replay.skipped and not replay.notes:
                         raise SkippedLoss(replay.skipped[0])
                     return None, [*replay.notes, NOT_SHOWN]
-                case = self._before(found, replay.segments)
-                made = self.make(case)
+                case = self.before(found, replay.segments)
+                made = loop.ranks.update_made(self, case) if loop.ranks.is_sharded else self.make(case)
                 if made.culprit is None and not made.is_shown:
                     made = replace(made, culprit=world.newly_bad())
         except CannotGoBack as reason:
@@ -481,7 +488,7 @@ class Describing:
             made = self._joined(made, case, [*replay.segments[: found.number], Segment(ops, last.mark)])
         return made, []
 
-    def _before(self, found: Found, segments: Sequence[Segment]) -> Case:
+    def before(self, found: Found, segments: Sequence[Segment]) -> Case:
         """The step that a replay has found; the live state is where that step began."""
         tape, segment = self.loop.tape, segments[found.number]
         earlier = [*tape.carried, *(op for before in segments[: found.number] for op in before.ops)]
@@ -656,10 +663,10 @@ class Describing:
                 together=case.together,
             )
             if loop.ranks.is_sharded:
-                stack.enter_context(loop.ranks.recording(recorder.tracer))
+                stack.enter_context(loop.ranks.recording(world.modules, recorder.tracer))
             replayed = record(recorder, case.all_ops, performs_last=case.pending is None, raises=raises, keep=case.keep)
             if case.together is not None:
-                case.together.stop(f"{DONE} loss" if case.pending is not None else DONE)
+                case.together.stop(DONE)
             if case.where == "output" and case.pending is not None:
                 *calls, last = replayed.program.calls  # the start of the backward call becomes the output
                 replayed.program = replace(replayed.program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
