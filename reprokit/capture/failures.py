@@ -293,7 +293,7 @@ class Failures:
             if step not in known and step >= loop.iterations.completed:
                 self.session.say(f"step {step} was asked for, and the training ended before it was over")
                 continue
-            verdict = Verdict("", sys._getframe(2), asked=step)
+            verdict = Verdict("", sys._getframe(2), asked=step, together=loop.ranks.together())
             with self.session.replaying(ends=False):
                 try:
                     made = Describing(loop, verdict, self._command, {"watch": loop.watch}).made()

@@ -82,7 +82,7 @@ def from_the_past(describing: Describing, segments: list[Segment]) -> tuple[Made
         pending = together.found.pending if together.found is not None and where == "loss" else None
         place = next((n for n, op in enumerate(ops) if pending is not None and op.note is pending.note), None)
         step = Found(number, where, ops[:place], pending, contents=contents, notes=replay.notes)
-        return _recorded_by_all(describing, describing.before(step, replay.segments)), []
+        return recorded_by_all(describing, describing.before(step, replay.segments)), []
 
 
 # -- `fully_shard` -------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
         if verdict.together is None:
             raise _Unanswered(NOT_ALL)
         if not verdict.is_late:
-            return _recorded_by_all(describing, describing.now(verdict, ops, pending, mark, None, notes))
+            return recorded_by_all(describing, describing.now(verdict, ops, pending, mark, None, notes))
         found, reasons = describing.from_the_past()
         if found is not None:
             return found
@@ -117,14 +117,15 @@ def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
         return Made(describing.without_replay(case))
 
 
-def _recorded_by_all(describing: Describing, case: Case) -> Made:
+def recorded_by_all(describing: Describing, case: Case) -> Made:
     """Record a step in lockstep. A rank with a bad loss of its own stops all before its backward pass, where the others
     raise `Stopped`; without one all record up to their last backward pass."""
     world, together = describing.loop.world, describing.verdict.together
     assert together is not None, "ranks record together"
     if case.pending is None:
         last = max((n for n, op in enumerate(case.ops) if op.kind is Backward), default=len(case.ops))
-        case = replace(case, where="gradient", ops=case.ops[: last + 1])
+        where = "gradient" if case.explain is None else ""
+        case = replace(case, where=where, ops=case.ops[: last + 1])
     with together.playing():
         size = sum({id(p): p.numel() * p.element_size() for p in world.parameters}.values())
         if size > DEFAULT_STATE_BYTES:

@@ -13,6 +13,7 @@ followed: there each rank saves what it sees, without a replay, and stops alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -72,6 +73,10 @@ def _is_apart(modules: Collection[torch.nn.Module], kinds: Collection[type]) -> 
         or any(issubclass(kind, fsdp) for kind in kinds)
         or any(hasattr(parameter, "to_local") for module in modules for parameter in module.parameters())
     )
+
+
+def _are_at_one_place(answers: Sequence[Answer]) -> bool:
+    return len({answer.place for answer in answers}) == 1 and bool(answers[0].place)
 
 
 class Ranks:
@@ -247,7 +252,7 @@ class Ranks:
     def _save(self, frame: FrameType, answers: Sequence[Answer] | None, where: str) -> None:
         """Save the step, of the past if the state of a rank is bad. Raises `SavedElsewhere` if another rank does."""
         loop, failures, pending = self._loop, self._loop.failures, self._loop.judge.pending
-        now, together = Verdict("gradient", frame), None
+        now = Verdict("gradient", frame)
         if pending is not None:
             loop.timeline.loss, op = pending.loss, failures.op_of(pending)
             now = Verdict("loss", frame, op, is_late=op is None and not self.is_sharded)
@@ -255,8 +260,7 @@ class Ranks:
             is_sure = answers is None or pending is not None or self.rank == 0
             failures.save(now, None if is_sure else has_origin)
             return
-        if len({answer.place for answer in answers}) == 1 and answers[0].place:
-            together = self._others
+        together = self._others if _are_at_one_place(answers) else None
         if where == "ranks":
             assert self.replicas is not None and self._others is not None, "ranks that differ have met"
             found = self.replicas.compare(self._others.exchange, self._others.rank, frame)
@@ -310,7 +314,14 @@ class Ranks:
 
     # -- what is saved -------------------------------------------------------------------------------------------
 
+    def together(self) -> Meeting | None:
+        """Where all ranks play the steps since their copies; ``None`` if these are not those of the same steps."""
+        with contextlib.suppress(Parted):
+            return self.meeting if self.meeting and _are_at_one_place(self._ask("asked", AT_COPY, False)) else None
+        return None
+
     made = staticmethod(lockstep.made)
+    recorded_by_all = staticmethod(lockstep.recorded_by_all)
     update_made = staticmethod(lockstep.update_on_shards)
     from_the_past = staticmethod(lockstep.from_the_past)
     difference_made = staticmethod(lockstep.first_difference)
@@ -384,6 +395,7 @@ class Ranks:
         """
         if self.meeting is not None and not has_failed and self._loop.recorder.enabled:
             self.check_together(time.perf_counter(), is_end=True)
+            self._loop.failures.save_asked()
         self._loop.recorder.guard(self.leave)
 
     def tell_at_end(self) -> None:

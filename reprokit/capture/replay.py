@@ -649,6 +649,8 @@ class Replay:
                 if observer is not None:
                     observer.before(segment.mark, op)
                 self._player.play(op)
+                if op.kind is Backward and self.together is not None:
+                    op.note.averaged = averaged_gradients(self._world.modules)
                 if observer is not None:
                     observer.after(op)
         return is_alike

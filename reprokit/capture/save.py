@@ -350,18 +350,27 @@ class Describing:
         first = next((n for n, segment in enumerate(segments) if segment.mark.step == step), None)
         if not world.is_complete or not world.copies or first is None:
             raise NotKept(NOT_KEPT)
-        replay = Replay(world, loop.tape, segments, world.copies[-1])
+        together = self.verdict.together
+        if not loop.ranks.is_alone and together is None:
+            raise NotKept(NOT_ALL)
+        replay = Replay(world, loop.tape, segments, world.copies[-1], together=together)
         try:
+            if together is not None and not together.is_sharded:  # gradients are averaged, and noted
+                with replay.going_back(), quiet_hooks(world.modules, replay.leaves()):
+                    replay.play_until(len(segments))
+                    together.stop(DONE)
+                replay = Replay(world, loop.tape, segments, world.copies[-1])
             with replay.going_back():
                 with quiet_hooks(world.modules, replay.leaves()):
                     ops, contents = replay.begin(first)
                 ops += _one_after_another(replay.segments[first + 1 :])
                 mark = replace(segments[-1].mark, micro_step=0, generators=segments[first].mark.generators)
                 case = Case("", ops, None, mark, False, self.verdict.frame, contents=contents, notes=replay.notes)
-                return self.make(replace(case, likewise=loop.tape.running(), explain=_healthy))
+                case = replace(case, likewise=loop.tape.running(), explain=_healthy)
+                return loop.ranks.recorded_by_all(self, case) if loop.ranks.is_sharded else self.make(case)
         except Missing:
             raise NotKept(BEGUN_BEFORE) from None
-        except CannotGoBack as reason:
+        except (CannotGoBack, Parted, Stopped) as reason:
             raise NotKept(str(reason)) from reason
 
     def _bad_output(self, ops: list[Op], mark: Mark) -> Op | None:
