@@ -23,7 +23,7 @@ from reprokit import torch_private
 from reprokit.capture.calls import Backward, Function, Kind, OptimizerStep, Root, RootNote
 from reprokit.capture.meeting import DONE, Meeting, Parted, SavedElsewhere, Stopped
 from reprokit.capture.replay import Found, Replay, TracedPlayer, code_of, quiet_hooks
-from reprokit.capture.save import NOT_ALL, NOT_KEPT, Case, Made, NothingFound
+from reprokit.capture.save import NOT_ALL, NOT_KEPT, Case, Made, NothingFound, why_not_played
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Mark, Op, Segment
 from reprokit.capture.world import DEFAULT_STATE_BYTES, give_gradients
@@ -54,23 +54,16 @@ class _Unanswered(Exception):
     """A step cannot be recorded by all ranks, as the text says."""
 
 
-def from_the_past(describing: Describing, segments: list[Segment]) -> tuple[Made | None, list[str]]:
-    """The first bad step as far as this rank shows it, or why it does not; the steps are played by all ranks.
+# -- `fully_shard` -------------------------------------------------------------------------------------------------
 
-    With averaged gradients, what began with a bad part of the state is played once more, to find what made that bad.
-    Under `fully_shard` all record a step with a bad loss or gradient, and each by itself an update of its shards.
-    """
+
+def from_the_past(describing: Describing, segments: list[Segment]) -> tuple[Made | None, list[str]]:
+    """The first bad step as far as this rank shows it, or why it does not: all ranks play until one of them has found
+    something. A bad loss or gradient is recorded by all, the update of a shard by the rank that has it."""
     loop, world, together = describing.loop, describing.loop.world, describing.verdict.together
     assert together is not None, "ranks go back together"
     together.said, together.found = [], None
     made, reasons = describing.played(segments, [])
-    if not together.is_sharded:
-        culprit = made.culprit if made is not None else None
-        ruined = [culprit] if culprit is not None and world.has_worsened(culprit) else []
-        if "ruined" not in together.exchange("ruined", "ruined" if ruined else "whole"):
-            return made, reasons
-        again, others = describing.played(segments, ruined)
-        return (again, others) if again is not None else (made, reasons)
     found = [said for kind in ("loss", "gradient") for said in together.said if said.startswith(kind)]
     if not found:
         return made, reasons
@@ -83,9 +76,6 @@ def from_the_past(describing: Describing, segments: list[Segment]) -> tuple[Made
         place = next((n for n, op in enumerate(ops) if pending is not None and op.note is pending.note), None)
         step = Found(number, where, ops[:place], pending, contents=contents, notes=replay.notes)
         return recorded_by_all(describing, describing.before(step, replay.segments)), []
-
-
-# -- `fully_shard` -------------------------------------------------------------------------------------------------
 
 
 def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
@@ -364,12 +354,9 @@ def _played_by_all(describing: Describing, comparison: _Comparison, segments: li
             if not comparison.look() or comparison.replicas.digest() != live:
                 reason = "; ".join(replay.notes) or OTHER_PARAMETERS
             together.stop(DONE)
-    except Stopped as stopped:
-        reason = f"another process has stopped going back ({stopped})"
     except Parted:
         raise
-    except Exception as error:  # of the user's code, which the state of then may not suit
-        pass_on(error)
-        reason = f"playing the steps since the last copy raised {type(error).__name__}: {error}"
+    except Exception as error:
+        reason = why_not_played(error)
     is_same = set(together.exchange("played", "other" if reason else "same")) == {"same"}
     return ONE_PROCESS if is_same else reason or OTHER_PARAMETERS

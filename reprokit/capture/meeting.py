@@ -83,6 +83,7 @@ class Meeting:
         self.is_ending = self._is_playing = False
         self.said: Sequence[str] = ()
         self.found: Any = None
+        self.warned: int | None = None  # the update at which this rank has something bad
         self._store, self._prefix = store, prefix
         self._num_asked: Counter[str] = Counter()
         self._old: dict[str, list[str]] = {}
@@ -133,16 +134,16 @@ class Meeting:
     def _end(self, rank: int) -> str:
         return f"{self._prefix}/ended/{rank}"
 
-    def warn(self, update: int) -> None:
-        """Something is bad on this rank, which all ranks are to see at the update with this number."""
-        self._store.set(f"{self._prefix}/bad/{update}", "yes")
+    def warn(self, update: int | None) -> None:
+        """Something is bad on this rank, which all are to see at the update with this number; no more if ``None``."""
+        if self.warned is not None:
+            self._store.delete_key(f"{self._prefix}/bad/{self.warned}")
+        if update is not None:
+            self._store.set(f"{self._prefix}/bad/{update}", "yes")
+        self.warned = update
 
     def is_warned(self, update: int) -> bool:
         return bool(self._store.check([f"{self._prefix}/bad/{update}"]))
-
-    def withdraw(self, update: int) -> None:
-        """Nothing is bad any more at this update."""
-        self._store.delete_key(f"{self._prefix}/bad/{update}")
 
     # -- playing in lockstep -------------------------------------------------------------------------------------
 

@@ -100,7 +100,6 @@ class Ranks:
         self._is_manual = False  # the loop itself averages
         self._size = 1
         self._others: Meeting | None = None  # the meeting; also when no copies are taken there any more
-        self._warned: int | None = None  # the update at which this rank has something bad
         Ranks._runs += 1
         self._prefix = f"reprokit/{Ranks._runs}"
 
@@ -160,35 +159,29 @@ class Ranks:
 
     def before_backward(self, is_bad: bool) -> None:
         """A backward call begins, from a start that may be bad."""
-        if is_bad and self.is_sharded and self._loop.judge.pending is not None:
-            self._warn(self._loop.iterations.total)
-
-    def _warn(self, update: int) -> None:
-        if self._others is not None:
-            self._warned = update
-            self._others.warn(update)
+        if is_bad and self.is_sharded and self._others is not None and self._loop.judge.pending is not None:
+            self._others.warn(self._loop.iterations.total)
 
     def withdraw(self) -> None:
         """The loop has skipped the step in which this rank had something bad."""
-        if self._warned is not None and self._others is not None:
-            self._others.withdraw(self._warned)
-            self._warned = None
+        if self._others is not None:
+            self._others.warn(None)
 
     def at_update(self, pending: Pending | None, outcome: Outcome | None, *, is_bad: bool) -> None:
         """An optimizer is about to use its gradients, of which some are bad on this rank if it ``is_bad``."""
-        loop, others, update = self._loop, self._others, self._loop.iterations.total
+        loop, others, is_own = self._loop, self._others, outcome != "skipped"
         if self.is_sharded and others is not None:
-            is_warned = others.is_warned(update)
-            if is_bad and not is_warned:
-                self._warn(update + 1)
-            is_bad = is_warned
+            update, is_bad_here = loop.iterations.total, is_bad
+            is_bad = others.is_warned(update)
+            if is_bad_here and not is_bad:
+                others.warn(update + 1)
+            is_own = is_own and others.warned is not None
         if not is_bad:
             if outcome == "failed":
                 self._fail_together(None)
             else:
                 loop.act(outcome, pending)
             return
-        is_own = outcome != "skipped" and (not self.is_sharded or self._warned is not None)
         answers: list[Answer] | None = []
         with loop.failures.until_saved():  # another rank may end meanwhile
             try:
@@ -233,7 +226,6 @@ class Ranks:
                 try:
                     self._save(frame, answers, where)
                 except SavedElsewhere as elsewhere:
-                    session.leave()
                     session.say(str(elsewhere))
                 except Parted as reason:
                     session.say(f"nothing was saved, because a rank did not answer ({reason})")

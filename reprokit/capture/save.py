@@ -445,12 +445,13 @@ class Describing:
         if pending is not None and not any(op.note is pending.note for op in tape.ops()):
             ops = [*running, pending]
         segments = [*self.segments(), Segment(ops, self.running_mark(pending))]
-        if self.verdict.together is not None:
+        if loop.ranks.is_sharded:
             return loop.ranks.from_the_past(self, segments)
         made, reasons = self.played(segments, ruined)
-        if made is None or made.culprit is None or ruined or not world.has_worsened(made.culprit):
+        culprit = made.culprit if made is not None and loop.ranks.is_alone else None
+        if culprit is None or ruined or not world.has_worsened(culprit):
             return made, reasons
-        return self.from_the_past([made.culprit])[0] or made, []
+        return self.from_the_past([culprit])[0] or made, []
 
     def played(self, segments: Sequence[Segment], ruined: Sequence[torch.Tensor]) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad one of some steps, or why there is none."""
@@ -478,17 +479,10 @@ class Describing:
                 made = loop.ranks.update_made(self, case) if loop.ranks.is_sharded else self.make(case)
                 if made.culprit is None and not made.is_shown:
                     made = replace(made, culprit=world.newly_bad())
-        except CannotGoBack as reason:
-            return None, [str(reason)]
-        except Missing:
-            return None, [BEGUN_BEFORE]
-        except Stopped as stopped:
-            return None, [f"another process has stopped going back ({stopped})"]
         except (SkippedLoss, Parted):
             raise
-        except Exception as error:  # of the user's code, which the state of then may not suit
-            pass_on(error)
-            return None, [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
+        except Exception as error:
+            return None, [why_not_played(error)]
         if made.culprit is None and not made.is_exact and loop.ranks.is_alone:
             last = replay.segments[found.number]
             written = [op for op in split(last.ops)[0] if op.kind.writes_state(op)]
@@ -830,6 +824,16 @@ class _Played:
     hooks: list[Any]
     notes: list[str]
     before: StateBefore
+
+
+def why_not_played(error: Exception) -> str:
+    """Why the steps since the last copy were not played to their end."""
+    if isinstance(error, Stopped):
+        return f"another process has stopped going back ({error})"
+    if isinstance(error, (CannotGoBack, Missing)):
+        return BEGUN_BEFORE if isinstance(error, Missing) else str(error)
+    pass_on(error)  # of the user's code, which the state of then may not suit
+    return f"playing the steps since the last copy raised {type(error).__name__}: {error}"
 
 
 def _healthy(program: Program, tensors: Tensors) -> Failure:

@@ -6,8 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from reprokit.cli import main
+from reprokit.program.interpreter import run
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import run_python_in, start_python_in
 
@@ -282,6 +284,23 @@ def test_nobody_waits_for_a_rank_that_goes_on_unwatched(tmp_path: Path) -> None:
     assert all(len(lines) == 6 for lines in losses(tmp_path))
 
 
+@pytest.mark.parametrize(("spread", "how"), [(AVERAGED, "healthy"), ("", "manual"), (SPREAD, "healthy")])
+def test_a_step_that_was_asked_for_is_played_by_all_ranks(spread: str, how: str, tmp_path: Path) -> None:
+    """Its gradients are the averaged ones; where parameters are spread it ends with its backward pass."""
+    done = train(tmp_path, spread, how, options=("--at-step", "2,5"))
+    assert all(len(lines) == 6 for lines in losses(tmp_path))
+    assert len(list(tmp_path.glob("*.pt"))) == 4, done.stderr
+    for step in (2, 5):
+        snapshots = [load(tmp_path / f"train.rank{rank}-step{step}.repro.pt") for rank in range(2)]
+        assert [(snapshot.step, snapshot.failure.kind) for snapshot in snapshots] == [(step, "none")] * 2
+        assert [(snapshot.fidelity, snapshot.fidelity_note) for snapshot in snapshots] == [("exact", None)] * 2
+        if spread != SPREAD:
+            one, other = (list(run(one.program, one.tensors).gradients.values()) for one in snapshots)
+            assert len(one) == 4 and all(map(torch.equal, one, other))
+        is_updated = any(call.target == "torch.optim.Adam.step" for call in snapshots[0].program.calls)
+        assert is_updated == (spread != SPREAD)
+
+
 RUINED_ON_ONE = """
 import torch
 import torch.distributed as dist
@@ -408,8 +427,8 @@ for step in range(4):
 )
 def test_launchers(script: str, name: str, exit_code: int, launcher: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    run = start_python_in if launcher else run_python_in
-    done = run(tmp_path, *launcher, "-m", "reprokit", "capture", "train.py")
+    start = start_python_in if launcher else run_python_in
+    done = start(tmp_path, *launcher, "-m", "reprokit", "capture", "train.py")
     assert done.returncode == exit_code, done.stderr
     assert [path.name for path in tmp_path.glob("*.pt")] == [name]  # of the culprit alone
     assert load(tmp_path / name).failure.call == "torch.Tensor.mul"
