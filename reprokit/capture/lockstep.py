@@ -337,7 +337,7 @@ def first_difference(describing: Describing) -> Made:
             step, found = segments[max(comparison.number, 0)], comparison.dated(segments, found)
             phase, site = Phase.OPTIMIZER if comparison.is_by_update else Phase.FORWARD, comparison.site
     if found.ranks[0] != loop.ranks.rank:
-        raise SavedElsewhere(found.ranks[0], f"`{found.parameter}` differs on")
+        raise SavedElsewhere(f"`{found.parameter}` differs on rank {found.ranks[0]}, which saves its step")
     mark = replace(step.mark, place=running.mark.place - (running.mark.step - step.mark.step))
     snapshot = describing.without_replay(Case("parameter", step.ops, None, mark, False, verdict.frame, notes=[note]))
     return Made(replace(snapshot, failure=Failure(phase, MISMATCH, "ranks", site=site, difference=found)))

@@ -65,10 +65,7 @@ class Stopped(Exception):
 
 
 class SavedElsewhere(Exception):
-    """Another rank saves its step."""
-
-    def __init__(self, rank: int, what: str = "the first bad value is that of") -> None:
-        super().__init__(f"{what} rank {rank}, which saves its step")
+    """Another rank saves its step, as the text says."""
 
 
 class Meeting:
@@ -196,12 +193,10 @@ class Meeting:
 
 
 class Replicas:
-    """The replicated parameters of ``modules``. ``num_compared`` counts comparisons; the parameters were equal last
-    after step ``equal_after``, and are not after ``different_after``. ``is_off``: gradients are averaged over a part of
-    the ranks only."""
+    """The replicated parameters of ``modules``. They were equal last after step ``equal_after``, and are not after
+    ``different_after``. ``is_off``: gradients are averaged over a part of the ranks only."""
 
     def __init__(self, modules: Callable[[], list[torch.nn.Module]]) -> None:
-        self.num_compared = 0
         self.equal_after: int | None = None
         self.different_after = 0
         self.is_off = False
@@ -234,7 +229,6 @@ class Replicas:
         """True if the digests of the ranks after ``step`` are those of different parameters."""
         if len({text.partition("-")[0] for text in digests}) > 1 or not digests[0]:
             return False  # some rank trains something else, or compares nothing
-        self.num_compared += 1
         if len(set(digests)) == 1:
             self.equal_after = step
             return False

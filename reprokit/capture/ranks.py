@@ -1,12 +1,12 @@
 """Several processes: who is there, how they agree at an update, and how they save and stop together.
 
 Every rank comes to the same updates. Averaged gradients give all ranks the same bits, so they see the same bad gradient
-in the same step, and exchange nothing while training is healthy but one `Answer` before a copy of the state. Where
+in the same step, and exchange nothing while training is healthy but one `Vote` before a copy of the state. Where
 parameters are spread (`fully_shard`), one look into the store before each update takes the place of the averaged
 gradient: a rank whose loss is bad warns the others before its backward pass, which all have gone through by then. Of a
 bad shard it warns for the next update, because the others may be past this one; then all go back.
 
-Over a failure all exchange an `Answer` too: then they go back together, or each records its running step, and the rank
+Over a failure all exchange a `Vote` too: then they go back together, or each records its running step, and the rank
 that shows the cause saves. Models that are spread in another way (tensor parallel modules, pipelines, FSDP1) are not
 followed: there each rank saves what it sees, without a replay, and stops alone. A rank that is gone stops nobody.
 """
@@ -48,7 +48,7 @@ AT_END = 20.0  # seconds; one rank may evaluate or save the model while the othe
 _FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in the next one
 
 
-class Answer(NamedTuple):
+class Vote(NamedTuple):
     """What a rank says before all copy their states, and over a failure.
 
     ``place`` is that of its last copy and the step since, empty if it cannot go back. ``wanted`` are the steps to the
@@ -75,7 +75,7 @@ def _is_apart(modules: Collection[torch.nn.Module], kinds: Collection[type]) -> 
     )
 
 
-def _are_at_one_place(answers: Sequence[Answer]) -> bool:
+def _are_at_one_place(answers: Sequence[Vote]) -> bool:
     return len({answer.place for answer in answers}) == 1 and bool(answers[0].place)
 
 
@@ -182,7 +182,7 @@ class Ranks:
             else:
                 loop.act(outcome, pending)
             return
-        answers: list[Answer] | None = []
+        answers: list[Vote] | None = []
         with loop.failures.until_saved():  # another rank may end meanwhile
             try:
                 answers = self._ask("failure", TO_SEE, loop.world.newly_bad() is not None, is_bad=is_own)
@@ -215,7 +215,7 @@ class Ranks:
     # -- saving and stopping -------------------------------------------------------------------------------------
 
     def _fail_together(
-        self, answers: Sequence[Answer] | None, where: str = "gradient", *, stops_alone: bool = False
+        self, answers: Sequence[Vote] | None, where: str = "gradient", *, stops_alone: bool = False
     ) -> None:
         """Something is bad, or ranks differ: one rank saves, and all stop in the same step. ``answers`` are those of
         all ranks, none if one is gone, ``None`` if only this one has seen it, which goes on then or ``stops_alone``."""
@@ -241,7 +241,7 @@ class Ranks:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
         self.leave()
 
-    def _save(self, frame: FrameType, answers: Sequence[Answer] | None, where: str) -> None:
+    def _save(self, frame: FrameType, answers: Sequence[Vote] | None, where: str) -> None:
         """Save the step, of the past if the state of a rank is bad. Raises `SavedElsewhere` if another rank does."""
         loop, failures, pending = self._loop, self._loop.failures, self._loop.judge.pending
         now = Verdict("gradient", frame)
@@ -285,7 +285,7 @@ class Ranks:
                 return own in ("loss", "shown") or (own == "seen" and others.rank == first)
             rank = next((found.index(one) for one in ("loss", "shown", "seen") if one in found), others.rank)
             if rank != others.rank:
-                raise SavedElsewhere(rank)
+                raise SavedElsewhere(f"the first bad value is that of rank {rank}, which saves its step")
             return snapshot is not None
 
         try:
@@ -336,7 +336,7 @@ class Ranks:
         is_bad = where == "parameter" or (where == "loss" and loop.world.newly_bad() is not None)
         digest = replicas.digest() if replicas is not None else ""
         checked = time.perf_counter()
-        answers: list[Answer] = []
+        answers: list[Vote] = []
         try:
             answers = self._ask("copy", AT_END if is_end else AT_COPY, is_bad, started, digest)
         except Parted as reason:
@@ -361,15 +361,15 @@ class Ranks:
 
     def _ask(
         self, what: str, patience: float, is_state_bad: bool, now: float = 0.0, digest: str = "", is_bad: bool = False
-    ) -> list[Answer]:
+    ) -> list[Vote]:
         """The answers of all ranks. Raises `Parted` if there is none of one rank."""
         loop, world = self._loop, self._loop.world
         assert self._others is not None, "ranks have met"
         place = f"{loop.copied_at} {loop.num_steps}" if world.is_complete else ""
         since = loop.iterations.total - loop.copied_at
         wanted = world.wanted_steps(now, since, loop.num_steps, loop.tape.num_bytes, MOST_BYTES)
-        own = Answer(place, is_state_bad, *wanted, world.takes_copies, digest, is_bad)
-        return [Answer(*json.loads(text)) for text in self._others.exchange(what, json.dumps(own), patience)]
+        own = Vote(place, is_state_bad, *wanted, world.takes_copies, digest, is_bad)
+        return [Vote(*json.loads(text)) for text in self._others.exchange(what, json.dumps(own), patience)]
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class Ranks:
     def tell_at_end(self) -> None:
         """With ``--on ranks`` print why nothing was compared, if it was not."""
         replicas = self.replicas
-        if replicas is None or replicas.num_compared or not self._loop.iterations.total:
+        if replicas is None or replicas.equal_after is not None or not self._loop.iterations.total:
             return
         reason = "parameters are spread, averaged over a part of the ranks, or the ranks have not met"
         if self.is_alone and not self.is_apart:
