@@ -20,19 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit import torch_private
-from reprokit.capture.calls import Backward, Function, Kind, OptimizerStep, Root, RootNote
+from reprokit.capture.calls import Backward, Function, OptimizerStep, Root, RootNote
 from reprokit.capture.meeting import DONE, Meeting, Parted, SavedElsewhere, Stopped
 from reprokit.capture.replay import Found, Replay, TracedPlayer, code_of, quiet_hooks
 from reprokit.capture.save import NOT_ALL, NOT_KEPT, Case, Made, NothingFound, why_not_played
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Mark, Op, Segment
-from reprokit.capture.world import DEFAULT_STATE_BYTES, give_gradients
+from reprokit.capture.world import DEFAULT_STATE_BYTES
 from reprokit.errors import pass_on
 from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure, RankDifference
 from reprokit.program.ir import Phase, Ref, Site
 from reprokit.program.sites import make_site
-from reprokit.program.trace import current_mode
 
 if TYPE_CHECKING:
     from reprokit.capture.meeting import Replicas
@@ -158,19 +157,6 @@ def _failing_call(describing: Describing, ops: list[Op], mark: Mark) -> Made:
     return describing.make(Case(verdict.where, [op], None, mark, True, verdict.frame, raised=verdict.raised))
 
 
-class _Gradients(Kind):
-    """Gradients are there: pairs of parameters and gradients, which are inputs of the program."""
-
-    @classmethod
-    def writes_state(cls, op: Op) -> bool:
-        return True
-
-    @classmethod
-    def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            give_gradients(op.target)
-
-
 def update_on_shards(describing: Describing, case: Case) -> Made:
     """The update that made a shard of this rank bad, on plain tensors; the live state is where its step began."""
     world = describing.loop.world
@@ -181,14 +167,11 @@ def update_on_shards(describing: Describing, case: Case) -> Made:
         for whole, part in parts
         if part is not whole
     }
-    pairs = [(stand_ins[key], torch_private.shard_of(gradients[key])) for key in stand_ins if key in gradients]
+    for key in stand_ins.keys() & gradients.keys():
+        stand_ins[key].grad = torch_private.shard_of(gradients[key])
     plain = {id(optimizer): _on_plain(optimizer, stand_ins) for optimizer in world.optimizers}
-    ops = [Op(_Gradients, pairs, (), {}, (), None, 0, current_mode(), None)]
-    for op in case.ops:
-        if op.kind is OptimizerStep:
-            ops.append(op._replace(target=plain[id(op.target)]))
-        elif op.kind.writes_state(op):
-            ops.append(op)
+    updates = [op for op in case.ops if op.kind is OptimizerStep or op.kind.writes_state(op)]
+    ops = [op._replace(target=plain[id(op.target)]) if op.kind is OptimizerStep else op for op in updates]
     return describing.make(replace(case, ops=ops, stand_ins=stand_ins))
 
 

@@ -689,6 +689,8 @@ class Describing:
         owners: list[torch.nn.Module | torch.optim.Optimizer] = [*world.modules, *world.optimizers]
         leaves = {id(p): p for owner in owners for p in owned_by(owner)}
         leaves.update((id(leaf), leaf) for leaf in leaves_in(case.ops, self.loop.tape.alive()))
+        for stand_in in case.stand_ins.values():  # whose gradients are those of the step
+            leaves.pop(id(stand_in), None)
         return list(leaves.values())
 
     @contextlib.contextmanager
