@@ -1,9 +1,9 @@
-"""What several processes save: the step that all of them have played again, from the rank that made the bad value.
+"""What several processes save, where that needs them: all ranks play the same steps and meet before each collective.
 
-With averaged gradients ranks play together only to go back, because a step that is recorded needs no other rank. Under
-`fully_shard` a forward pass needs all: each rank records its own step under its own tracer, with FSDP's hooks on, and
-inside a unit the parameters are whole plain tensors. What these hooks do is no part of the program. An update needs no
-other rank: it is recorded on this rank's shards, as plain tensors, with the averaged gradients as inputs.
+With averaged gradients a step is recorded without the others. Under `fully_shard` a forward pass needs all: each rank
+records its own step under its own tracer, with FSDP's hooks on, and inside a unit the parameters are whole plain
+tensors. What these hooks do is no part of the program. An update needs no other rank: it is recorded on this rank's
+shards, as plain tensors, with the averaged gradients as inputs. Last, the first step after which ranks differ.
 """
 
 from __future__ import annotations

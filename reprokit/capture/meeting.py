@@ -33,7 +33,7 @@ from reprokit.words import counted
 PATIENCE = 120.0  # seconds for an answer while ranks play their steps
 _IN_COLLECTIVE = datetime.timedelta(seconds=60)  # for a rank that was ready a moment ago
 _SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between looks
-_MET = "met"
+_MET, _WATCHES = "met", "watches"
 READY = "ready"
 FAILED = "failed"  # a rank cannot play its steps
 NOTHING = "nothing"  # was found in the steps that were played
@@ -84,11 +84,12 @@ class Meeting:
         self._store, self._prefix = store, prefix
         self._num_asked: Counter[str] = Counter()
         self._old: dict[str, list[str]] = {}
+        store.set(self._seat(rank), _WATCHES)
 
     def exchange(self, what: str, answer: str, patience: float = PATIENCE) -> list[str]:
         """The answers of all ranks, in their order, to the next question of a kind.
 
-        Raises `Late` on all ranks if one does not answer in ``patience`` seconds, `Parted` if one has ended.
+        Raises `Late` on all ranks if one does not answer in ``patience`` seconds, `Parted` if one is not watched.
         """
         self._num_asked[what] += 1
         question = f"{self._prefix}/{what}/{self._num_asked[what]}"
@@ -112,10 +113,12 @@ class Meeting:
         while not self._store.check(keys):
             waited = time.monotonic() - started
             missing = [rank for rank, key in enumerate(keys) if waited > 1 and not self._store.check([key])]
-            ended = [rank for rank in missing if self._store.check([self._end(rank)])]
-            if ended:
-                steps = self._store.get(self._end(ended[0])).decode()
-                raise Parted(f"rank {ended[0]} answers no more after {counted(int(steps), 'optimizer step')}")
+            for rank in missing:
+                if not self._store.check([self._seat(rank)]):
+                    raise Parted(f"rank {rank} is not watched")
+                steps = self._store.get(self._seat(rank)).decode()
+                if steps != _WATCHES:
+                    raise Parted(f"rank {rank} answers no more after {counted(int(steps), 'optimizer step')}")
             if self.is_ending:
                 raise Parted("the launcher ends this process")
             if missing and waited > patience:
@@ -126,10 +129,10 @@ class Meeting:
     def end(self, num_steps: int) -> None:
         """This rank answers no more, after so many steps of optimizers."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that keeps it
-            self._store.set(self._end(self.rank), str(num_steps))
+            self._store.set(self._seat(self.rank), str(num_steps))
 
-    def _end(self, rank: int) -> str:
-        return f"{self._prefix}/ended/{rank}"
+    def _seat(self, rank: int) -> str:
+        return f"{self._prefix}/seat/{rank}"
 
     def warn(self, update: int | None) -> None:
         """Something is bad on this rank, which all are to see at the update with this number; no more if ``None``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,25 @@ def test_a_step_that_was_asked_for_is_played_by_all_ranks(spread: str, how: str,
             assert len(one) == 4 and all(map(torch.equal, one, other))
         is_updated = any(call.target == "torch.optim.Adam.step" for call in snapshots[0].program.calls)
         assert is_updated == (spread != SPREAD)
+
+
+UNWATCHED = """
+import contextlib
+import os
+import reprokit
+with reprokit.capture("out.pt") if os.environ["RANK"] == "0" else contextlib.nullcontext():
+"""
+
+
+def test_nobody_waits_for_a_rank_that_is_not_watched(tmp_path: Path) -> None:
+    script = UNWATCHED.lstrip() + textwrap.indent(TRAINING.format(spread=AVERAGED), "    ")
+    (tmp_path / "train.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_python_in(tmp_path, *torchrun, "train.py", "loss")
+    assert done.returncode == 0 and "rank 1 is not watched; rank 0 has made 2 optimizer steps" in done.stderr
+    assert "the training goes on, unwatched" in done.stderr and "not on every rank" not in done.stderr
+    assert load(tmp_path / "out.rank0.pt").step == 3
+    assert all(len(lines) == 6 for lines in losses(tmp_path))
 
 
 RUINED_ON_ONE = """
