@@ -45,15 +45,11 @@ Ask = Callable[[str, str], Sequence[str]]  # answers a question, returns the ans
 
 
 class Parted(Exception):
-    """A rank has not answered, as the text says."""
+    """A rank has not answered, as the text says; with a cause if the store has gone, with the process that kept it."""
 
 
 class Late(Parted):
     """A rank has not answered in time, and may do so later."""
-
-
-class Gone(Parted):
-    """The store has gone, with the process that kept it."""
 
 
 class Stopped(Exception):
@@ -104,7 +100,7 @@ class Meeting:
             for key in self._old.get(what, ()):
                 self._store.delete_key(key)  # all have answered this question, so all have read the one before
         except RuntimeError as error:
-            raise Gone(str(error).partition("\n")[0]) from error
+            raise Parted(str(error).partition("\n")[0]) from error
         self._old[what] = [keys[self.rank], *([question] if self.rank == 0 else [])]
         return answers
 

@@ -29,7 +29,7 @@ from torch import distributed
 
 from reprokit import torch_private
 from reprokit.capture import lockstep
-from reprokit.capture.meeting import Gone, Late, Meeting, Parted, Replicas, SavedElsewhere
+from reprokit.capture.meeting import Late, Meeting, Parted, Replicas, SavedElsewhere
 from reprokit.capture.save import NOT_ALL, NothingFound, Verdict, has_origin
 from reprokit.capture.tape import MOST_BYTES
 from reprokit.words import counted
@@ -73,10 +73,6 @@ def _is_apart(modules: Collection[torch.nn.Module], kinds: Collection[type]) -> 
         or any(issubclass(kind, fsdp) for kind in kinds)
         or any(hasattr(parameter, "to_local") for module in modules for parameter in module.parameters())
     )
-
-
-def _are_at_one_place(answers: Sequence[Vote]) -> bool:
-    return len({answer.place for answer in answers}) == 1 and bool(answers[0].place)
 
 
 class Ranks:
@@ -182,21 +178,21 @@ class Ranks:
             else:
                 loop.act(outcome, pending)
             return
-        answers: list[Vote] | None = []
+        votes: list[Vote] | None = []
         with loop.failures.until_saved():  # another rank may end meanwhile
             try:
-                answers = self._ask("failure", TO_SEE, loop.world.newly_bad() is not None, is_bad=is_own)
+                votes = self._ask("failure", TO_SEE, loop.world.newly_bad() is not None, is_bad=is_own)
             except Late:
                 if not self.is_sharded:
                     seen = f"averaged gradients are bad on rank {self.rank} at step {loop.iterations.completed}"
                     loop.failures.session.say(f"{seen}, and not on every rank; rank {self.rank} saves its step")
-                    answers = None
+                    votes = None
             except Parted:
                 pass
-            if answers and not any(answer.is_bad for answer in answers):
+            if votes and not any(vote.is_bad for vote in votes):
                 loop.act(outcome, pending)
             else:
-                self._fail_together(answers, stops_alone=answers is None)
+                self._fail_together(votes, stops_alone=votes is None)
 
     def at_skip(self, pending: Pending) -> None:
         """A grad scaler has left out the update of a bad loss; the others take it for an overflow like any other."""
@@ -215,22 +211,22 @@ class Ranks:
     # -- saving and stopping -------------------------------------------------------------------------------------
 
     def _fail_together(
-        self, answers: Sequence[Vote] | None, where: str = "gradient", *, stops_alone: bool = False
+        self, votes: Sequence[Vote] | None, where: str = "gradient", *, stops_alone: bool = False
     ) -> None:
-        """Something is bad, or ranks differ: one rank saves, and all stop in the same step. ``answers`` are those of
+        """Something is bad, or ranks differ: one rank saves, and all stop in the same step. ``votes`` are those of
         all ranks, none if one is gone, ``None`` if only this one has seen it, which goes on then or ``stops_alone``."""
         frame, failures, session = sys._getframe(1), self._loop.failures, self._loop.failures.session
         all_stop = stops_alone
         try:
             with failures.until_saved():
                 try:
-                    self._save(frame, answers, where)
+                    self._save(frame, votes, where)
                 except SavedElsewhere as elsewhere:
                     session.say(str(elsewhere))
                 except Parted as reason:
                     session.say(f"nothing was saved, because a rank did not answer ({reason})")
                 session.leave()
-                if answers is not None:
+                if votes is not None:
                     all_stop = failures.is_terminated or self._are_all_done()
         except Exception as error:
             session.switch_off(error)
@@ -241,25 +237,25 @@ class Ranks:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
         self.leave()
 
-    def _save(self, frame: FrameType, answers: Sequence[Vote] | None, where: str) -> None:
+    def _save(self, frame: FrameType, votes: Sequence[Vote] | None, where: str) -> None:
         """Save the step, of the past if the state of a rank is bad. Raises `SavedElsewhere` if another rank does."""
         loop, failures, pending = self._loop, self._loop.failures, self._loop.judge.pending
         now = Verdict("gradient", frame)
         if pending is not None:
             loop.timeline.loss, op = pending.loss, failures.op_of(pending)
             now = Verdict("loss", frame, op, is_late=op is None and not self.is_sharded)
-        if not answers:  # each rank for itself
-            is_sure = answers is None or pending is not None or self.rank == 0
+        if not votes:  # each rank for itself
+            is_sure = votes is None or pending is not None or self.rank == 0
             failures.save(now, None if is_sure else has_origin)
             return
-        together = self._others if _are_at_one_place(answers) else None
+        together = self._at_one_place(votes)
         if where == "ranks":
             assert self.replicas is not None and self._others is not None, "ranks that differ have met"
             found = self.replicas.compare(self._others.exchange, self._others.rank, frame)
             failures.save(Verdict("parameter", frame, is_late=True, difference=found, together=together))
             return
-        first = next((rank for rank, answer in enumerate(answers) if answer.is_bad), 0)
-        is_past = together is not None and any(answer.is_state_bad for answer in answers)
+        first = next((rank for rank, vote in enumerate(votes) if vote.is_bad), 0)
+        is_past = together is not None and any(vote.is_state_bad for vote in votes)
         if is_past and self._save_one(Verdict(where, frame, is_late=True, together=together), first):
             return
         self._save_one(replace(now, together=self._others) if self.is_sharded else now, first)
@@ -299,18 +295,19 @@ class Ranks:
         """Wait until every rank has done its part; ``False`` as soon as one is not watched any more."""
         try:
             return self._others is not None and bool(self._others.exchange("done", "", TO_SAVE))
-        except Gone:  # with the rank that keeps the store, so that was done
-            return True
-        except Parted:
-            return self._loop.failures.is_terminated
+        except Parted as reason:  # when the rank that keeps the store has ended, all were done
+            return reason.__cause__ is not None or self._loop.failures.is_terminated
 
     # -- what is saved -------------------------------------------------------------------------------------------
 
     def together(self) -> Meeting | None:
         """Where all ranks play the steps since their copies; ``None`` if these are not those of the same steps."""
         with contextlib.suppress(Parted):
-            return self.meeting if self.meeting and _are_at_one_place(self._ask("asked", AT_COPY, False)) else None
+            return self._at_one_place(self._ask("asked", AT_COPY, False)) if self.meeting is not None else None
         return None
+
+    def _at_one_place(self, votes: Sequence[Vote]) -> Meeting | None:
+        return self._others if len({vote.place for vote in votes}) == 1 and votes[0].place else None
 
     made = staticmethod(lockstep.made)
     recorded_by_all = staticmethod(lockstep.recorded_by_all)
@@ -336,9 +333,9 @@ class Ranks:
         is_bad = where == "parameter" or (where == "loss" and loop.world.newly_bad() is not None)
         digest = replicas.digest() if replicas is not None else ""
         checked = time.perf_counter()
-        answers: list[Vote] = []
+        votes: list[Vote] = []
         try:
-            answers = self._ask("copy", AT_END if is_end else AT_COPY, is_bad, started, digest)
+            votes = self._ask("copy", AT_END if is_end else AT_COPY, is_bad, started, digest)
         except Parted as reason:
             self.part()
             is_compared = replicas is not None and not replicas.is_off
@@ -346,15 +343,15 @@ class Ranks:
             made = f"rank {self.rank} has made {counted(total + (not is_end), 'optimizer step')}"
             say(f"{reason}; {made}; {since} from step {step} on")
         waited = time.perf_counter() - checked
-        if answers:
-            self.goes_back = all(answer.holds for answer in answers)
-            wanted_by_all, most = max(answer.wanted for answer in answers), min(answer.most for answer in answers)
+        if votes:
+            self.goes_back = all(vote.holds for vote in votes)
+            wanted_by_all, most = max(vote.wanted for vote in votes), min(vote.most for vote in votes)
             self.due_at = total + 1 + max(1, min(wanted_by_all, most))
-        digests = [answer.digest for answer in answers]
-        if any(answer.is_state_bad for answer in answers):
-            self._fail_together(answers, where or "parameter")
-        elif answers and replicas is not None and replicas.differ(digests, max(step - is_end, 0)):
-            self._fail_together(answers, "ranks")
+        digests = [vote.digest for vote in votes]
+        if any(vote.is_state_bad for vote in votes):
+            self._fail_together(votes, where or "parameter")
+        elif votes and replicas is not None and replicas.differ(digests, max(step - is_end, 0)):
+            self._fail_together(votes, "ranks")
         elif where == "loss" and not is_bad:  # no update was made of it
             loop.failures.count_skipped(step)
         return started + waited
@@ -362,7 +359,7 @@ class Ranks:
     def _ask(
         self, what: str, patience: float, is_state_bad: bool, now: float = 0.0, digest: str = "", is_bad: bool = False
     ) -> list[Vote]:
-        """The answers of all ranks. Raises `Parted` if there is none of one rank."""
+        """The votes of all ranks. Raises `Parted` if one does not answer."""
         loop, world = self._loop, self._loop.world
         assert self._others is not None, "ranks have met"
         place = f"{loop.copied_at} {loop.num_steps}" if world.is_complete else ""
