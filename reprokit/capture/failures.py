@@ -25,7 +25,7 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.calls import Backward, OptimizerStep, Root
 from reprokit.capture.event_step import EventStep
-from reprokit.capture.fidelity import Made, Place
+from reprokit.capture.fidelity import Made, Place, has_origin
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
@@ -197,7 +197,7 @@ class Failures:
             loop.timeline.loss = pending.loss
             op = self.op_of(pending)
             verdict = Verdict("loss", frame, op, is_late=op is None)
-            return self.save(verdict, None if loop.ranks.is_alone else _has_origin)
+            return self.save(verdict, None if loop.ranks.is_alone else has_origin)
         found = bad_value(loop.tape)
         raised = loop.recorder.raised  # an exception of torch is a failure of its own
         is_of_torch = raised is not None and any(one is raised[0] for one in chain(error))
@@ -266,9 +266,10 @@ class Failures:
             if step not in known and step >= loop.iterations.completed:
                 session.say(f"step {step} was asked for, and the training ended before it was over")
                 continue
+            verdict = Verdict("", sys._getframe(2), together=loop.ranks.together())
             with session.replaying(ends=False):
                 try:
-                    describing = Describing(loop, Verdict("", sys._getframe(2)), self._command)
+                    describing = Describing(loop, verdict, self._command)
                     path = self._write(describing.asked(step), is_asked=True)
                 except NotKept as reason:
                     session.say(f"step {step} was not saved: {reason}")
@@ -394,10 +395,6 @@ class Failures:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if arrived and not (self.num_failed and self.session.stops):
                 signal.raise_signal(signal.SIGTERM)
-
-
-def _has_origin(snapshot: Snapshot) -> bool:
-    return snapshot.failure.call is not None or snapshot.failure.input_name is not None
 
 
 # -- exceptions ----------------------------------------------------------------------------------------------------

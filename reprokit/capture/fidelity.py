@@ -37,6 +37,11 @@ from reprokit.snapshot.format import Snapshot, load, save
 from reprokit.snapshot.source import Source, private
 
 
+def has_origin(snapshot: Snapshot) -> bool:
+    """True if a failure has an origin in its program."""
+    return snapshot.failure.call_index is not None or snapshot.failure.input_name is not None
+
+
 @dataclass(frozen=True)
 class Made:
     """A snapshot; ``culprit`` is the tensor that was bad already when the step began, if that is the failure.
@@ -53,7 +58,7 @@ class Made:
     @property
     def is_shown(self) -> bool:
         """True if the replay of a step has shown where its failure comes from."""
-        return self.snapshot.failure.call_index is not None or self.snapshot.failure.input_name is not None
+        return has_origin(self.snapshot)
 
     @property
     def is_exact(self) -> bool:

@@ -530,7 +530,7 @@ class Loop:
             self.failures.fail("loss", pending=pending)
         else:
             self.tape.drop_gradients()
-            self.ranks.withdraw(pending.step)
+            self.ranks.withdraw()
             self.flags.forget()
             self.failures.count_skipped(pending.step)
 
@@ -666,7 +666,6 @@ class Loop:
         is_due = self._is_due(started, optimizer)
         if is_due and self.ranks.meeting is not None:
             started = self.ranks.check_together(started)
-            is_due = not self.ranks.has_missed
         elif (is_due or self.watch == "every-step") and self.ranks.is_alone:
             bad = self.check_state()
             if bad is not None:

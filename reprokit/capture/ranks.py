@@ -1,13 +1,14 @@
 """Several processes: who is there, how they agree at an update, and how they save and stop together.
 
-Every rank comes to the same updates. Averaged gradients give all ranks the same bits, so they come to the same result
-about them in the same step, and nothing is exchanged while training is healthy but before a copy of the state. Where
+Every rank comes to the same updates. Averaged gradients give all ranks the same bits, so they see the same bad gradient
+in the same step, and exchange nothing while training is healthy but one `Vote` before a copy of the state. Where
 parameters are spread (`fully_shard`), one look into the store before each update takes the place of the averaged
-gradient: a rank whose loss is bad reports that before its backward pass, which all have gone through by then. A shard
-that is bad is reported for the next update, because the others may be past this one; then all go back.
+gradient: a rank whose loss is bad warns the others before its backward pass, which all have gone through by then. Of a
+bad shard it warns for the next update, because the others may be past this one; then all go back.
 
-Other ways to spread a model (tensor parallel modules, stages of a pipeline, FSDP1) are not followed: there each rank
-saves what it sees itself, without a replay, and stops alone. All waiting has a limit: a rank that is gone stops nobody.
+Over a failure all exchange a `Vote` too: then they go back together, or each records its running step, and the rank
+that shows the cause saves. Models that are spread in another way (tensor parallel modules, pipelines, FSDP1) are not
+followed: there each rank saves what it sees, without a replay, and stops alone. A rank that is gone stops nobody.
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ from torch import distributed
 
 from reprokit import torch_private
 from reprokit.capture import lockstep
-from reprokit.capture.meeting import Late, Meeting, Parted, SavedElsewhere
-from reprokit.capture.replicas import Replicas
-from reprokit.capture.save import NothingFound, Verdict
+from reprokit.capture.fidelity import has_origin
+from reprokit.capture.meeting import Late, Meeting, Parted, Replicas, SavedElsewhere
+from reprokit.capture.save import NOT_ALL, NothingFound, Verdict
 from reprokit.capture.tape import MOST_BYTES
 from reprokit.words import counted
 
 if TYPE_CHECKING:
     from reprokit.capture.judge import Outcome, Pending
     from reprokit.capture.loop import Loop
-    from reprokit.program.trace import Tracer
     from reprokit.snapshot.format import Snapshot
 
 # Words of gloo, NCCL and the store about a process that is not there any more.
 _OF_PEER = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|Broken pipe|ProcessGroup", re.IGNORECASE)
-_PATIENCE = 600.0  # seconds for another rank to save its step
+TO_SAVE = 600.0  # seconds for another rank to save its step
 TO_SEE = 30.0  # seconds from one rank's optimizer to another's: both come from the same averaging
-AT_COPY = 10.0  # seconds; all ranks come from the same averaging, or one makes more steps than another
+AT_COPY = 30.0  # the same, or one rank makes more steps than another
 AT_END = 20.0  # seconds; one rank may evaluate or save the model while the others have nothing to do any more
 _FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in the next one
-_GOOD = "good"
-_NOT_ALL = "gradients are averaged over processes, and not all of them went back together"
 
 
-class _Answer(NamedTuple):
-    """The message of a rank before all ranks copy their states: what is bad there, and when to copy again.
+class Vote(NamedTuple):
+    """What a rank says before all copy their states, and over a failure.
 
-    ``most`` is for the memory that steps take, ``wanted`` for what a copy costs. ``holds``: it takes copies at all.
-    ``digest`` is that of its parameters, empty if they are not compared.
+    ``place`` is that of its last copy and the step since, empty if it cannot go back. ``wanted`` are the steps to the
+    next copy by what a copy costs, ``most`` those that memory allows. ``holds``: it takes copies. ``digest`` is that
+    of its parameters, if they are compared. ``is_bad``: its running step is, and the loop has not skipped it.
     """
 
-    bad: str
+    place: str
+    is_state_bad: bool
     wanted: int
     most: int
     holds: bool
     digest: str
+    is_bad: bool
 
 
 def _is_apart(modules: Collection[torch.nn.Module], kinds: Collection[type]) -> bool:
@@ -79,27 +80,23 @@ class Ranks:
     """The state of the other processes as seen from this one.
 
     Gradients are averaged over all of them (``is_parallel``), or parameters spread by `fully_shard` (``is_sharded``) or
-    in another way (``is_apart``). At the ``meeting`` the ranks exchange answers; they copy their state together, next
-    after ``due_at`` steps, and all of them hold copies if the training ``goes_back``. ``has_missed``: the last copy was
-    not made. ``replicas`` are there where ranks are to be compared.
+    in another way (``is_apart``). At the ``meeting`` the ranks copy their state together, next after ``due_at`` steps,
+    until one does not come; all of them hold copies if the training ``goes_back``. ``replicas`` are there where ranks
+    are to be compared.
     """
 
     _runs = 0
 
     def __init__(self, loop: Loop) -> None:
-        self.is_parallel = self.is_sharded = self.is_apart = False
+        self.is_parallel = self.is_sharded = self.is_apart = self.goes_back = False
         self.meeting: Meeting | None = None
         self.due_at = _FIRST_COPY
-        self.goes_back = self.has_missed = False
         self.rank: int | None = None
         self.replicas: Replicas | None = None
         self._loop = loop
         self._is_manual = False  # the loop itself averages
-        self._num_averaged = 0  # updates by averaged gradients
         self._size = 1
-        self._store: Any = None
-        self._reported_at: int | None = None
-        self._is_ending = False
+        self._others: Meeting | None = None  # the meeting; also when no copies are taken there any more
         Ranks._runs += 1
         self._prefix = f"reprokit/{Ranks._runs}"
 
@@ -114,14 +111,14 @@ class Ranks:
         """A new root or optimizer was met: look at what is trained."""
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
             return
+        self.rank, self._size = distributed.get_rank(), distributed.get_world_size()
         modules = self._loop.world.modules
         kinds = {type(part) for module in modules for part in module.modules()}
         wrapper = torch.nn.parallel.DistributedDataParallel
         self.is_parallel = self._is_manual or any(issubclass(kind, wrapper) for kind in kinds)
         self.is_sharded = any(map(torch_private.is_sharded, kinds))
-        if not (self.is_sharded or self._store is not None) and _is_apart(modules, kinds):
-            self.is_apart, self.is_parallel, self.rank = True, False, distributed.get_rank()
-            self._size = distributed.get_world_size()
+        if not (self.is_sharded or self._others is not None) and _is_apart(modules, kinds):
+            self.is_apart, self.is_parallel = True, False
             self._loop.world.give_up()  # going back would need the parameters of the other processes
         self._join()
 
@@ -136,12 +133,11 @@ class Ranks:
             self._join()
 
     def _join(self) -> None:
-        if not self.is_alone and self._store is None:
-            rank, size = self.rank, self._size = distributed.get_rank(), distributed.get_world_size()
-            self._store = torch_private.default_store()
-            self._store.set(self._key("watches", rank), "yes")
-            prefix = f"{self._prefix}/meeting"
-            self.meeting = Meeting(self._store, prefix, rank, size, is_sharded=self.is_sharded)
+        if not self.is_alone and self._others is None and self.rank is not None:
+            store = torch_private.default_store()
+            self.meeting = self._others = Meeting(
+                store, self._prefix, self.rank, self._size, is_sharded=self.is_sharded
+            )
             self.goes_back = True
 
     def compare(self) -> None:
@@ -160,41 +156,44 @@ class Ranks:
 
     def before_backward(self, is_bad: bool) -> None:
         """A backward call begins, from a start that may be bad."""
-        if is_bad and self._loop.judge.pending is not None:
-            self._report("loss", self._loop.iterations.total)
+        if is_bad and self.is_sharded and self._others is not None and self._loop.judge.pending is not None:
+            self._others.warn(self._loop.iterations.total)
 
-    def _report(self, what: str, total: int) -> None:
-        """Something is bad on this rank, which all ranks are to see at the update that ``total`` counts."""
-        self._reported_at = total
-        self._store.set(self._key("bad", self.rank), what)
-        self._store.set(self._key("bad step", total), "yes")
-
-    def withdraw(self, step: int) -> None:
-        """The loss of this rank was bad in this step, which the loop has skipped."""
-        if self._reported_at is not None:
-            self._store.delete_key(self._key("bad", self.rank))
-            self._store.delete_key(self._key("bad step", self._reported_at))
-            self._reported_at = None
+    def withdraw(self) -> None:
+        """The loop has skipped the step in which this rank had something bad."""
+        if self._others is not None:
+            self._others.warn(None)
 
     def at_update(self, pending: Pending | None, outcome: Outcome | None, *, is_bad: bool) -> None:
         """An optimizer is about to use its gradients, of which some are bad on this rank if it ``is_bad``."""
-        loop, failures, total = self._loop, self._loop.failures, self._loop.iterations.total
-        self._num_averaged += self.is_parallel
-        is_told = self.is_sharded and self._has("bad step", total)
-        if self.is_sharded and is_bad and not is_told:
-            self._report("gradient", total + 1)
-            is_bad = False
-        if not (is_bad or is_told or outcome):
-            return
-        is_bad_here = is_bad or (is_told and outcome != "skipped")
-        with failures.until_saved() if is_bad_here else contextlib.nullcontext():  # another rank may end meanwhile
-            is_only_here = is_bad and self._is_bad_only_here(total)
-            if outcome == "skipped" or is_only_here:
+        loop, others, is_own = self._loop, self._others, outcome != "skipped"
+        if self.is_sharded and others is not None:
+            update, is_bad_here = loop.iterations.total, is_bad
+            is_bad = others.is_warned(update)
+            if is_bad_here and not is_bad:
+                others.warn(update + 1)
+            is_own = is_own and others.warned is not None
+        if not is_bad:
+            if outcome == "failed":
+                self._fail_together(None)
+            else:
                 loop.act(outcome, pending)
-            if (is_bad_here or outcome == "failed") and not is_only_here:
-                self._fail_together(is_told or is_bad)
-            elif is_bad and loop.recorder.enabled:
-                failures.fail("gradient")
+            return
+        votes: list[Vote] | None = []
+        with loop.failures.until_saved():  # another rank may end meanwhile
+            try:
+                votes = self._ask("failure", TO_SEE, loop.world.newly_bad() is not None, is_bad=is_own)
+            except Late:
+                if not self.is_sharded:
+                    seen = f"averaged gradients are bad on rank {self.rank} at step {loop.iterations.completed}"
+                    loop.failures.session.say(f"{seen}, and not on every rank; rank {self.rank} saves its step")
+                    votes = None
+            except Parted:
+                pass
+            if votes and not any(vote.is_bad for vote in votes):
+                loop.act(outcome, pending)
+            else:
+                self._fail_together(votes, stops_alone=votes is None)
 
     def at_skip(self, pending: Pending) -> None:
         """A grad scaler has left out the update of a bad loss; the others take it for an overflow like any other."""
@@ -202,24 +201,7 @@ class Ranks:
             self._loop.judge.pending = None
             self._loop.act("skipped", pending)
         else:
-            self._fail_together(False)
-
-    def _is_bad_only_here(self, total: int) -> bool:
-        """True if averaged gradients, which are bad on this rank, were good on another one, which has not reported bad
-        ones within `TO_SEE` seconds. ``False``, at once, if a rank has reported a bad value of its own or is not
-        watched."""
-        what, ends_at = f"bad average {self._num_averaged}", time.monotonic() + TO_SEE
-        if self.is_sharded:
-            return False
-        self._store.set(self._key(what, self.rank), "yes")
-        while self._are_all("watches") and not (self._has("bad step", total) or self._are_all(what) or self._is_ending):
-            if time.monotonic() > ends_at:
-                step = self._loop.iterations.completed
-                seen = f"averaged gradients are bad on rank {self.rank} at step {step}, and not on every rank"
-                self._loop.failures.session.say(f"{seen}; rank {self.rank} saves its step")
-                return True
-            time.sleep(0.05)
-        return False
+            self._fail_together(None)
 
     def end_update(self) -> None:
         """A step is over: one that holds too much until the next copy of all ranks is not kept."""
@@ -229,129 +211,111 @@ class Ranks:
 
     # -- saving and stopping -------------------------------------------------------------------------------------
 
-    def _fail_together(self, is_seen_by_all: bool, where: str = "gradient", *, is_difference: bool = False) -> None:
-        """A process had something bad, or ranks differ: its rank saves, and all stop in the same step."""
+    def _fail_together(
+        self, votes: Sequence[Vote] | None, where: str = "gradient", *, stops_alone: bool = False
+    ) -> None:
+        """Something is bad, or ranks differ: one rank saves, and all stop in the same step. ``votes`` are those of
+        all ranks, none if one is gone, ``None`` if only this one has seen it, which goes on then or ``stops_alone``."""
         frame, failures, session = sys._getframe(1), self._loop.failures, self._loop.failures.session
+        all_stop = stops_alone
         try:
-            with failures.until_saved():  # another rank may end before this one has begun to save
-                if is_difference:
-                    is_seen_by_all = self._save_difference(frame)
-                elif not (is_seen_by_all and self._go_back(frame, where)):
-                    self._save_or_leave(frame, is_seen_by_all)
-            all_stop = self._all_stop(is_seen_by_all and (session.stops or self.is_sharded))
+            with failures.until_saved():
+                try:
+                    self._save(frame, votes, where)
+                except SavedElsewhere as elsewhere:
+                    session.say(str(elsewhere))
+                except Parted as reason:
+                    session.say(f"nothing was saved, because a rank did not answer ({reason})")
+                session.leave()
+                if votes is not None:
+                    all_stop = failures.is_terminated or self._are_all_done()
         except Exception as error:
             session.switch_off(error)
             return
         if all_stop:
             session.stop()
-        if session.stops and not is_difference:
+        elif session.stops:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
-        if session.stops or is_difference or not is_seen_by_all:
-            self.leave()
+        self.leave()
 
-    def _go_back(self, frame: FrameType, where: str) -> bool:
-        """If the state of a rank is bad, all find the step that made it so; true if a rank has saved that step."""
-        session = self._loop.failures.session
-        try:
-            together = self.together()
-            if together is None:
-                return False
-            self._loop.failures.save(Verdict(where, frame, is_late=True, together=together))
-        except (Parted, NothingFound) as reason:
-            self._loop.unseen.append(f"{_NOT_ALL} ({reason})" if isinstance(reason, Parted) else str(reason))
-            return False
-        except SavedElsewhere as elsewhere:
-            session.leave()
-            session.say(f"the first bad value is that of rank {elsewhere.rank}, which saves its step")
-        return True
+    def _save(self, frame: FrameType, votes: Sequence[Vote] | None, where: str) -> None:
+        """Save the step, of the past if the state of a rank is bad. Raises `SavedElsewhere` if another rank does."""
+        loop, failures, pending = self._loop, self._loop.failures, self._loop.judge.pending
+        now = Verdict("gradient", frame)
+        if pending is not None:
+            loop.timeline.loss, op = pending.loss, failures.op_of(pending)
+            now = Verdict("loss", frame, op, is_late=op is None and not self.is_sharded)
+        if not votes:  # each rank for itself
+            is_sure = votes is None or pending is not None or self.rank == 0
+            failures.save(now, None if is_sure else has_origin)
+            return
+        together = self._at_one_place(votes)
+        if where == "ranks":
+            assert self.replicas is not None and self._others is not None, "ranks that differ have met"
+            found = self.replicas.compare(self._others.exchange, self._others.rank, frame)
+            failures.save(Verdict("parameter", frame, is_late=True, difference=found, together=together))
+            return
+        first = next((rank for rank, vote in enumerate(votes) if vote.is_bad), 0)
+        is_past = together is not None and any(vote.is_state_bad for vote in votes)
+        if is_past and self._save_one(Verdict(where, frame, is_late=True, together=together), first):
+            return
+        self._save_one(replace(now, together=self._others) if self.is_sharded else now, first)
 
-    def together(self, *, has_difference: bool = False) -> Meeting | None:
-        """Where all ranks play the steps since their copies; ``None`` if these differ, or no state was made bad where
-        it ``has_difference`` neither."""
-        loop, meeting = self._loop, self.meeting
-        if meeting is None or not self.goes_back:
-            return None
-        place = f"{loop.copied_at} {loop.num_steps} {loop.world.is_complete}"
-        state = _GOOD if loop.world.newly_bad() is None else "bad"
-        answers = [answer.split("/") for answer in meeting.exchange("back", f"{place}/{state}")]
-        is_same = loop.world.is_complete and all(other == place for other, _ in answers)
-        has_cause = has_difference or any(state != _GOOD for _, state in answers)
-        return meeting if is_same and has_cause else None
+    def _save_one(self, verdict: Verdict, first: int) -> bool:
+        """Save the step of the culprit: the first rank with a bad loss of its own, else the first one whose step shows
+        where the bad value comes from, else the first one. ``False`` on all ranks if none has a step.
 
-    def _save_or_leave(self, frame: FrameType, is_seen_by_all: bool) -> None:
-        """Save the step that is running if this rank is to, or say which one does."""
-        loop, failures, session = self._loop, self._loop.failures, self._loop.failures.session
-        culprits, pending = self.culprits(), loop.judge.pending
-        first = next(iter(culprits), None)
-        op = failures.op_of(pending) if pending is not None else None
-        if self.is_sharded:
-            is_own = pending is not None and first == self.rank
-            verdict = Verdict("loss" if is_own else "gradient", frame, op if is_own else None, together=self.meeting)
+        Raises `SavedElsewhere` on the others. If one does not answer, the ``first`` bad rank saves, and each that shows
+        the cause.
+        """
+        others, loop, has_asked = self._others, self._loop, False
+        assert others is not None, "ranks have met"
+
+        def is_ours(snapshot: Snapshot | None) -> bool:
+            nonlocal has_asked
+            has_asked, own = True, "none"
+            if snapshot is not None:
+                own = "loss" if snapshot.observed_at == "loss" else "shown" if has_origin(snapshot) else "seen"
             try:
-                failures.save(verdict)
-                return
-            except SavedElsewhere as elsewhere:
-                first = elsewhere.rank
-        elif pending is not None:
-            loop.timeline.loss = pending.loss
-            failures.save(Verdict("loss", frame, op, is_late=op is None))
-            return
-        elif first is None:
-            failures.save(Verdict("gradient", frame), self._is_ours if is_seen_by_all else None)
-            return
-        session.leave()
-        bad = "the loss" if culprits.get(first) == "loss" else "a gradient"
-        session.say(f"{bad} is nan or inf on rank {first}, which saves its step")
+                found = others.exchange("culprit", own, TO_SAVE)
+            except Parted:
+                return own in ("loss", "shown") or (own == "seen" and others.rank == first)
+            rank = next((found.index(one) for one in ("loss", "shown", "seen") if one in found), others.rank)
+            if rank != others.rank:
+                raise SavedElsewhere(f"the first bad value is that of rank {rank}, which saves its step")
+            return snapshot is not None
 
-    def culprits(self) -> dict[int, str]:
-        """The ranks that have reported, each with what is bad there; those with a bad loss come first."""
-        known = [rank for rank in range(self._size) if self._has("bad", rank)]
-        reports = {rank: str(self._store.get(self._key("bad", rank)), "utf-8") for rank in known}
-        return dict(sorted(reports.items(), key=lambda report: (report[1] != "loss", report[0])))
-
-    def _is_ours(self, snapshot: Snapshot) -> bool:
-        """True if this process's own step made the bad gradient that all of them have after averaging."""
-        is_own = snapshot.failure.call is not None or snapshot.failure.input_name is not None
-        answers: Sequence[str] = []
-        with contextlib.suppress(Parted):
-            if self.meeting is not None:
-                answers = self.meeting.exchange("finding", "own" if is_own else "")
-        culprits = [rank for rank, answer in enumerate(answers) if answer]
-        if culprits and self.rank not in culprits:
-            session = self._loop.failures.session
-            session.say(f"a gradient is nan or inf on rank {culprits[0]}, which saves its step")
-        return self.rank in culprits or (not culprits and (self.rank == 0 or (is_own and not answers)))
-
-    def _all_stop(self, may_meet: bool) -> bool:
-        """True if the loop is to stop on all ranks, after each has done its part."""
-        failures = self._loop.failures
-        is_met = may_meet and not failures.is_terminated and self._meet_all()
-        return failures.session.stops and (failures.is_terminated or is_met)
-
-    def _meet_all(self) -> bool:
-        """Wait until every rank has done its part; ``False`` as soon as some rank is not watched."""
-        if not self._are_all("watches"):
-            return False
-        self._store.set(self._key("done", self.rank), "yes")
-        ends_at = time.monotonic() + _PATIENCE
         try:
-            while not self._are_all("done"):
-                if self._is_ending or not self._are_all("watches") or time.monotonic() > ends_at:
-                    return self._are_all("done")
-                time.sleep(0.05)
-        except distributed.DistNetworkError:  # the host of the store has gone, so it was done
-            pass
-        return True
+            path = loop.failures.save(verdict, is_ours)
+        except (NothingFound, Parted) as reason:
+            path = None
+            loop.unseen.append(f"{NOT_ALL} ({reason})" if isinstance(reason, Parted) else str(reason))
+        return path is not None or (not has_asked and is_ours(None))
+
+    def _are_all_done(self) -> bool:
+        """Wait until every rank has done its part; ``False`` as soon as one is not watched any more."""
+        try:
+            return self._others is not None and bool(self._others.exchange("done", "", TO_SAVE))
+        except Parted as reason:  # when the rank that keeps the store has ended, all were done
+            return reason.__cause__ is not None or self._loop.failures.is_terminated
 
     # -- what is saved -------------------------------------------------------------------------------------------
 
+    def together(self) -> Meeting | None:
+        """Where all ranks play the steps since their copies; ``None`` if these are not those of the same steps."""
+        with contextlib.suppress(Parted):
+            return self._at_one_place(self._ask("asked", AT_COPY, False)) if self.meeting is not None else None
+        return None
+
+    def _at_one_place(self, votes: Sequence[Vote]) -> Meeting | None:
+        return self._others if len({vote.place for vote in votes}) == 1 and votes[0].place else None
+
     made = staticmethod(lockstep.made)
+    recorded_by_all = staticmethod(lockstep.recorded_by_all)
+    update_made = staticmethod(lockstep.update_on_shards)
     from_the_past = staticmethod(lockstep.from_the_past)
     difference_made = staticmethod(lockstep.first_difference)
-
-    def recording(self, tracer: Tracer) -> contextlib.AbstractContextManager[None]:
-        """The context in which a step is recorded."""
-        return lockstep.sharding_unseen(self._loop.world.modules, tracer)
+    recording = staticmethod(lockstep.sharding_unseen)
 
     def gathered(self) -> dict[int, torch.Tensor]:
         """The whole parameters that units of `fully_shard` have, by the ``id`` of the spread ones."""
@@ -362,81 +326,48 @@ class Ranks:
     def check_together(self, started: float, *, is_end: bool = False) -> float:
         """All ranks check their state before they copy it, and go back if one is bad; ``started``, less the wait.
 
-        ``is_end``: the last step is over, and no other one will be.
+        ``is_end``: the last step is over, and no other one will be. A rank that does not answer ends all copying.
         """
-        loop, replicas = self._loop, self.replicas
-        bad: str | None = loop.check_state()
-        if bad == "loss" and not self.is_sharded and loop.world.newly_bad() is None:
-            bad = None  # no update was made of it
-            loop.failures.count_skipped(loop.iterations.completed)
+        loop, replicas, say = self._loop, self.replicas, self._loop.failures.session.say
+        total, step = loop.iterations.total, loop.iterations.completed
+        where = loop.check_state()
+        is_bad = where == "parameter" or (where == "loss" and loop.world.newly_bad() is not None)
         digest = replicas.digest() if replicas is not None else ""
         checked = time.perf_counter()
-        answers = self._meet_for_copy(bad or _GOOD, digest, started, is_end=is_end)
+        votes: list[Vote] = []
+        try:
+            votes = self._ask("copy", AT_END if is_end else AT_COPY, is_bad, started, digest)
+        except Parted as reason:
+            self.part()
+            is_compared = replicas is not None and not replicas.is_off
+            since = "`--on ranks` compares no more" if is_compared else "late failures are saved without going back"
+            made = f"rank {self.rank} has made {counted(total + (not is_end), 'optimizer step')}"
+            say(f"{reason}; {made}; {since} from step {step} on")
         waited = time.perf_counter() - checked
-        step = max(loop.iterations.completed - is_end, 0)
-        if answers is None:
-            pass
-        elif any(answer.bad != _GOOD for answer in answers):
-            self._fail_together(True, bad or "parameter")
-        elif replicas is not None and replicas.differ([answer.digest for answer in answers], step):
-            self._fail_together(True, is_difference=True)
+        if votes:
+            self.goes_back = all(vote.holds for vote in votes)
+            wanted_by_all, most = max(vote.wanted for vote in votes), min(vote.most for vote in votes)
+            self.due_at = total + 1 + max(1, min(wanted_by_all, most))
+        digests = [vote.digest for vote in votes]
+        if any(vote.is_state_bad for vote in votes):
+            self._fail_together(votes, where or "parameter")
+        elif votes and replicas is not None and replicas.differ(digests, max(step - is_end, 0)):
+            self._fail_together(votes, "ranks")
+        elif where == "loss" and not is_bad:  # no update was made of it
+            loop.failures.count_skipped(step)
         return started + waited
 
-    def _meet_for_copy(self, bad: str, digest: str, now: float, *, is_end: bool) -> list[_Answer] | None:
-        """The ranks' answers when a copy is due, and when the next one is; ``None`` if a rank is gone or late.
-
-        After one copy that was missed the ranks meet for the next, after two in a row no more.
-        """
-        loop, meeting, total = self._loop, self.meeting, self._loop.iterations.total
-        if meeting is None:
-            return None
-        wanted = loop.world.wanted_steps(now, total - loop.copied_at, loop.num_steps, loop.tape.num_bytes, MOST_BYTES)
-        own = _Answer(bad, *wanted, loop.world.takes_copies, digest)
-        try:
-            texts = meeting.exchange_or_miss("copy", json.dumps(own), AT_END if is_end else AT_COPY)
-        except (Parted, RuntimeError) as error:
-            if isinstance(error, Late) and not (is_end or self.has_missed):
-                self.has_missed, self.due_at = True, total + 1 + _FIRST_COPY
-            else:
-                self._part(total + (not is_end))
-            self._say_parted(str(error).partition("\n")[0], total + (not is_end))
-            return None
-        self.has_missed = False
-        answers = [_Answer(*json.loads(text)) for text in texts]
-        self.goes_back = all(answer.holds for answer in answers)
-        wanted_by_all, most = max(answer.wanted for answer in answers), min(answer.most for answer in answers)
-        self.due_at = total + 1 + max(1, min(wanted_by_all, most))
-        return answers
-
-    def _say_parted(self, reason: str, num_steps: int) -> None:
-        """A rank has not answered: no ranks are compared any more, and none go back together, or only this copy was
-        missed."""
-        step, is_compared = self._loop.iterations.completed, self.replicas is not None and not self.replicas.is_off
-        since = "`--on ranks` compares no more" if is_compared else "late failures are saved without going back"
-        made = f"rank {self.rank} has made {counted(num_steps, 'optimizer step')}"
-        until = f"no copy of the state after step {step}" if self.has_missed else f"{since} from step {step} on"
-        self._loop.failures.session.say(f"{reason}; {made}; {until}")
-
-    def _save_difference(self, frame: FrameType) -> bool:
-        """Parameters differ between ranks, which all of them know: the first rank that differs saves; ``False`` if a
-        rank does not answer."""
-        loop, session, replicas, meeting = self._loop, self._loop.failures.session, self.replicas, self.meeting
-        assert replicas is not None and meeting is not None, "ranks that differ have met"
-        is_together = True
-        try:
-            found = replicas.compare(lambda text: meeting.exchange("differ", text), meeting.rank, frame)
-            if found is None:
-                raise Parted("an answer was that of another step")
-            before, after = replicas.equal_after, replicas.different_after
-            found = replace(found, equal_after=before, began_at=after, is_exact=before == after - 1)
-            loop.failures.save(Verdict("parameter", frame, is_late=True, difference=found))
-        except SavedElsewhere as elsewhere:
-            session.say(f"{elsewhere.what} differs on rank {elsewhere.rank}, which saves its step")
-        except Parted as reason:
-            session.say(f"nothing was saved, because a rank did not answer ({reason}); the training goes on, unwatched")
-            is_together = False
-        session.leave()
-        return is_together
+    def _ask(
+        self, what: str, patience: float, is_state_bad: bool, now: float = 0.0, digest: str = "", is_bad: bool = False
+    ) -> list[Vote]:
+        """The votes of all ranks. Raises `Parted` if one does not answer."""
+        loop, world = self._loop, self._loop.world
+        assert self._others is not None, "ranks have met"
+        place = f"{loop.copied_at} {loop.num_steps}" if world.is_complete else ""
+        since = loop.iterations.total - loop.copied_at
+        wanted = world.wanted_steps(now, since, loop.num_steps, loop.tape.num_bytes, MOST_BYTES)
+        own = Vote(place, is_state_bad, *wanted, world.takes_copies, digest, is_bad)
+        return [Vote(*json.loads(text)) for text in self._others.exchange(what, json.dumps(own), patience)]
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -452,55 +383,34 @@ class Ranks:
 
         Raises `CaptureStop` if a step was bad and the loop is to stop.
         """
-        if self.meeting is not None:
-            if not has_failed and self._loop.recorder.enabled:
-                self.check_together(time.perf_counter(), is_end=True)
-            self._loop.recorder.guard(self.part)
+        if self.meeting is not None and not has_failed and self._loop.recorder.enabled:
+            self.check_together(time.perf_counter(), is_end=True)
+            self._loop.failures.save_asked()
+        self._loop.recorder.guard(self.leave)
 
     def tell_at_end(self) -> None:
         """With ``--on ranks`` print why nothing was compared, if it was not."""
         replicas = self.replicas
-        if replicas is None or replicas.num_compared or not self._loop.iterations.total:
+        if replicas is None or replicas.equal_after is not None or not self._loop.iterations.total:
             return
-        if self.is_sharded or self.is_apart:
-            reason = "parameters are spread over the ranks"
-        elif self.is_alone:
+        reason = "parameters are spread, averaged over a part of the ranks, or the ranks have not met"
+        if self.is_alone and not self.is_apart:
             reason = "this process trains by itself"
-        else:
-            reason = "the ranks have not met, or gradients are averaged over a part of them"
         self._loop.failures.session.say(f"`--on ranks` has compared nothing: {reason}")
 
     def hurry(self) -> None:
         """The launcher is about to end this process, and maybe has ended others: wait for nobody any more."""
-        self._is_ending = True
-        if self.meeting is not None:
-            self.meeting.is_ending = True
+        if self._others is not None:
+            self._others.is_ending = True
 
     def part(self) -> None:
         """No copies at one step any more, and no going back, as that would need the others."""
-        self._part(self._loop.iterations.total)
-
-    def _part(self, num_steps: int) -> None:
         if self.meeting is not None:
-            with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that keeps it
-                self.meeting.end(num_steps)
             self._loop.world.give_up()
-        self.meeting, self.goes_back, self.has_missed = None, False, False
+        self.meeting, self.goes_back = None, False
 
     def leave(self) -> None:
         """This rank goes on unwatched: nobody is to wait for it."""
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that keeps it
-                self._store.delete_key(self._key("watches", self.rank))
         self.part()
-
-    # -- the store -----------------------------------------------------------------------------------------------
-
-    def _are_all(self, what: str) -> bool:
-        return all(self._has(what, rank) for rank in range(self._size))
-
-    def _has(self, what: str, which: int) -> bool:
-        return bool(self._store.check([self._key(what, which)]))
-
-    def _key(self, what: str, which: int | None) -> str:
-        return f"{self._prefix}/{what}/{which}"
+        if self._others is not None:
+            self._others.end(self._loop.iterations.total)

@@ -554,7 +554,6 @@ class Replay:
         self._expected = expected
         self.together = together
         self.skipped: list[int] = []
-        self.last: Found | None = None  # that was reported to the other ranks
         self.segments = _with_carried(tape, segments)
         self._world, self._tape, self._copy = world, tape, copy
         self._ruined, self._takes_skipped = ruined, takes_skipped
@@ -646,6 +645,8 @@ class Replay:
                 if observer is not None:
                     observer.before(segment.mark, op)
                 self._player.play(op)
+                if op.kind is Backward and self.together is not None:
+                    op.note.averaged = averaged_gradients(self._world.modules)
                 if observer is not None:
                     observer.after(op)
         return is_alike
@@ -705,8 +706,7 @@ class Replay:
                         self._locate_pending(found, judge.pending.note)
                     is_over = False
                     if self.together is not None:
-                        self.last = found
-                        self.together.found(found.where, found.number)
+                        self.together.report(found)
                         is_over = self.together.is_sharded  # else what follows needs no other rank
                         self.together = self._player.together = None
                     found.gradients = self._gradients_of_training(found, number)

@@ -26,6 +26,7 @@ from reprokit.capture.fidelity import Made, compiled_mismatch
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
 from reprokit.capture.replay import (
+    Found,
     Missing,
     Player,
     Replay,
@@ -235,6 +236,8 @@ class Describing:
             notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
             if made is not None:
                 return made
+            if verdict.together is not None:
+                raise NothingFound("; ".join(dict.fromkeys(reasons)))
         case = self.now(verdict, ops, pending, mark, verdict.keep, notes)
         try:
             made = self._of_now(case, segments)
@@ -250,9 +253,21 @@ class Describing:
         first = next((n for n, segment in enumerate(segments) if segment.mark.step == step), None)
         if first is None:
             raise NotKept(NOT_KEPT)
-        with self.kept(), self.begun(segments, first) as case:
-            mark = replace(case.mark, micro_step=0)
-            return self.make(replace(case, mark=mark, explain=lambda *_: Failure(Phase.FORWARD, HEALTHY)))
+        ranks, together = self.loop.ranks, self.verdict.together
+        if not ranks.is_alone and together is None:
+            raise NotKept(NOT_ALL)
+        with self.kept():
+            if together is not None and not ranks.is_sharded:  # gradients are averaged, and noted
+                replay = Replay(
+                    self.loop.world, self.loop.tape, segments, self.loop.world.copies[-1], together=together
+                )
+                with replay.going_back(), quiet_hooks(self.loop.world.modules, replay.leaves()):
+                    replay.play_until(len(segments))
+                    together.stop(DONE)
+            with self.begun(segments, first, together=together if ranks.is_sharded else None) as case:
+                mark = replace(case.mark, micro_step=0)
+                case = replace(case, mark=mark, explain=lambda *_: Failure(Phase.FORWARD, HEALTHY))
+                return ranks.recorded_by_all(self, case) if ranks.is_sharded else self.make(case)
 
     def now(
         self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]
@@ -339,12 +354,13 @@ class Describing:
         if not loop.ranks.is_alone and self.verdict.together is None:
             return None, [NOT_ALL]
         segments = self._steps()
-        if self.verdict.together is not None:
-            return loop.ranks.from_the_past(self, segments), []
+        if loop.ranks.is_sharded:
+            return loop.ranks.from_the_past(self, segments)
         made, reasons = self.played(segments, ruined)
-        if made is None or made.culprit is None or ruined or not world.has_worsened(made.culprit):
+        culprit = made.culprit if made is not None and loop.ranks.is_alone else None
+        if culprit is None or ruined or not world.has_worsened(culprit):
             return made, reasons
-        return self.from_the_past([made.culprit])[0] or made, []
+        return self.from_the_past([culprit])[0] or made, []
 
     def played(self, segments: Sequence[Segment], ruined: Sequence[torch.Tensor]) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad one of some steps, or why there is none."""
@@ -364,45 +380,42 @@ class Describing:
                 with quiet_hooks(world.modules, replay.leaves()):
                     found = replay.find()
                 if found is None:
-                    is_loss = verdict.where == "loss" and verdict.is_late
+                    is_loss = verdict.where == "loss" and verdict.is_late and verdict.together is None
                     if is_loss and replay.skipped and not replay.notes:
                         raise SkippedLoss(replay.skipped[0])
                     return None, [*replay.notes, NOT_SHOWN]
-                mark = replace(segments[found.number].mark)
-                if found.where in ("loss", "output"):  # the step went on from there
-                    mark.micro_step = num_backward(found.ops)
-                case = Case(
-                    found.where,
-                    found.ops,
-                    found.pending,
-                    mark,
-                    False,
-                    verdict.frame,
-                    contents=found.contents,
-                    keep=found.keep,
-                    notes=found.notes,
-                    gradients=found.gradients,
-                )
-                made = self.make(case)
+                case = self.before(found, segments)
+                made = loop.ranks.update_made(self, case) if loop.ranks.is_sharded else self.make(case)
                 if made.culprit is None and not made.is_shown:
                     made = replace(made, culprit=world.newly_bad())
         except (SkippedLoss, Parted):
             raise
-        except Missing:
-            return None, [BEGUN_BEFORE]
-        except CannotGoBack as reason:
-            return None, [str(reason)]
-        except Stopped as stopped:
-            return None, [f"another process has stopped going back ({stopped})"]
-        except Exception as error:  # of the user's code, which the state of then may not suit
-            pass_on(error)
-            return None, [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
+        except Exception as error:
+            return None, [why_not_played(error)]
         if made.culprit is None and not made.is_exact and loop.ranks.is_alone:
             last = segments[found.number]
             written = [op for op in split(last.ops)[0] if op.kind.writes_state(op)]
             ops = [*(written if found.keep is None else []), *found.ops, *([found.pending] if found.pending else [])]
             made = self._joined(case, [*segments[: found.number], Segment(ops, last.mark)]) or made
         return made, []
+
+    def before(self, found: Found, segments: Sequence[Segment]) -> Case:
+        """The step that a replay has found; the live state is where that step began."""
+        mark = replace(segments[found.number].mark)
+        if found.where in ("loss", "output"):  # the step went on from there
+            mark.micro_step = num_backward(found.ops)
+        return Case(
+            found.where,
+            found.ops,
+            found.pending,
+            mark,
+            False,
+            self.verdict.frame,
+            contents=found.contents,
+            keep=found.keep,
+            notes=found.notes,
+            gradients=found.gradients,
+        )
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[list[Segment]]:
@@ -414,14 +427,16 @@ class Describing:
             yield self.loop.tape.segments()
         except Missing:
             raise NotKept(BEGUN_BEFORE) from None
-        except CannotGoBack as reason:
+        except (CannotGoBack, Parted, Stopped) as reason:
             raise NotKept(str(reason)) from reason
 
     @contextlib.contextmanager
-    def begun(self, segments: Sequence[Segment], first: int, copy: int = -1) -> Iterator[Case]:
+    def begun(
+        self, segments: Sequence[Segment], first: int, copy: int = -1, together: Meeting | None = None
+    ) -> Iterator[Case]:
         """The steps from the ``first`` on, as one; the live state is where that began."""
         world, tape = self.loop.world, self.loop.tape
-        replay = Replay(world, tape, segments, world.copies[copy])
+        replay = Replay(world, tape, segments, world.copies[copy], together=together)
         with replay.going_back():
             with quiet_hooks(world.modules, replay.leaves()):
                 ops, contents = replay.begin(first)
@@ -590,10 +605,10 @@ class Describing:
                 together=case.together,
             )
             if is_spread:
-                stack.enter_context(loop.ranks.recording(recorder.tracer))
+                stack.enter_context(loop.ranks.recording(world.modules, recorder.tracer))
             replayed = record(recorder, case.all_ops, performs_last=case.pending is None, raises=raises, keep=case.keep)
             if case.together is not None:
-                case.together.stop(f"{DONE} loss" if case.pending is not None else DONE)
+                case.together.stop(DONE)
             if case.where == "output" and case.pending is not None:
                 *calls, last = replayed.program.calls  # the start of the backward call becomes the output
                 replayed.program = replace(replayed.program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
@@ -615,6 +630,8 @@ class Describing:
         owners: list[torch.nn.Module | torch.optim.Optimizer] = [*world.modules, *world.optimizers]
         leaves = {id(p): p for owner in owners for p in owned_by(owner)}
         leaves.update((id(leaf), leaf) for leaf in leaves_in(case.ops, self.loop.tape.alive()))
+        for stand_in in case.stand_ins.values():  # whose gradients are those of the step
+            leaves.pop(id(stand_in), None)
         return list(leaves.values())
 
     @contextlib.contextmanager
@@ -796,6 +813,16 @@ def backward_from(number: Number, code: Any, instruction: int) -> Op:
     """The backward call that the loop has not made, with the line where the loss was computed."""
     args = (number,)
     return Op(Backward, torch.Tensor.backward, args, {}, (), code, instruction, current_mode(), BackwardNote())
+
+
+def why_not_played(error: Exception) -> str:
+    """Why the steps since the last copy were not played to their end."""
+    if isinstance(error, Stopped):
+        return f"another process has stopped going back ({error})"
+    if isinstance(error, (CannotGoBack, Missing)):
+        return BEGUN_BEFORE if isinstance(error, Missing) else str(error)
+    pass_on(error)  # of the user's code, which the state of then may not suit
+    return f"playing the steps since the last copy raised {type(error).__name__}: {error}"
 
 
 def _with_generators(segment: Segment) -> Iterator[Op]:

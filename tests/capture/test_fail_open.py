@@ -69,7 +69,7 @@ WITHOUT_FAULTS = {
     *("hooks", "mode", "structure"),
 }
 NOT_IN_THESE_RUNS = {
-    *("lockstep", "meeting", "ranks", "replicas"),  # `test_faults_of_ranks.py`
+    *("lockstep", "meeting", "ranks"),  # `test_faults_of_ranks.py`
     "compiled_calls",  # `test_a_fault_where_compiled_code_fails`
     *("failure_text", "exceptions"),
 }

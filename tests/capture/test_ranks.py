@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from reprokit.cli import main
+from reprokit.program.interpreter import run
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import run_python_in, start_python_in
 
@@ -88,7 +91,7 @@ Failures._made = slowly
 announce = Failures._save_pending
 Failures._save_pending = lambda self, verdict: time.sleep(1) or announce(self, verdict)
 if rank == 0:
-    Ranks._meet_all = Failures._made = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    Ranks._are_all_done = Failures._made = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 """  # before the other rank has begun to replay its step
 LATE = """
 from reprokit.capture.judge import Flags
@@ -220,17 +223,14 @@ def test_the_ranks_go_back_together(how: str, tmp_path: Path) -> None:
     assert main(["shrink", str(path), "--output", str(tmp_path / "repro")]) == 0
 
 
-def test_the_ranks_go_back_after_a_copy_that_one_has_missed(tmp_path: Path) -> None:
+def test_after_a_copy_that_one_rank_has_missed_the_step_that_shows_it_is_saved(tmp_path: Path) -> None:
     done = train(tmp_path, f"{AVERAGED}{ONE_SECOND.replace('TO_SEE', 'AT_COPY')}", "busy update")
-    late = (
-        "rank 1 did not answer within 1 seconds; rank {} has made 2 optimizer steps; no copy of the state after step 1"
-    )
+    late = "rank 1 did not answer within 1 seconds; rank {} has made 2 optimizer steps; late failures are saved without"
     assert late.format(0) in done.stderr and late.format(1) in done.stderr
     assert "the first bad value is that of rank 0, which saves its step" in done.stderr
     (path,) = tmp_path.glob("*.pt")
     snapshot = load(path)
-    assert (snapshot.settings.rank, snapshot.step, snapshot.failure.call) == (0, 3, "torch.optim.Adam.step")
-    assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
+    assert (snapshot.settings.rank, snapshot.step, snapshot.failure.is_given) == (0, 4, True)
 
 
 def test_the_ranks_go_back_when_the_script_ends(tmp_path: Path) -> None:
@@ -282,6 +282,42 @@ def test_nobody_waits_for_a_rank_that_goes_on_unwatched(tmp_path: Path) -> None:
     done = train(tmp_path, AVERAGED, "one after the other")
     assert done.stderr.count("the training goes on, unwatched") == 2
     assert {path.name for path in tmp_path.glob("*.pt")} == {"train.rank1-step3.repro.pt", "train.rank0-step4.repro.pt"}
+    assert all(len(lines) == 6 for lines in losses(tmp_path))
+
+
+@pytest.mark.parametrize(("spread", "how"), [(AVERAGED, "healthy"), ("", "manual"), (SPREAD, "healthy")])
+def test_a_step_that_was_asked_for_is_played_by_all_ranks(spread: str, how: str, tmp_path: Path) -> None:
+    """Its gradients are the averaged ones; where parameters are spread it ends with its backward pass."""
+    done = train(tmp_path, spread, how, options=("--at-step", "2,5"))
+    assert all(len(lines) == 6 for lines in losses(tmp_path))
+    assert len(list(tmp_path.glob("*.pt"))) == 4, done.stderr
+    for step in (2, 5):
+        snapshots = [load(tmp_path / f"train.rank{rank}-step{step}.repro.pt") for rank in range(2)]
+        assert [(snapshot.step, snapshot.failure.kind) for snapshot in snapshots] == [(step, "none")] * 2
+        assert [(snapshot.fidelity, snapshot.fidelity_note) for snapshot in snapshots] == [("exact", None)] * 2
+        if spread != SPREAD:
+            one, other = (list(run(one.program, one.tensors).gradients.values()) for one in snapshots)
+            assert len(one) == 4 and all(map(torch.equal, one, other))
+        is_updated = any(call.target == "torch.optim.Adam.step" for call in snapshots[0].program.calls)
+        assert is_updated == (spread != SPREAD)
+
+
+UNWATCHED = """
+import contextlib
+import os
+import reprokit
+with reprokit.capture("out.pt") if os.environ["RANK"] == "0" else contextlib.nullcontext():
+"""
+
+
+def test_nobody_waits_for_a_rank_that_is_not_watched(tmp_path: Path) -> None:
+    script = UNWATCHED.lstrip() + textwrap.indent(TRAINING.format(spread=AVERAGED), "    ")
+    (tmp_path / "train.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_python_in(tmp_path, *torchrun, "train.py", "loss")
+    assert done.returncode == 0 and "rank 1 is not watched; rank 0 has made 2 optimizer steps" in done.stderr
+    assert "the training goes on, unwatched" in done.stderr and "not on every rank" not in done.stderr
+    assert load(tmp_path / "out.rank0.pt").step == 3
     assert all(len(lines) == 6 for lines in losses(tmp_path))
 
 
@@ -411,8 +447,8 @@ for step in range(4):
 )
 def test_launchers(script: str, name: str, exit_code: int, launcher: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    run = start_python_in if launcher else run_python_in
-    done = run(tmp_path, *launcher, "-m", "reprokit", "capture", "train.py")
+    start = start_python_in if launcher else run_python_in
+    done = start(tmp_path, *launcher, "-m", "reprokit", "capture", "train.py")
     assert done.returncode == exit_code, done.stderr
     assert [path.name for path in tmp_path.glob("*.pt")] == [name]  # of the culprit alone
     assert load(tmp_path / name).failure.call == "torch.Tensor.mul"
