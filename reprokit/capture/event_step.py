@@ -34,7 +34,7 @@ from reprokit.series.events import Finding
 Explain = Callable[[Program, Tensors], Failure | None]
 
 _PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
-_PLAYED_SECONDS = 1.0  # of training for them; twice `LEAST_SILENT` steps are played however long they take
+_PLAYED_SECONDS = 1.0  # of CPU time for them; twice `LEAST_SILENT` steps are played however long they take
 LEAST_SILENT = 20  # steps with a gradient of zeros
 _MOSTLY = 0.5  # of the elements of a gradient
 _SUDDEN = 8  # steps in which a layer dies that does not fade out by design
@@ -69,15 +69,14 @@ class EventStep(Describing):
                 raise NotKept(f"no call behind `{alarm.name}` keeps its gradient back")
             return made
 
-    def find_silent(self, always: Set[int] = frozenset()) -> Finding | None:
+    def find_silent(self, always: Set[int], seconds: float) -> Finding | None:
         """A parameter that learns nothing: it gets no gradient from a step on.
 
-        The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked.
+        The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked. A step takes so many
+        ``seconds`` of CPU time.
         """
         with self.kept() as steps:
-            seconds = [row.seconds for row in self.loop.timeline.after(-1)]
-            most = int(_PLAYED_SECONDS * len(seconds) / max(sum(seconds), 1e-6))
-            measured = self._measured(steps[: min(max(most, 2 * LEAST_SILENT), _PLAYED)])
+            measured = self._measured(steps[: min(max(int(_PLAYED_SECONDS / seconds), 2 * LEAST_SILENT), _PLAYED)])
             return _silent(measured, parameter_names(self.loop.world.modules, self.verdict.frame), always)
 
     def _measured(self, steps: Sequence[Segment]) -> list[MeasuredStep]:
