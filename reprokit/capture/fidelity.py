@@ -104,7 +104,12 @@ class Place:
             path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
         save(snapshot, path)
         snapshot.tensors.clear()  # what is read back takes their place
-        return path, checked(path, made)
+        try:
+            return path, checked(path, made)
+        except Exception as error:
+            pass_on(error)
+            doubt = f"the file was not checked ({type(error).__name__}: {error})"
+            return path, _noted(load(path), path, {doubt: True})
 
 
 def free_path(directory: Path, stem: str) -> Path:
@@ -114,21 +119,22 @@ def free_path(directory: Path, stem: str) -> Path:
 
 
 def checked(path: Path, made: Made) -> Snapshot:
-    """The snapshot in a file; its fidelity is that of the file afterwards, which says what differs and whether it is
-    only a matter of rounding."""
+    """The snapshot in a file; its fidelity is that of the file afterwards."""
     snapshot = load(path)
     if not snapshot.program.calls:
         return snapshot
-    differences: dict[str, bool] = {}
-    try:
-        placed = {value: tensor.to(made.devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
-        with _by_itself(snapshot.settings):
-            differences.update(_differences(replace(snapshot, tensors=placed), made))
-    except Exception as error:  # whatever a device or a kernel may object to
-        pass_on(error)
-        differences[f"running the file raised {type(error).__name__}: {error}"] = False
-    if not differences:
-        return snapshot
+    placed = {value: tensor.to(made.devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
+    with _by_itself(snapshot.settings):
+        try:
+            differences = dict(_differences(replace(snapshot, tensors=placed), made))
+        except Exception as error:  # whatever a device or a kernel may object to
+            pass_on(error)
+            differences = {f"running the file raised {type(error).__name__}: {error}": False}
+    return _noted(snapshot, path, differences) if differences else snapshot
+
+
+def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> Snapshot:
+    """Write the file again with what differs, in words, and whether it is only a matter of rounding."""
     is_near = snapshot.fidelity != "unfaithful" and all(differences.values())
     notes = dict.fromkeys([*filter(None, [snapshot.fidelity_note]), *differences])
     snapshot = replace(snapshot, fidelity="close" if is_near else "unfaithful", fidelity_note="; ".join(notes))
