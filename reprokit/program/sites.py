@@ -193,12 +193,17 @@ def note_of(module: torch.nn.Module) -> ModuleNote:
         if "bias" in kept.keys() - found.keys() and hasattr(module, "bias"):
             found["bias"] = module.bias is not None
         return ModuleNote(cls.__name__, module.training, found)
+    text, place, line = source_of(cls)
+    return ModuleNote(cls.__qualname__, module.training, {}, place, line, text)
+
+
+def source_of(cls: type) -> tuple[str, str, int]:
+    """The text of a class, its file and line; empty where there is none."""
     try:
         file, (lines, line) = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)
     except (OSError, TypeError):
-        file, lines, line = "", [], 0
-    place = relative_path(file) if file else ""
-    return ModuleNote(cls.__qualname__, module.training, {}, place, line, "".join(lines))
+        return "", "", 0
+    return "".join(lines), relative_path(file) if file else "", line
 
 
 @dataclass(frozen=True, slots=True)
