@@ -164,12 +164,6 @@ def scaling_by(scaler: torch.amp.GradScaler, scale: torch.Tensor | None) -> Iter
         scaler._scale = now
 
 
-def num_inputs(node: Any) -> int:
-    """The number of gradients that can come into an autograd node."""
-    metadata = getattr(node, "_input_metadata", None)
-    return len(metadata) if metadata is not None else 16
-
-
 def require() -> None:
     """Raises `RuntimeError` if this torch lacks a name without which nothing can be watched."""
     missing = [name for name in REQUIRED if name in LOST]

@@ -103,11 +103,9 @@ def test_compiled_functions_are_known() -> None:
     assert hasattr(torch.utils.checkpoint, torch_private.CHECKPOINT_FRAMES)
 
 
-def test_operators_and_their_nodes() -> None:
+def test_parameters_of_an_operator() -> None:
     names = [item.name for item in torch_private.positional_parameters(torch.ops.aten.addmm.default)]
     assert names == ["self", "mat1", "mat2"]
-    parts = torch.ones(20, requires_grad=True).unbind()
-    assert torch_private.num_inputs(parts[0].grad_fn) == 20
 
 
 def test_many_tensors_in_one_call() -> None:
