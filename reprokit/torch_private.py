@@ -88,20 +88,14 @@ _HOOKED = "modules with full backward hooks are recorded with an identity functi
 BackwardHookFunction = _look_up("torch.nn.modules._functions.BackwardHookFunction", _HOOKED, None)
 
 # The parts of `torch.func`. Without one of them transforms are neither noted nor written out.
-_FUNCTORCH = {
-    "apis": ("vmap_impl",),
-    "eager_transforms": (
-        *("grad_impl", "grad_and_value_impl", "_jvp_with_argnums", "_vjp_with_argnums", "jacrev", "jacfwd"),
-    ),
-}
 _LOST_TRANSFORMS = "calls of `torch.func` transforms are not recorded"
 apis = _look_up("torch._functorch.apis", _LOST_TRANSFORMS, None)
 eager_transforms = _look_up("torch._functorch.eager_transforms", _LOST_TRANSFORMS, None)
-for _module, _names in _FUNCTORCH.items():
-    for _name in _names:
-        _look_up(f"torch._functorch.{_module}.{_name}", _LOST_TRANSFORMS, None)
-HAS_TRANSFORMS = _LOST_TRANSFORMS not in LOST.values()
 JVP, VJP = "_jvp_with_argnums", "_vjp_with_argnums"
+_PARTS = ("grad_impl", "grad_and_value_impl", JVP, VJP, "jacrev", "jacfwd")
+for _name in ("apis.vmap_impl", *(f"eager_transforms.{part}" for part in _PARTS)):
+    _look_up(f"torch._functorch.{_name}", _LOST_TRANSFORMS, None)
+HAS_TRANSFORMS = _LOST_TRANSFORMS not in LOST.values()
 
 # The compiler's modules, which nothing of ours imports, and names in them.
 DYNAMO, INDUCTOR = "torch._dynamo", "torch._inductor.compile_fx"
@@ -138,11 +132,6 @@ def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's own parameters, as the module holds them; none of a scripted one, which makes them anew."""
-    return module._parameters if isinstance(module._parameters, dict) else {}
-
-
 Hooks = MutableMapping[int, Callable[..., Any]]
 hooks_of_leaf = operator.attrgetter("_post_accumulate_grad_hooks")
 
@@ -173,12 +162,6 @@ def scaling_by(scaler: torch.amp.GradScaler, scale: torch.Tensor | None) -> Iter
         yield
     finally:
         scaler._scale = now
-
-
-def num_inputs(node: Any) -> int:
-    """The number of gradients that can come into an autograd node."""
-    metadata = getattr(node, "_input_metadata", None)
-    return len(metadata) if metadata is not None else 16
 
 
 def require() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,63 @@ def test_the_loop_runs_where_nothing_can_be_watched(name: str, run_python: Run) 
     assert result.stdout == "the loop ended\n"
     (line,) = result.stderr.splitlines()
     assert "cannot watch this run" in line and name in line
+
+
+def test_tables_of_modules() -> None:
+    norm = torch.nn.BatchNorm1d(2, affine=False)
+    assert torch_private.buffers_of(norm)["running_mean"] is norm.running_mean
+    assert [*torch_private.hook_tables([norm])] == []
+    norm.register_forward_hook(lambda *_: None)
+    norm.register_full_backward_hook(lambda *_: None)
+    assert [is_backward for _, is_backward in torch_private.hook_tables([norm])] == [False, True]
+
+
+def test_tables_of_leaves() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert not torch_private.hooks_of_leaf(leaf)
+    leaf.register_hook(lambda grad: grad)
+    leaf.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert torch_private.hooks_of_leaf(leaf)
+    assert [is_backward for _, is_backward in torch_private.hook_tables([], [leaf])] == [True, True]
+
+
+def test_the_scale_of_a_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert torch_private.scale_of(scaler) is None
+    scaler.scale(torch.ones(()))
+    with torch_private.scaling_by(scaler, torch.tensor(8.0)):
+        assert scaler.get_scale() == 8.0
+    assert torch_private.scale_of(scaler) == 4.0 and hasattr(scaler, torch_private.UNSCALE)
+
+
+def test_compiled_functions_are_known() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    compiled = torch.compile(double, backend="eager")
+    assert torch_private.uncompiled(compiled) is double and torch_private.uncompiled(double) is None
+    assert not torch_private.is_disabled(compiled) and torch_private.is_disabled(torch.compiler.disable(double))
+    home = sys.modules[torch_private.EVAL_FRAME]
+    assert hasattr(home, torch_private.BEFORE_COMPILED) and hasattr(home, "skip_code")
+    assert "eager" in getattr(sys.modules[torch_private.BACKENDS], torch_private.BACKEND_TABLE)
+    assert hasattr(torch.utils.checkpoint, torch_private.CHECKPOINT_FRAMES)
+
+
+def test_parameters_of_an_operator() -> None:
+    names = [item.name for item in torch_private.positional_parameters(torch.ops.aten.addmm.default)]
+    assert names == ["self", "mat1", "mat2"]
+
+
+def test_many_tensors_in_one_call() -> None:
+    tensors, contents = [torch.full((2,), 3.0), torch.zeros(3)], [torch.empty(2), torch.empty(3)]
+    torch_private.foreach_copy(contents, tensors)
+    assert all(map(torch.equal, contents, tensors))
+    assert torch_private.foreach_norm([torch.tensor([3.0, 4.0])], 2)[0] == 5.0
+
+
+def test_deterministic_algorithms() -> None:
+    torch_private.set_deterministic(True, warn_only=True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch_private.set_deterministic(False, warn_only=False)

@@ -230,6 +230,12 @@ class _OptimizerNote:
             self._optimizer.state[key] = state
 
 
+def _parameters_of(part: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The module's own parameters; none of a scripted one, which makes them anew."""
+    is_scripted = isinstance(part, torch.jit.ScriptModule)
+    return {} if is_scripted else dict(torch.nn.Module.named_parameters(part, recurse=False, remove_duplicate=False))
+
+
 class _Bindings:
     """Which tensors the parameters and buffers of modules are; a forward may replace buffers."""
 
@@ -237,7 +243,7 @@ class _Bindings:
         self._modules = list(modules)
         self._parts = []
         for part in {id(part): part for module in self._modules for part in module.modules()}.values():
-            self._parts.append((part, dict(torch_private.buffers_of(part)), dict(torch_private.parameters_of(part))))
+            self._parts.append((part, dict(torch_private.buffers_of(part)), _parameters_of(part)))
 
     def now(self) -> _Bindings:
         return _Bindings(self._modules)
@@ -254,8 +260,7 @@ class _Bindings:
     def check(self) -> None:
         """Raises `CannotGoBack` if a parameter is another one by now."""
         for part, _, parameters in self._parts:
-            now = torch_private.parameters_of(part)
-            if any(now.get(name) is not parameter for name, parameter in parameters.items()):
+            if any(getattr(part, name, None) is not parameter for name, parameter in parameters.items()):
                 raise CannotGoBack("a parameter was replaced since the last copy of the state")
 
     def give_back(self) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from reprokit import torch_private
 from reprokit.locate.failure import Failure, kind_of
 from reprokit.locate.notes import BadValue, failure_of_call
 from reprokit.locate.ways import NAN, Badness, examine
@@ -140,29 +139,30 @@ def _target_edge(program: Program, watch: GradientWatch, found: BadValue) -> Edg
     return None
 
 
+Senders = dict[Node, dict[int, list[tuple[Node, int]]]]  # who sends bad gradients to a node, by its slots
+
+
 def _follow(watch: GradientWatch, target: Edge) -> tuple[Node, int, Node] | None:
     """From a bad edge back to the origin: (node and slot where the origin's call was left, the origin node)."""
-    senders: dict[Edge, list[tuple[Node, int]]] = {}
+    senders: Senders = {}
     for node, passage in watch.passages.items():
         for slot, edge in enumerate(node.next_functions):
             if slot < len(passage.outgoing) and (out := passage.outgoing[slot]) is not None and out.ways:
-                senders.setdefault((edge[0], edge[1]), []).append((node, slot))
+                senders.setdefault(edge[0], {}).setdefault(edge[1], []).append((node, slot))
     origins = _origins(watch, senders, target)
     return min(origins, key=lambda item: watch.passages[item[2]].order) if origins else None
 
 
-def _origins(
-    watch: GradientWatch, senders: Mapping[Edge, list[tuple[Node, int]]], target: Edge
-) -> list[tuple[Node, int, Node]]:
+def _origins(watch: GradientWatch, senders: Senders, target: Edge) -> list[tuple[Node, int, Node]]:
     found: list[tuple[Node, int, Node]] = []
     seen: set[Node] = set()
-    stack = [(node, slot, node) for node, slot in senders.get(target, ())]
+    stack = [(node, slot, node) for node, slot in senders.get(target[0], {}).get(target[1], ())]
     while stack:
         exit_node, exit_slot, node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        sources = [pair for number in range(torch_private.num_inputs(node)) for pair in senders.get((node, number), ())]
+        sources = [pair for _, pairs in sorted(senders.get(node, {}).items()) for pair in pairs]
         if not watch.passages[node].incoming or not sources:
             found.append((exit_node, exit_slot, node))
             continue

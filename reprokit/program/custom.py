@@ -8,8 +8,8 @@ Function's inputs. What a forward did outside of torch is an opaque call: its re
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from reprokit import torch_private
-from reprokit.program.functions import GRAD_READ
-from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Phase, Ref
+from reprokit.program.functions import GRAD_READ, replacing
+from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Phase, Ref, iter_leaves
+from reprokit.program.sites import source_of
 
 if TYPE_CHECKING:
     from reprokit.program.trace import Tracer
@@ -60,8 +61,7 @@ class CustomFunctions:
         """True if a user's backward is running; it sees new objects for tensors that its forward had saved."""
         return self._depth > 0
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Put our own functions in the place of torch's that run a forward and a backward."""
         apply = torch.autograd.Function.__dict__["apply"]
         run_backward = BackwardCFunction.apply
@@ -72,13 +72,10 @@ class CustomFunctions:
         def run_backward_and_watch(node: Any, *grads: Any) -> Any:
             return self._backward(run_backward, node, grads)
 
-        torch.autograd.Function.apply = classmethod(apply_and_watch)  # type: ignore[assignment, method-assign]
-        BackwardCFunction.apply = run_backward_and_watch  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-            BackwardCFunction.apply = run_backward  # type: ignore[method-assign]
+        ours: Any = classmethod(apply_and_watch)
+        return replacing(
+            [(torch.autograd.Function, "apply", ours), (BackwardCFunction, "apply", run_backward_and_watch)]
+        )
 
     @contextlib.contextmanager
     def differentiation(self) -> Iterator[list[_Passage]]:
@@ -118,11 +115,13 @@ class CustomFunctions:
                 if got is not given and _is_tensor(given):
                     tracer.alias(got, tracer.value(given))
             return result
-        arguments = [tracer.value(item) if _needs_gradient(item) else None for item in args]
-        given = tuple(Ref(tracer.value(item)) for item in args if isinstance(item, torch.Tensor))
+        arguments = [tracer.value(item) if _is_tensor(item) and item.requires_grad else None for item in args]
+        given = [item for item in args if _is_tensor(item)]
+        for item in given:
+            tracer.value(item)
         num_inputs = len(tracer.inputs)
         result = apply(*args, **kwargs)
-        results = [item for item in (result if isinstance(result, tuple) else (result,)) if _is_tensor(item)]
+        results = list(iter_leaves(result, torch.Tensor))
         is_opaque = self._adopt_opaque(cls, given, results, num_inputs)
         leaves = [self._leaf(item, is_opaque) for item in results]
         node = next((found for item in results if (found := _node_of(item)) is not None), None)
@@ -130,7 +129,7 @@ class CustomFunctions:
             self._applications[id(node)] = _Application(node, arguments, leaves)
         return result
 
-    def _adopt_opaque(self, cls: type, given: tuple[Ref, ...], results: list[torch.Tensor], num_inputs: int) -> bool:
+    def _adopt_opaque(self, cls: type, given: list[torch.Tensor], results: list[torch.Tensor], num_inputs: int) -> bool:
         """True if the results do not come from torch calls; then they are inputs from now on."""
         tracer = self._tracer
         made_outside = {item.value for item in tracer.inputs[num_inputs:]}
@@ -138,11 +137,8 @@ class CustomFunctions:
         if all(value is not None and value not in made_outside for value in known):
             return False
         name = cls.__name__.removeprefix("GeneratedBackwardFor_")  # of an operator made by `torch.library.custom_op`
-        tracer.make_outcome(results, "opaque", f"{name}_output")
-        described = {"name": cls.__qualname__, "source": _source(cls)}
-        call = tracer.make_call(OPAQUE, (), described)
-        outputs = tuple(Ref(tracer.value(item)) for item in results)
-        tracer.record(replace(call, args=given, outputs=outputs))
+        described = {"name": cls.__qualname__, "source": source_of(cls)[0]}
+        tracer.record_opaque(described, name, given, results)
         return True
 
     def _leaf(self, result: torch.Tensor, is_opaque: bool) -> int | None:
@@ -219,15 +215,3 @@ def _node_of(result: torch.Tensor) -> Any:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _source(cls: type) -> str:
-    """The source text of a class, empty when there is none."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""

@@ -8,7 +8,7 @@ share, and equality bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -124,13 +124,9 @@ class NodeOwners:
         """Give the new nodes behind the outputs of call number ``index`` to it."""
         places = iter_refs(all_written(call.target, call.args, call.kwargs))
         written = [values[value] for value in (*call.output_refs(), *(ref.value for ref in places)) if value in values]
-        stack = [node for node in map(node_of, written) if node is not None]
-        while stack:
-            node = stack.pop()
-            if node in self._owner or is_accumulation(node):
-                continue
-            self._owner[node] = index
-            stack.extend(following for following, _ in node.next_functions if following is not None)
+        for node in reachable(map(node_of, written), self._owner):
+            if not is_accumulation(node):
+                self._owner[node] = index
 
     def owner(self, node: Node) -> int | None:
         """The index of the call that owns the node, or ``None``."""
@@ -161,17 +157,16 @@ def edge_of(tensor: torch.Tensor) -> Edge | None:
     return edge.node, edge.output_nr
 
 
-def reachable(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Every node behind ``nodes``, each once."""
+def reachable(nodes: Iterable[Node | None], known: Container[Node] = ()) -> Iterator[Node]:
+    """Every node behind ``nodes``, each once; not those that are ``known``, and what is behind these."""
     seen: set[Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        stack.extend(following for following, _ in node.next_functions)
+        if node is not None and node not in seen and node not in known:
+            seen.add(node)
+            yield node
+            stack.extend(following for following, _ in node.next_functions)
 
 
 def copy_of(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
@@ -186,19 +181,17 @@ def copy_of(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
 def copies_of(tensors: Mapping[int, torch.Tensor], device: str | None = None) -> dict[int, torch.Tensor]:
     """Copies that share memory with each other where the originals overlap, and with nothing else."""
     copies: dict[int, torch.Tensor] = {}
-    for group in overlapping(tensors):
-        copies.update(_copies_of_group({value: tensors[value] for value in group}, device))
+    for values in overlapping(tensors):
+        group = [tensors[value] for value in values]
+        if len(group) == 1:
+            copies[values[0]] = copy_of(group[0], device)
+            continue
+        begin, end = min(tensor.storage_offset() for tensor in group), max(map(_end, group))
+        memory = copy_of(group[0].as_strided((end - begin,), (1,), begin), device)
+        for value, tensor in zip(values, group, strict=True):
+            place = tensor.storage_offset() - begin, tensor.shape, tensor.stride()
+            copies[value] = memory.new_empty(0).set_(memory.untyped_storage(), *place)
     return copies
-
-
-def _copies_of_group(group: Mapping[int, torch.Tensor], device: str | None = None) -> dict[int, torch.Tensor]:
-    if len(group) == 1:
-        return {value: copy_of(tensor, device) for value, tensor in group.items()}
-    begin, end = min(t.storage_offset() for t in group.values()), max(map(_end, group.values()))
-    memory = copy_of(next(iter(group.values())).as_strided((end - begin,), (1,), begin), device)
-    storage = memory.untyped_storage()
-    places = {value: (t.storage_offset() - begin, t.shape, t.stride()) for value, t in group.items()}
-    return {value: memory.new_empty(0).set_(storage, *place) for value, place in places.items()}
 
 
 def overlapping(tensors: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:

@@ -7,9 +7,10 @@ somebody has read what it does (``tests/program/allow_list.py``). Names are neve
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -63,6 +64,19 @@ def symbol_named(name: str) -> Any:
     if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
         raise UnknownFunction(f"`{visible_name(name):.60}` is not a torch constant")
     return found
+
+
+@contextlib.contextmanager
+def replacing(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """In this context attributes of torch's objects are others: owners, names, and what stands there."""
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
+    try:
+        for owner, name, ours in changes:
+            setattr(owner, name, ours)
+        yield
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)
 
 
 def is_torch_function(name: str) -> bool:
@@ -190,16 +204,16 @@ def layer_class(name: str) -> type[torch.nn.Module] | None:
 @functools.cache
 def _by_function() -> dict[Callable[..., Any], str]:
     """The canonical name of every function: of several names the one that torch's documentation has."""
-    table: dict[Callable[..., Any], tuple[tuple[bool, ...], str]] = {}
-    for name, function in _by_name().items():
-        # Sorts the names of one function: ``torch.dsmm`` is ``torch.mm`` without a docstring, and what
-        # `torch.nn.functional` shares with `torch` is documented there alone
-        last = name.rpartition(".")[2]
-        entry = ((last.startswith("_"), not function.__doc__, not name.startswith("torch.nn.functional.")), name)
-        known = table.setdefault(function, entry)
-        if entry[0] < known[0]:
-            table[function] = entry
-    return {function: name for function, (_, name) in table.items()}
+
+    def rank(item: tuple[str, Callable[..., Any]]) -> tuple[bool, ...]:
+        """``torch.dsmm`` is ``torch.mm`` without a docstring; what `torch.nn.functional` shares with `torch` is
+        documented there alone."""
+        name, function = item
+        is_private = name.rpartition(".")[2].startswith("_")
+        return is_private, not function.__doc__, not name.startswith("torch.nn.functional.")
+
+    ranked = sorted(reversed(_by_name().items()), key=rank, reverse=True)  # the best name of a function is its last
+    return {function: name for name, function in ranked}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol
 
 import torch
 
@@ -30,7 +30,6 @@ from reprokit.program.ir import (
     map_leaves,
 )
 
-T = TypeVar("T")
 Tensors = Mapping[int, torch.Tensor]
 
 
@@ -174,34 +173,25 @@ class Settings:
     matmul_precision: Annotated[str, one_of("highest", "high", "medium")] | None = left_out()
 
 
-def _given(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
 @contextlib.contextmanager
 def determinism(settings: Settings | None = None) -> Iterator[None]:
     """Run under recorded settings, then give the settings of before back."""
-    settings = settings or Settings()
-    before = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        matmul_precision(),
-    )
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    is_deterministic = _given(settings.deterministic_algorithms, before[1])
-    warns = _given(settings.deterministic_warn_only, True)
-    is_change = is_deterministic != before[1] or (is_deterministic and warn_only != warns)
+    settings, threads, precision = settings or Settings(), torch.get_num_threads(), matmul_precision()
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    is_wanted, warns = settings.deterministic_algorithms, settings.deterministic_warn_only is not False
+    is_wanted = before[0] if is_wanted is None else is_wanted
+    is_change = is_wanted != before[0] or (is_wanted and warns != before[1])
     try:
-        torch.set_num_threads(_given(settings.num_threads, before[0]))
+        torch.set_num_threads(settings.num_threads or threads)
         if is_change:  # the call imports torch's compiler, which takes seconds
-            torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
+            torch.use_deterministic_algorithms(is_wanted, warn_only=warns)
         _set_matmul_precision(settings.matmul_precision)
         yield
     finally:
-        torch.set_num_threads(before[0])
+        torch.set_num_threads(threads)
         if is_change:
-            torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
-        _set_matmul_precision(before[2])
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        _set_matmul_precision(precision)
 
 
 def matmul_precision() -> str | None:

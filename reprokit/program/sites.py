@@ -17,17 +17,19 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from reprokit.program.ir import Call, ModuleNote, Ref, Site, Span
 
+if TYPE_CHECKING:
+    import torch
+
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
-_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+_TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).resolve().parent) + os.sep  # without an import of torch
 _STDLIB = tuple(str(Path(sysconfig.get_path(key)).resolve()) + os.sep for key in ("stdlib", "platstdlib"))
 _CELL = re.compile(r"^<ipython-input|[\\/]ipykernel_\d+[\\/]\d+\.py$")
 _LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -193,12 +195,17 @@ def note_of(module: torch.nn.Module) -> ModuleNote:
         if "bias" in kept.keys() - found.keys() and hasattr(module, "bias"):
             found["bias"] = module.bias is not None
         return ModuleNote(cls.__name__, module.training, found)
+    text, place, line = source_of(cls)
+    return ModuleNote(cls.__qualname__, module.training, {}, place, line, text)
+
+
+def source_of(cls: type) -> tuple[str, str, int]:
+    """The text of a class, its file and line; empty where there is none."""
     try:
         file, (lines, line) = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)
     except (OSError, TypeError):
-        file, lines, line = "", [], 0
-    place = relative_path(file) if file else ""
-    return ModuleNote(cls.__qualname__, module.training, {}, place, line, "".join(lines))
+        return "", "", 0
+    return "".join(lines), relative_path(file) if file else "", line
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,32 +50,6 @@ class CannotRecord(TypeError):
     """An argument that a program cannot hold."""
 
 
-def encode(value: Any, ref_of: Callable[[torch.Tensor], Ref]) -> Any:
-    """Arguments as a program holds them, tensors by ``ref_of``; raises `CannotRecord`."""
-
-    def plain(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return ref_of(leaf)
-        if leaf is None or leaf is Ellipsis or type(leaf) in (bool, int, float, complex, str):
-            return leaf
-        if isinstance(leaf, (torch.dtype, torch.layout, torch.memory_format)):
-            return Symbol(str(leaf))
-        if isinstance(leaf, torch.device):
-            return Device(str(leaf))
-        if isinstance(leaf, type) and leaf in _DTYPES:
-            return Symbol(_DTYPES[leaf])
-        # NumPy scalars, enums and number-like objects as plain numbers and texts
-        if isinstance(leaf, str):
-            return str.__str__(leaf)
-        if isinstance(leaf, (int, float)):
-            return int(leaf) if isinstance(leaf, int) else float(leaf)
-        if type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 1) == 0:
-            return leaf.item()
-        raise CannotRecord(f"a program cannot hold a `{type(leaf).__name__}`")
-
-    return map_leaves(value, plain)
-
-
 _DTYPES: dict[type, str] = {bool: "torch.bool", int: "torch.int64", float: "torch.float64"}
 
 
@@ -277,17 +251,15 @@ class Tracer(TorchFunctionMode):
         name = getattr(func, "__name__", type(func).__name__).replace(".", "_")
         result = func(*args, **kwargs)
         changed = [written] if isinstance(written, torch.Tensor) else ()
-        return self.adopt_opaque({"name": name}, name, given, result, changed)
+        return self.adopt_opaque({"name": name}, given, result, changed)
 
-    def perform_opaque(
-        self, described: dict[str, Any], name: str, func: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def perform_opaque(self, described: dict[str, Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Perform a call that is not followed: what it returns or writes into its arguments is an input of the rest."""
         given = list(_tensors((args, kwargs)))
         versions = self.versions_of(given)
         result = func(*args, **kwargs)
         written = [item for item, version in zip(given, versions, strict=True) if item._version != version]
-        return self.adopt_opaque(described, name, given, result, written)
+        return self.adopt_opaque(described, given, result, written)
 
     def versions_of(self, given: Sequence[torch.Tensor]) -> list[int]:
         """The version counters of tensors, which the program knows as they are now."""
@@ -298,7 +270,6 @@ class Tracer(TorchFunctionMode):
     def adopt_opaque(
         self,
         described: dict[str, Any],
-        name: str,
         given: Sequence[torch.Tensor],
         result: Any,
         written: Sequence[torch.Tensor] = (),
@@ -307,19 +278,45 @@ class Tracer(TorchFunctionMode):
         for item in written:
             self._record_write(item, self.make_call("torch.Tensor.copy_"))
         made = [item for item in _tensors(result) if id(item) not in self._values]
-        if not given or not any(item.requires_grad or is_bad(item) for item in made):
-            return self.make_outcome(result, "batch")
-        refs = tuple(Ref(self.value(item)) for item in given)
-        self.make_outcome(result, "opaque", f"{name}_output")
-        call = self.make_call(OPAQUE, (), {"source": "", **described})
-        self.record(replace(call, args=refs, outputs=tuple(Ref(self.value(item)) for item in made)))
-        return result
+        if given and any(item.requires_grad or is_bad(item) for item in made):
+            self.record_opaque({"source": "", **described}, described["name"], given, made)
+        return self.make_outcome(result, "batch")
+
+    def record_opaque(
+        self, described: dict[str, Any], name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> None:
+        """Make tensors inputs, and record the call that has made them."""
+        args = tuple(Ref(self.value(item)) for item in given)
+        self.make_outcome(made, "opaque", f"{name}_output")
+        outputs = tuple(Ref(self.value(item)) for item in made)
+        self.calls.append(replace(self.make_call(OPAQUE, (), described), args=args, outputs=outputs))
 
     # -- values --------------------------------------------------------------------------------------------------
 
     def encode(self, value: Any) -> Any:
         """Arguments as a program holds them; raises `CannotRecord`."""
-        return encode(value, lambda tensor: Ref(self.value(tensor)))
+
+        def plain(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return Ref(self.value(leaf))
+            if leaf is None or leaf is Ellipsis or type(leaf) in (bool, int, float, complex, str):
+                return leaf
+            if isinstance(leaf, (torch.dtype, torch.layout, torch.memory_format)):
+                return Symbol(str(leaf))
+            if isinstance(leaf, torch.device):
+                return Device(str(leaf))
+            if isinstance(leaf, type) and leaf in _DTYPES:
+                return Symbol(_DTYPES[leaf])
+            # NumPy scalars, enums and number-like objects as plain numbers and texts
+            if isinstance(leaf, str):
+                return str.__str__(leaf)
+            if isinstance(leaf, (int, float)):
+                return int(leaf) if isinstance(leaf, int) else float(leaf)
+            if type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 1) == 0:
+                return leaf.item()
+            raise CannotRecord(f"a program cannot hold a `{type(leaf).__name__}`")
+
+        return map_leaves(value, plain)
 
     def value(self, tensor: torch.Tensor) -> int:
         """The value number of a tensor; one that is not known yet becomes an input."""
@@ -443,12 +440,8 @@ def recording(tracer: Tracer) -> Iterator[Tracer]:
             handle.remove()
 
 
-@contextlib.contextmanager
-def _no_checkpointing() -> Iterator[None]:
+def _no_checkpointing() -> contextlib.AbstractContextManager[None]:
     """Let activation checkpointing run its function once, plainly: the values are the same and the calls are seen."""
-    module: Any = torch.utils.checkpoint
-    frames = torch_private.CHECKPOINT_FRAMES
-    saved = (module.CheckpointFunction, getattr(module, frames))
 
     class Plain:
         @staticmethod
@@ -459,13 +452,10 @@ def _no_checkpointing() -> Iterator[None]:
     def generator(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    module.CheckpointFunction = Plain
-    setattr(module, frames, generator)
-    try:
-        yield
-    finally:
-        module.CheckpointFunction = saved[0]
-        setattr(module, frames, saved[1])
+    module = torch.utils.checkpoint
+    return functions.replacing(
+        [(module, "CheckpointFunction", Plain), (module, torch_private.CHECKPOINT_FRAMES, generator)]
+    )
 
 
 def current_mode() -> Mode:

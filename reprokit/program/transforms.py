@@ -8,8 +8,8 @@ be too many calls, the transform is one opaque call whose results are inputs of 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ import torch
 
 from reprokit.errors import pass_on
 from reprokit.program.dataflow import is_accumulation, is_bad, reachable, same_bits
-from reprokit.program.ir import iter_leaves, map_leaves
+from reprokit.program.functions import replacing
+from reprokit.program.ir import iter_leaves
 from reprokit.torch_private import HAS_TRANSFORMS, JVP, VJP, apis, eager_transforms, name_of_scripted, peek_transforms
 
 if TYPE_CHECKING:
@@ -43,12 +44,10 @@ class Transforms:
         self._is_written_out = False
         self._end = 0
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Put our own functions in the place of torch's that run a transform."""
         if not HAS_TRANSFORMS:
-            yield
-            return
+            return nullcontext()
         pull = getattr(eager_transforms, VJP)
 
         def vjp(*args: Any, **kwargs: Any) -> Any:
@@ -64,14 +63,7 @@ class Transforms:
         ours.append((eager_transforms, VJP, vjp))
         # torch functions in what `torch.jit` has compiled go past every function mode: its calls are opaque
         ours += [(owner, "__call__", self._opaque(owner.__call__)) for owner in SCRIPTED]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in ours]
-        try:
-            for owner, name, function in ours:
-                setattr(owner, name, function)
-            yield
-        finally:
-            for owner, name, function in before:
-                setattr(owner, name, function)
+        return replacing(ours)
 
     def _performing(self, transform: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         def perform(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,14 +76,13 @@ class Transforms:
         return perform
 
     def _opaque(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def __call__(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def perform(function: Any, *args: Any, **kwargs: Any) -> Any:
             if peek_transforms() is not None:
                 return call(function, *args, **kwargs)
-            name = name_of_scripted(function)
-            described = {"name": name, "is_scripted": True}
-            return self._tracer.perform_opaque(described, name, partial(call, function), args, kwargs)
+            described = {"name": name_of_scripted(function), "is_scripted": True}
+            return self._tracer.perform_opaque(described, partial(call, function), args, kwargs)
 
-        return __call__
+        return perform
 
     def _perform(self, transform: Any, plain: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of a transform, from calls of ``plain`` that are recorded if a gradient or a failure needs
@@ -107,12 +98,10 @@ class Transforms:
             error = raised
         results = _tensors(result)
         written = [item for item, version in zip(given, versions, strict=True) if item._version != version]
-        if written:  # a second run would write again
-            if error is not None:
-                raise error
-            return tracer.adopt_opaque(described, name, given, result, written)
-        if error is None and not any(item.requires_grad or is_bad(item) for item in results):
-            return tracer.make_outcome(result, "batch")
+        if error is None and (written or not any(item.requires_grad or is_bad(item) for item in results)):
+            return tracer.adopt_opaque(described, given, result, written)
+        if error is not None and written:  # a second run would write again
+            raise error
         after, first = torch.get_rng_state(), len(tracer.calls)
         torch.set_rng_state(state)
         self._end, self._is_written_out = first + MOST_CALLS, True
@@ -132,7 +121,7 @@ class Transforms:
         del tracer.calls[first:]
         if error is not None:
             raise error
-        return tracer.adopt_opaque(described, name, given, result)
+        return tracer.adopt_opaque(described, given, result)
 
     def _are_alike(self, name: str, results: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
         """True if the calls gave the results of the transform, but for rounding."""
@@ -180,8 +169,13 @@ def _along(value: Any, dims: Any, change: Callable[[torch.Tensor, int], Any]) ->
         return {key: _along(item, given[key], change) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         each = dims if isinstance(dims, (tuple, list)) else [dims] * len(value)
-        return type(value)([_along(item, dim, change) for item, dim in zip(value, each, strict=True)])
+        items = [_along(item, dim, change) for item, dim in zip(value, each, strict=True)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return _along(value, 0, lambda tensor, _: change(tensor))
 
 
 def name_of(function: Any) -> str:
@@ -246,12 +240,10 @@ class _Inputs:
         self._is_outside_tracked = torch.is_grad_enabled()
         numbers = range(len(args)) if argnums is None else [argnums] if isinstance(argnums, int) else argnums
         chosen = {number % len(args) for number in numbers}
-        self.args = tuple(map_leaves(x, self._fresh, slice) if n in chosen else x for n, x in enumerate(args))
+        self.args = tuple(_mapped(x, self._fresh) if n in chosen else x for n, x in enumerate(args))
         self._by = self.args[argnums] if isinstance(argnums, int) else tuple(self.args[n] for n in numbers)
 
-    def _fresh(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def _fresh(self, value: torch.Tensor) -> torch.Tensor:
         if value.requires_grad and self._is_outside_tracked:
             return value.view_as(value)
         leaf = value.detach().requires_grad_()
@@ -267,10 +259,10 @@ class _Inputs:
 
     def settled(self, value: Any) -> Any:
         """``value`` without the graphs of the tensors that only depend on leaves of ours."""
-        return map_leaves(value, self._settle, slice) if peek_transforms() is None else value
+        return _mapped(value, self._settle) if peek_transforms() is None else value
 
-    def _settle(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+    def _settle(self, value: torch.Tensor) -> torch.Tensor:
+        if not value.requires_grad:
             return value
         own = set(map(id, self.leaves))
         behind = [value] if value.grad_fn is None else filter(is_accumulation, reachable([value.grad_fn]))
@@ -295,7 +287,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _replaced(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
     """``value`` with other tensors in their order."""
     others = iter(tensors)
-    return map_leaves(value, lambda leaf: next(others) if isinstance(leaf, torch.Tensor) else leaf)
+    return _mapped(value, lambda _: next(others))
 
 
 def _is_near(first: torch.Tensor, second: torch.Tensor) -> bool:

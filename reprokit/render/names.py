@@ -260,7 +260,7 @@ def schemas_of(target: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
     """For every overload of a builtin its positional parameters: the name, and whether it is a flag."""
     namespace, _, name = target.rpartition(".")
     packet = getattr(torch.ops.aten, f"{_NAMESPACES.get(namespace, '')}{name}", None)
-    overloads: list[str] = packet.overloads() if packet is not None else []
+    overloads: list[str] = packet.overloads() if isinstance(packet, type(torch.ops.aten.add)) else []  # type: ignore[no-untyped-call]
     return tuple(
         tuple((item.name, str(item.type) == "bool") for item in torch_private.positional_parameters(operator))
         for operator in (getattr(packet, overload) for overload in overloads)
