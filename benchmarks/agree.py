@@ -46,12 +46,14 @@ BROKEN = "; training goes on"  # the end of a message about an error of reprokit
 
 @dataclass
 class Ended:
-    """A run that ended: its snapshot if there is one, what reprokit said, what the run left, what it planted."""
+    """A run that ended: its snapshot if there is one, what reprokit said, what the run left, what it planted and the
+    phase of the failure that this led to."""
 
     snapshot: Snapshot | None
     said: str
     ending: list[torch.Tensor]
     planted: int | None
+    phase: str | None
 
 
 @dataclass
@@ -115,11 +117,11 @@ def check_loop(number: int) -> Row:
 def compare_ways(name: str, loop: Loop) -> Row:
     """Run a loop in every way and compare the answers."""
     bare = run(loop)
-    row = Row(name, asdict(loop), _words_of_truth(bare.planted, loop.phase))
+    row = Row(name, asdict(loop), _words_of_truth(bare.planted, bare.phase))
     ended = {words(way): run(loop, way) for way in ways(loop)}
     for way, done in ended.items():
         row.answers[way] = answer(done)
-        if not _is_true(done.snapshot, bare.planted, loop.phase):
+        if not _is_true(done.snapshot, bare.planted, bare.phase):
             row.untrue.append(way)
         if not same_endings(bare.ending, done.ending):
             row.changed.append(way)
@@ -164,7 +166,7 @@ def run(loop: Loop, way: Way | None = None) -> Ended:
         with contextlib.redirect_stderr(said), contextlib.suppress(Exception), _watching(path, way):
             training.run()
         snapshot = load(path) if path.exists() else None
-        return Ended(snapshot, said.getvalue(), training.ending(), training.planted)
+        return Ended(snapshot, said.getvalue(), training.ending(), training.planted, training.phase)
 
 
 def _watching(path: Path, way: Way | None) -> contextlib.AbstractContextManager[Any]:
@@ -205,7 +207,7 @@ def check_script(folder: Path, work: Path, timeout: float) -> Row:
         )
         path = work / way[0] / "failed.pt"
         snapshots[words(way)] = load(path) if path.exists() else None
-        row.answers[words(way)] = answer(Ended(snapshots[words(way)], done.stderr, [], None))
+        row.answers[words(way)] = answer(Ended(snapshots[words(way)], done.stderr, [], None, None))
     _compare_all(row, snapshots)
     return row
 

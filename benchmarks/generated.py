@@ -352,6 +352,12 @@ class Training:
         self.make_optimizers()
 
     @property
+    def phase(self) -> str | None:
+        """That of the failure to be found: a step that was skipped leaves a bad statistic of a normalisation behind."""
+        is_ruined = self.planted is not None and not all(b.isfinite().all() for b in self.model.buffers())
+        return self.loop.phase or ("forward" if is_ruined else None)
+
+    @property
     def modules(self) -> list[nn.Module]:
         """All modules of the run."""
         return [m for m in (self.model, self.teacher, self.other, self.value, self.cell) if m is not None]

@@ -46,6 +46,14 @@ def test_a_loop_on_which_all_ways_agree(agree: ModuleType, loops: ModuleType) ->
     assert agree.alarms(loop.healthy) == []
 
 
+@pytest.mark.parametrize(("norm", "truth"), [("batch", "step 3 forward"), ("none", "nothing")])
+def test_a_skipped_step_that_ruins_a_statistic(agree: ModuleType, loops: ModuleType, norm: str, truth: str) -> None:
+    loop = loops.Loop(fault="input", norm=norm, losses="penalty", skip="gradient", steps=4, bad_step=3)
+    row = agree.compare_ways("loop", loop)
+    assert row.truth == truth
+    assert not (row.untrue or row.changed or row.broken)
+
+
 def test_an_alarm_is_noticed(agree: ModuleType, loops: ModuleType) -> None:
     assert agree.alarms(loops.Loop(fault="loss")) == ["every-step", "sampled"]
 

@@ -58,11 +58,24 @@ class Pending:
 
 
 class Judge:
-    """Follows the backward calls of a step from a bad start. ``leaves`` are all that gradients may be left in."""
+    """Follows the backward calls of a step from a bad start. ``leaves`` are all that gradients may be left in.
 
-    def __init__(self, leaves: Callable[[], Sequence[torch.Tensor]]) -> None:
+    Where a bad start reaches some of the ``parameters`` of modules and optimizers, only these count: nobody updates an
+    input that a gradient penalty differentiates by, and no loop clears its gradient.
+    """
+
+    def __init__(
+        self, leaves: Callable[[], Sequence[torch.Tensor]], parameters: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
         self.pending: Pending | None = None
-        self._leaves = leaves
+        self._leaves, self._parameters = leaves, parameters
+
+    def behind(self, starts: Iterable[torch.Tensor]) -> set[int]:
+        """The ids of the leaves that a backward pass reaches and that count."""
+        edges = [edge_of(start) for start in starts]
+        nodes = reachable(edge[0] for edge in edges if edge is not None)
+        reached = {id(node.variable) for node in nodes if is_accumulation(node)}
+        return reached.intersection(map(id, self._parameters())) or reached
 
     def begin(self, call: Pending, is_bad: bool, *, is_first: bool = False) -> Outcome | None:
         """A backward call is about to run; what has become of the pending one, which is not pending then any more.
@@ -112,8 +125,11 @@ class Judge:
         return not self.has_bad_gradient()
 
     def has_bad_gradient(self) -> bool:
-        """True if any gradient is bad."""
-        return bad_tensor(leaf.grad for leaf in self._leaves() if leaf.grad is not None) is not None
+        """True if any gradient is bad that counts."""
+        counting, pending = self._parameters(), self.pending
+        if pending is None or pending.behind.isdisjoint(map(id, counting)):
+            counting = self._leaves()
+        return bad_tensor(leaf.grad for leaf in counting if leaf.grad is not None) is not None
 
     def update(self, parameters: Sequence[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> Outcome | None:
         """Parameters are about to be updated, perhaps by hand from tensors that are ``given``."""
@@ -140,13 +156,6 @@ class Judge:
         """The update was made; what `torch.autograd.grad` gave is used up."""
         if self.pending is not None and self.pending.is_asked:
             self.pending = None
-
-
-def leaves_behind(starts: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of the leaves that a backward pass reaches."""
-    edges = [edge_of(start) for start in starts]
-    nodes = reachable(edge[0] for edge in edges if edge is not None)
-    return {id(node.variable) for node in nodes if is_accumulation(node)}
 
 
 class Sentinel:

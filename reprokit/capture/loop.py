@@ -26,7 +26,7 @@ from reprokit.capture.budget import Budget
 from reprokit.capture.callers import compiled_call, first_user_frame, learn_loop
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, StepNote, gives_gradients, starts_of
 from reprokit.capture.failure_text import COMPILED
-from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start, leaves_behind
+from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start
 from reprokit.capture.meters import NormMeter
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
@@ -63,7 +63,7 @@ class Loop:
         recorder.loop = self
         self.recorder, self.tape, self.world, self.budget = recorder, recorder.tape, world, budget
         self.watch, self.matter = watch, matter
-        self.judge = Judge(self.leaves)
+        self.judge = Judge(self.leaves, lambda: self.world.parameters)
         self.flags = Flags()
         self.timeline = Timeline()
         self.iterations = Iterations()
@@ -212,7 +212,7 @@ class Loop:
         if before is None and bad != "now":
             return bad, None, None
         counts = bad == "now" and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
-        behind = leaves_behind(starts) if counts else set()
+        behind = self.judge.behind(starts) if counts else set()
         iterations = self.iterations
         step = self.running(behind)[0] if counts else iterations.completed
         loss = self.timeline.loss

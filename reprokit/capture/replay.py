@@ -38,7 +38,7 @@ from reprokit.capture.calls import (
     name_of,
     starts_of,
 )
-from reprokit.capture.judge import Judge, Pending, is_bad_start, leaves_behind
+from reprokit.capture.judge import Judge, Pending, is_bad_start
 from reprokit.capture.meeting import NOTHING, Meeting
 from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf, iter_tensors, map_leaves
@@ -687,7 +687,7 @@ class Replay:
 
     def find(self) -> Found | None:
         """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts."""
-        judge = Judge(self.leaves)
+        judge = Judge(self.leaves, lambda: self._world.parameters)
         start: Copy | None = None  # of the step with a pending loss
         contents: dict[Number, torch.Tensor] = {}
         number_of_pending = -1
@@ -848,7 +848,7 @@ class Replay:
         counts = is_bad and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
         if not counts and judge.pending is None:
             return None
-        behind = leaves_behind([self._player.tensor(number) for number in numbers]) if counts else set()
+        behind = judge.behind([self._player.tensor(number) for number in numbers]) if counts else set()
         call = Pending(op.note, (op.code, op.instruction), is_asked, behind, mark.step, None, 0)
         outcome = judge.begin(call, counts)
         if outcome == "skipped":

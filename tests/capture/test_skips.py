@@ -526,6 +526,28 @@ def left_out_in_the_last_step() -> list[torch.Tensor]:
     return ending(model)
 
 
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("bad", [2, 5])
+def test_a_skipped_step_with_a_penalty_on_the_input(
+    bad: int, watch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loop drops the gradients of its model; that of the input, which nothing updates, stays NaN."""
+    with Session(directory=tmp_path, watch=watch) as session:
+        model, optimizer = plain_training()
+        for step, x, y in batches(6):
+            x = (x * (math.nan if step == bad else 1.0)).requires_grad_()
+            logits = model(x)
+            (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+            optimizer.zero_grad()
+            (F.cross_entropy(logits, y) + slope.square().mean()).backward()
+            if math.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+                optimizer.step()
+            else:
+                optimizer.zero_grad()
+    assert session.snapshots == []
+    assert capsys.readouterr().err.count(f"a bad loss was seen at step {bad}, and the loop skipped it") == 1
+
+
 OTHERS = [
     validation_with_a_graph,
     a_part_of_the_loss_is_left_out,
