@@ -148,8 +148,7 @@ class EarlyWarning:
         has_time = is_last or self._spent < _UNPAID_SECONDS + LOOKING_SHARE * (started - self._began)
         if not without or not has_time:
             return None
-        seconds = max(started - self._began, 1e-6) / max(self._loop.iterations.total, 1)
-        finding = self._saver.find_silent({id(p) for p in always}, seconds)
+        finding = self._saver.find_silent({id(p) for p in always})
         self._spent += time.process_time() - started
         return finding
 

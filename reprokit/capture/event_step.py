@@ -8,8 +8,9 @@ last healthy one become programs; comparing them shows the call, the input and t
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
 
@@ -20,7 +21,7 @@ from reprokit.capture.fidelity import Made
 from reprokit.capture.meters import MeasuredStep, Meter
 from reprokit.capture.replay import Replay, quiet_hooks
 from reprokit.capture.save import Case, Describing, NotKept
-from reprokit.capture.tape import Number, Op, Segment
+from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.gains import Step, blocked, explained
@@ -69,20 +70,19 @@ class EventStep(Describing):
                 raise NotKept(f"no call behind `{alarm.name}` keeps its gradient back")
             return made
 
-    def find_silent(self, always: Set[int], seconds: float) -> Finding | None:
+    def find_silent(self, always: Set[int]) -> Finding | None:
         """A parameter that learns nothing: it gets no gradient from a step on.
 
-        The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked. A step takes so many
-        ``seconds`` of CPU time.
+        The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked.
         """
         with self.kept() as steps:
-            measured = self._measured(steps[: min(max(int(_PLAYED_SECONDS / seconds), 2 * LEAST_SILENT), _PLAYED)])
+            measured = self._measured(steps[:_PLAYED], _MeterWithLimit(self.loop.tape.alive()))
             return _silent(measured, parameter_names(self.loop.world.modules, self.verdict.frame), always)
 
-    def _measured(self, steps: Sequence[Segment]) -> list[MeasuredStep]:
+    def _measured(self, steps: Sequence[Segment], meter: Meter) -> list[MeasuredStep]:
         """The steps played and measured; none if a loss is not that of training, and tells of something else."""
-        replay, meter = self._replay(steps), Meter(self.loop.tape.alive())
-        with replay.going_back(), quiet_hooks(self.loop.world.modules, replay.leaves()):
+        replay = self._replay(steps)
+        with replay.going_back(), quiet_hooks(self.loop.world.modules, replay.leaves()), suppress(_OutOfTime):
             replay.play_until(len(steps), meter)
         return [] if replay.notes else meter.steps
 
@@ -109,7 +109,7 @@ class EventStep(Describing):
         """The position of the step in which a number has left its course, at ``number`` or before, the quantity that
         shows it, and the failure."""
         last = _position(steps, alarm.values[-1].place) or number
-        measured = self._measured(steps[: max(number, last) + 1])
+        measured = self._measured(steps[: max(number, last) + 1], Meter(self.loop.tape.alive()))
         begun, healthy, predicate = _beginning(steps, measured, alarm, number)
         quantity = predicate.quantity
         reference = self._program_of(steps, healthy, quantity)
@@ -149,6 +149,24 @@ class EventStep(Describing):
         """A step of the past up to where a quantity shows; the live state is where it began."""
         with self.begun(steps[: number + 1], number, 0) as case:
             yield replace(case, where=_SEEN[quantity][1], ops=_until_seen(case.ops, quantity))
+
+
+class _OutOfTime(Exception):
+    """Steps were played for as long as was granted."""
+
+
+class _MeterWithLimit(Meter):
+    """Raises `_OutOfTime` at a step that begins after `_PLAYED_SECONDS`."""
+
+    def __init__(self, alive: Mapping[Number, torch.Tensor]) -> None:
+        super().__init__(alive)
+        self._ends = time.process_time() + _PLAYED_SECONDS
+
+    def before(self, mark: Mark, op: Op) -> None:
+        is_new = len(self.steps) >= 2 * LEAST_SILENT and self.steps[-1].mark is not mark
+        if is_new and time.process_time() > self._ends:
+            raise _OutOfTime
+        super().before(mark, op)
 
 
 def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: Set[int]) -> Finding | None:

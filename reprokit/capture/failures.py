@@ -235,12 +235,12 @@ class Failures:
         path = self.save(Verdict("loss" if alarm.kind == "spike" else "gradient", frame, alarm=alarm))
         return (path, self.results[-1]) if path is not None else None
 
-    def find_silent(self, always: Set[int], seconds: float) -> Finding | None:
+    def find_silent(self, always: Set[int]) -> Finding | None:
         """Play kept steps to find a parameter that learns nothing; ``always`` are those that never got a gradient."""
         with self.session.replaying(ends=False):
             try:
                 verdict = Verdict("gradient", sys._getframe(1))
-                return EventStep(self._loop, verdict, self._command).find_silent(always, seconds)
+                return EventStep(self._loop, verdict, self._command).find_silent(always)
             except NotKept:
                 return None
 
