@@ -32,7 +32,7 @@ COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
 
 
 def number_named(name: str | float, dtype: torch.dtype) -> float:
-    """A number of the catalogue: itself, or a word for one that depends on the dtype."""
+    """A number of a rule: itself, or a word for one that depends on the dtype."""
     if not isinstance(name, str):
         return float(name)
     limits = torch.finfo(dtype)
@@ -59,7 +59,7 @@ def compare(values: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
 class Point:
     """Arguments for which a function, or its derivative, is not finite; with ``size`` those of this magnitude.
 
-    ``test`` and ``bound`` are as in the catalogue.
+    ``test`` and ``bound`` are as in `compare`.
     """
 
     test: str

@@ -10,12 +10,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reprokit.locate.catalogue import entries
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.locate.spelling import VIEWS, short_name
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
+from reprokit.rules.table import RULES
 from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
@@ -98,10 +98,10 @@ class _Reason:
 
 def _reason(failure: Failure, reduction: Reduction | None) -> _Reason | None:
     found = reduction.diagnosis if reduction is not None else None
-    entry = next((entry for entry in entries() if found is not None and entry.id == found.id), None)
-    if found is None or entry is None or failure.kind not in ("nan", "inf") or found.confidence == "possible":
+    rule = next((rule for rule in RULES if found is not None and rule.name == found.id), None)
+    if found is None or rule is None or failure.kind not in ("nan", "inf") or found.confidence == "possible":
         return None
-    return _Reason(redact_text(found.title), redact_text(found.mechanism), entry.needs, entry.is_of_torch)
+    return _Reason(redact_text(found.title), redact_text(found.mechanism), rule.expected, rule.is_of_torch)
 
 
 def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) -> Expectation:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import reprokit
 from reprokit.errors import UsageError
-from reprokit.locate.diagnose import diagnose
+from reprokit.rules.match import diagnose
 from reprokit.series import detectors
 from reprokit.words import number_words
 from tests.capture.traps_checks import update

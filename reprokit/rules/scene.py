@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -85,12 +85,19 @@ class Branch:
     call: Call
     kept: torch.Tensor
 
+    def kept_like(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """``kept`` in the shape of another mask; ``None`` if it does not have it."""
+        try:
+            return self.kept.expand(mask.shape)
+        except RuntimeError:
+            return None
+
 
 @dataclass
 class Scene:
     """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call.
 
-    ``floats`` are the values that hold floating-point numbers, ``found_out`` the results of further runs.
+    ``floats`` are the values that hold floating-point numbers.
     ``has_failed``: True if a call raised, or if the origin's result or gradient was not finite.
     """
 
@@ -102,19 +109,11 @@ class Scene:
     seen: dict[int, ObservedCall] = field(default_factory=dict)
     floats: set[int] = field(default_factory=set)
     branches: list[Branch] = field(default_factory=list)
-    found_out: dict[Slot, Any] = field(default_factory=dict)
     has_failed: bool = False
 
     @property
     def call(self) -> Call | None:
         return self.program.calls[self.failure.call_index] if self.failure.call_index is not None else None
-
-    def once(self, key: Slot, find: Callable[[], T]) -> T:
-        """The result of ``find``, which is called once for each key."""
-        if key not in self.found_out:
-            self.found_out[key] = find()
-        found: T = self.found_out[key]
-        return found
 
     @property
     def index(self) -> int:
@@ -161,15 +160,6 @@ class Scene:
             lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None,
         )
         return found
-
-    def name(self, role: Slot) -> str:
-        """The name of an argument of the origin: the input's name in backticks, or a word for its role."""
-        with contextlib.suppress(KeyError):
-            argument = self.recorded(role)
-            for item in self.program.inputs:
-                if isinstance(argument, Ref) and item.value == argument.value:
-                    return f"`{item.name}`"
-        return {"x": "the argument", "y": "the second argument"}.get(str(role), f"the {role}")
 
     def writer(self, value: int, before: int) -> int | None:
         """The last call before ``before`` whose output this value is."""
