@@ -23,7 +23,7 @@ from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
 from reprokit.locate.quantity import losses_of
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import ways_of
-from reprokit.program.interpreter import Outcome, determinism
+from reprokit.program.interpreter import Outcome, determinism, run
 from reprokit.program.ir import Phase, Program, iter_refs
 from reprokit.rules.diagnosis import UNKNOWN, Also, Diagnosis, TriedFix
 from reprokit.rules.rule import CONFIDENCES, TIERS, Edited, Fix, Numbers, Rule
@@ -207,8 +207,12 @@ def attempt(
     while edited is not None and len(changes) < MAX_CHANGES and budget.take():
         changes.append((following, current))
         is_local = is_local and edited.is_local
-        result = _result_of(edited)
+        result = _result_of(scene, edited, is_local)
         if isinstance(result, Outcome):
+            num_silent = _num_silent(scene, result)
+            if num_silent:
+                words = f"the step is finite, but {num_silent} of {len(result.gradients)} gradients became zero"
+                return _tried(changes, False, words)
             code = write(scene.program, edited.program) if is_local and write is not None else ""
             is_exception = scene.failure.kind == EXCEPTION
             outcome, is_plausible = _finite(edited.program, result, scene.timeline)
@@ -239,10 +243,22 @@ def apply(scene: Scene, fix: Fix) -> Edited | None:
     return replace(edited, program=program)
 
 
-def _result_of(edited: Edited) -> Outcome | Failure:
-    """The outcome of an edited step with its losses, or its failure."""
+def _result_of(scene: Scene, edited: Edited, is_local: bool) -> Outcome | Failure:
+    """The outcome of an edited step with its losses; its failure if a value is not finite, from the first edited call
+    on also one that the forward pass hides."""
+    calls, untouched, first = edited.program.calls, set(map(id, scene.program.calls)), scene.failure.call_index or 0
+    if is_local:
+        first = next(index for index, call in enumerate(calls) if id(call) not in untouched)
+    strict = range(first, len(calls))
     with warnings.catch_warnings(action="ignore"):
-        return outcome_or_failure(edited.program, edited.tensors, frozenset(losses_of(edited.program)))
+        return outcome_or_failure(edited.program, edited.tensors, frozenset(losses_of(edited.program)), strict)
+
+
+def _num_silent(scene: Scene, result: Outcome) -> int:
+    """The number of gradients that an edit made zero: clamping everything away ends a failure and the learning."""
+    zeros = [value for value, gradient in result.gradients.items() if gradient.numel() and not bool(gradient.any())]
+    before = run(scene.program, scene.tensors, keep=frozenset()).gradients if zeros else {}
+    return sum(value in before and not ways_of(before[value]) and bool(before[value].any()) for value in zeros)
 
 
 def _tried(changes: list[tuple[Fix, Scene]], helped: bool, outcome: str, code: str = "") -> TriedFix:

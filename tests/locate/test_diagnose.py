@@ -21,7 +21,7 @@ from reprokit.render.findings import markdown, one_line, page
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
 from reprokit.rules.diagnosis import UNKNOWN, Diagnosis
-from reprokit.rules.edits import away_from_zero, set_argument
+from reprokit.rules.edits import away_from_zero, clamp, set_argument
 from reprokit.rules.match import TrialBudget, apply, attempt, diagnose, matches, numbers_of
 from reprokit.rules.rule import CONFIDENCES, TIERS, Fix
 from reprokit.rules.scene import observe
@@ -268,6 +268,26 @@ def test_an_edited_step_that_raises_is_no_fix() -> None:
     scene = observe(CASES["half-overflow"]())
     fix = attempt(scene, Fix("another weight", set_argument("weight", 2.0)), TrialBudget(), lambda scene: [])
     assert fix is not None and not fix.helped and "raises TypeError" in fix.outcome
+
+
+def test_a_fix_leaves_no_infinity_that_the_forward_pass_hides() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 1 - x.sum() / (x + x).sum()  # finite / inf once the first sum is mended
+
+    found = diagnose(record(step, x=torch.full((2,), 40000.0).half()))
+    assert found.id == "half-overflow" and found.fix is not None and len(found.fix.text) > 1
+    assert found.fix.helped and "finite" in found.fix.outcome
+
+
+@pytest.mark.parametrize(("least", "helped"), [(1e-6, True), (4.0, False)])
+def test_a_fix_that_takes_a_gradient_away_is_none(least: float, helped: bool) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        torch.maximum(x.sqrt(), y).sum().backward()
+
+    scene = observe(record(step, x=torch.zeros(1).requires_grad_(), y=torch.ones(1).requires_grad_()))
+    fix = attempt(scene, Fix("clamp", clamp(min=least)), TrialBudget(), lambda scene: [])
+    assert fix is not None and fix.helped is helped
+    assert ("1 of 2 gradients became zero" in fix.outcome) is not helped
 
 
 def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
