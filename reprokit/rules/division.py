@@ -19,7 +19,7 @@ from reprokit.rules.edits import (
     sum_over_count,
 )
 from reprokit.rules.predicates import ZERO_BY_ZERO, follows, meet, places, raises, shape_of, underflowed
-from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
+from reprokit.rules.rule import Fix, Numbers, Rule
 from reprokit.rules.scene import ObservedCall, Scene
 
 _TESTS = frozenset([
@@ -29,7 +29,6 @@ _TESTS = frozenset([
 ])  # fmt: skip
 
 
-@of_scene
 def counts_something(scene: Scene) -> Numbers | None:
     """True if the denominator is a count: a sum of flags or whole numbers, or a number of elements."""
     for index, call in scene.makers("denominator", 2):
@@ -57,7 +56,6 @@ def _is_mask(scene: Scene, seen: ObservedCall, index: int) -> bool:
     return not makers or any(short_name(call) in _TESTS for _, call in makers)
 
 
-@of_scene
 def divides_by_number_zero(scene: Scene) -> Numbers | None:
     """True if the divisor is a Python number that is zero; ``divisor`` calls it as the user's line does."""
     result, number = scene.tensor("result"), scene.operand("denominator")
@@ -75,7 +73,6 @@ def _written_divisor(call: Call) -> str | None:
     return next((ast.unparse(divisor) for divisor in divisors if not isinstance(divisor, ast.Constant)), None)
 
 
-@of_scene
 def weight_row_is_zero(scene: Scene) -> Numbers | None:
     """True if a whole row of a weight-normalised weight is zero; with a ``dim`` of -1 the whole is one row."""
     weight, call = scene.tensor("x"), scene.origin.call
@@ -86,14 +83,12 @@ def weight_row_is_zero(scene: Scene) -> Numbers | None:
     return places((rows == 0).all(1))
 
 
-@of_scene
 def reduces_nothing(scene: Scene) -> Numbers | None:
     """True if the argument has no elements, but the result does."""
     x, result = scene.tensor("x"), scene.tensor_if_given("result")
     return {"shape": shape_of(x)} if not x.numel() and (result is None or result.numel()) else None
 
 
-@of_scene
 def reduces_one(scene: Scene) -> Numbers | None:
     """True if every result of a std or var that divides by n - 1 is made from a single element."""
     x, result, call = scene.tensor("x"), scene.tensor("result"), scene.origin.call
@@ -106,7 +101,7 @@ def reduces_one(scene: Scene) -> Numbers | None:
 # fmt: off
 DIVISION = [
     Rule("average-over-nothing", "An average over nothing",
-        kinds="nan", phases="forward optimizer", calls="div", when=[ZERO_BY_ZERO, counts_something()],
+        kinds="nan", phases="forward optimizer", calls="div", when=[ZERO_BY_ZERO, counts_something],
         why="A sum over selected elements is divided by how many there are. Nothing was selected, so 0 is divided by "
             "0.",
         seen=["{count} of {total} counts are zero (the divisor comes from `{maker}`)"],
@@ -119,8 +114,7 @@ DIVISION = [
         why="Values are divided by their own spread or size (`{maker}`). That is zero, as it is where all are equal "
             "or all are zero, and 0 / 0 is NaN.",
         seen=["{count} of {total} elements divide 0 by a spread of 0"],
-        advice="Add an eps to the spread, or leave constant samples out.",
-        expected="a divisor that is never zero",
+        advice="Add an eps to the spread, or leave constant samples out.", expected="a divisor that is never zero",
         fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="eps")),
                Fix("divide by one where the divisor is zero", away_from_zero())]),
     Rule("normalise-zero-vector", "A zero vector divided by its own length", kinds="nan", phases="forward", calls="div",
@@ -148,13 +142,12 @@ DIVISION = [
         why="The divisor was rounded to zero in {dtype}; in exact arithmetic it would not be zero.",
         seen=["{zeros} results of `{maker}` are zero by rounding, and {count} of {total} divisors are zero for that "
               "reason"],
-        advice="Compute the divisor in a larger dtype, or scale it up.",
-        expected="a divisor that is never zero",
+        advice="Compute the divisor in a larger dtype, or scale it up.", expected="a divisor that is never zero",
         fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="small")),
                Fix("use bfloat16 in place of float16", step_in(torch.bfloat16)),
                Fix("use float32 in place of float16", step_in(torch.float32))]),
     Rule("division-by-the-number-zero", "Division by a number that is zero",
-        phases="forward optimizer", calls="div", when=[divides_by_number_zero()],
+        phases="forward optimizer", calls="div", when=[divides_by_number_zero],
         why="The divisor is not a tensor but {divisor}. Everything divided by it is infinite, and NaN where the "
             "numerator is zero too.",
         seen=["{divisor} is the divisor of all {total} elements"],
@@ -180,7 +173,7 @@ DIVISION = [
         fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="eps")),
                Fix("divide by one where the divisor is zero", away_from_zero())]),
     Rule("weight-norm-of-zero", "Weight normalisation of a weight that is zero",
-        phases="forward backward", calls="weight_norm", when=[weight_row_is_zero()],
+        phases="forward backward", calls="weight_norm", when=[weight_row_is_zero],
         why="Weight normalisation divides every row of the weight by its length. A row that was pruned or initialised "
             "to zero has length zero, and 0 / 0 is NaN.",
         seen=["{count} of {total} rows of the weight are zero throughout"],
@@ -188,14 +181,14 @@ DIVISION = [
         expected="a weight without rows of zeros", links="pytorch/pytorch/issues/19126",
         fixes=[Fix("keep the norm inside of {call} above a small number", guarded_weight_norm())]),
     Rule("std-of-one", "The unbiased spread of a single element",
-        phases="forward", calls="std var std_mean var_mean", when=[reduces_one()],
+        phases="forward", calls="std var std_mean var_mean", when=[reduces_one],
         why="The unbiased estimate divides by n - 1, which is zero for one element: 0 / 0 is NaN.",
         seen=["the argument has shape {shape}: one element for every result"],
         advice="Pass `correction=0`, or skip the normalisation for batches of one (`drop_last=True`).",
         expected="two elements or more", links="DLR-RM/stable-baselines3/issues/325",
         fixes=[Fix("divide by n in place of n - 1", biased())]),
     Rule("mean-of-nothing", "The mean of nothing",
-        phases="forward", calls="mean nanmean std var median", when=[reduces_nothing()],
+        phases="forward", calls="mean nanmean std var median", when=[reduces_nothing],
         why="The `{call}` of no elements is NaN. A mask or filter in front of it selected nothing.",
         seen=["the argument has shape {shape}"],
         advice="Divide the sum by `max(count, 1)`, or skip the term when nothing is selected.",
@@ -204,7 +197,7 @@ DIVISION = [
     Rule("loss-over-nothing", "A mean loss over nothing", phases="forward",
         calls="mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
               "cross_entropy nll_loss kl_div",
-        when=[reduces_nothing()],
+        when=[reduces_nothing],
         why="The loss averages over its elements, and there are none: 0 / 0 is NaN. A mask or filter in front of it "
             "selected nothing.",
         seen=["the argument has shape {shape}"],

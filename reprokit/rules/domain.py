@@ -9,11 +9,10 @@ import torch
 from reprokit.locate.spelling import short_name
 from reprokit.rules.edits import clamp, log_softmax, plus, set_argument, step_in
 from reprokit.rules.predicates import follows, has, has_row_of, is_dangerous, meet, option, places, underflowed
-from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
+from reprokit.rules.rule import Fix, Numbers, Rule
 from reprokit.rules.scene import Scene
 
 
-@of_scene
 def is_negative_to_a_fraction(scene: Scene) -> Numbers | None:
     """True if a negative base meets an exponent that is not whole."""
     base, exponent = scene.tensor("base"), scene.tensor("exponent")
@@ -24,7 +23,6 @@ def is_negative_to_a_fraction(scene: Scene) -> Numbers | None:
     return places(mask, exponent=float(exponents[0]), lowest=float(bases.min()))
 
 
-@of_scene
 def meets_zero_factor(scene: Scene) -> Numbers | None:
     """True if the origin's infinities are multiplied by zeros later."""
     result = scene.tensor("result")
@@ -45,7 +43,7 @@ DOMAIN = [
         expected="an argument above zero",
         fixes=[Fix("clamp the argument of {call} away from zero", clamp(min="eps"))]),
     Rule("zero-times-log-zero", "Zero times the logarithm of zero",
-        phases="forward", calls="log log2 log10", when=[has(equal=0.0), meets_zero_factor()],
+        phases="forward", calls="log log2 log10", when=[has(equal=0.0), meets_zero_factor],
         why="The term x * log(y) is meant to be 0 where x is 0, but for y = 0 the logarithm is `-inf`, and 0 * -inf "
             "is NaN.",
         seen=["log 0 is multiplied by 0 in {zeros} of the elements"],
@@ -62,8 +60,7 @@ DOMAIN = [
                Fix("use float32 in place of float16", step_in(torch.float32))]),
     Rule("log-of-zero", "The logarithm of zero",
         phases="forward", calls="log log2 log10 xlogy", when=[has("logarithm", equal=0.0)],
-        why="The logarithm of zero is `-inf`.",
-        seen=["{count} of {total} arguments are exactly zero"],
+        why="The logarithm of zero is `-inf`.", seen=["{count} of {total} arguments are exactly zero"],
         advice="Clamp the argument away from zero, or work with logarithms from the start.",
         expected="an argument above zero",
         fixes=[Fix("clamp the argument of {call} away from zero", clamp("logarithm", min="eps")),
@@ -73,15 +70,12 @@ DOMAIN = [
         why="The square root is not defined below zero. A variance computed as E[x**2] - E[x]**2, for instance, is "
             "slightly negative by rounding.",
         seen=["{count} of {total} arguments are below zero (lowest {lowest:.4g})"],
-        advice="Clamp the argument at zero or a little above.",
-        expected="an argument that is never negative",
+        advice="Clamp the argument at zero or a little above.", expected="an argument that is never negative",
         fixes=[Fix("clamp the argument of {call} away from zero", clamp(min="eps"))]),
     Rule("rsqrt-of-zero", "The reciprocal square root of zero",
         kinds="inf", phases="forward", calls="rsqrt", when=[has(equal=0.0)],
-        why="`rsqrt` of zero is infinite.",
-        seen=["{count} of {total} arguments are exactly zero"],
-        advice="Add a small number to the argument.",
-        expected="an argument above zero",
+        why="`rsqrt` of zero is infinite.", seen=["{count} of {total} arguments are exactly zero"],
+        advice="Add a small number to the argument.", expected="an argument above zero",
         fixes=[Fix("add a small number to the argument of {call}", plus())]),
     Rule("arc-outside", "An inverse function outside of its domain",
         phases="forward", calls="acos asin atanh erfinv", when=[has(size=True, above=1.0)],
@@ -93,14 +87,13 @@ DOMAIN = [
         fixes=[Fix("clamp the argument of {call} to slightly less than one",
                    clamp(min="above_minus_one", max="below_one"))]),
     Rule("logit-at-edge", "The logit of zero or one, or outside of them",
-        phases="forward", calls="logit", when=[is_dangerous()],
+        phases="forward", calls="logit", when=[is_dangerous],
         why="`logit(p)` is log(p / (1 - p)): infinite at zero and one, NaN outside of them.",
         seen=["{count} of {total} arguments are at zero or one, or outside of them"],
-        advice="Pass `eps` to `torch.logit`, or clamp the probability.",
-        expected="an argument within (0, 1)",
+        advice="Pass `eps` to `torch.logit`, or clamp the probability.", expected="an argument within (0, 1)",
         fixes=[Fix("pass an eps to {call}", set_argument("eps", 1e-6))]),
     Rule("fractional-power-of-negative", "A fractional power of a negative number",
-        kinds="nan", phases="forward", calls="pow", when=[is_negative_to_a_fraction()],
+        kinds="nan", phases="forward", calls="pow", when=[is_negative_to_a_fraction],
         why="x ** p is not a real number for x below zero unless p is whole, so `pow` returns NaN.",
         seen=["{count} of {total} elements raise a number below zero (lowest {lowest:.4g}) to the power of "
               "{exponent:.4g}"],
@@ -109,8 +102,7 @@ DOMAIN = [
         fixes=[Fix("clamp the base of {call} away from zero", clamp("base", min="eps"))]),
     Rule("negative-power-of-zero", "A negative power of zero",
         kinds="inf", phases="forward", calls="pow", when=[meet(exponent=dict(below=0.0), base=dict(equal=0.0))],
-        why="Zero to a negative power is a division by zero.",
-        seen=["{count} of {total} bases are exactly zero"],
+        why="Zero to a negative power is a division by zero.", seen=["{count} of {total} bases are exactly zero"],
         advice="Clamp the base away from zero, or put zero where the base is zero.",
         expected="a base that is never zero",
         fixes=[Fix("clamp the base of {call} away from zero", clamp("base", min="eps"))]),
@@ -118,8 +110,7 @@ DOMAIN = [
         phases="forward backward", calls="log1p", when=[has(at_most=-1.0)],
         why="`log1p(x)` is log(1 + x), which is `-inf` at -1 and NaN below.",
         seen=["{count} of {total} arguments are -1 or below (lowest {lowest:.4g})"],
-        advice="Clamp the argument to above -1.",
-        expected="an argument above -1",
+        advice="Clamp the argument to above -1.", expected="an argument above -1",
         fixes=[Fix("clamp the argument of {call} to above -1", clamp(min="above_minus_one"))]),
     Rule("fully-masked-softmax", "A softmax over a fully masked row",
         kinds="nan", phases="forward", calls="softmax log_softmax cross_entropy", when=[has_row_of(-math.inf)],
@@ -134,8 +125,7 @@ DOMAIN = [
         kinds="nan", phases="forward", calls="softmax log_softmax cross_entropy", when=[has(equal=math.inf)],
         why="Softmax subtracts the largest score first. When that is `inf`, inf - inf is NaN for the whole row.",
         seen=["{count} of {total} scores are `inf`"],
-        advice="Find what makes the score infinite; clamp it if it is given like that.",
-        expected="finite scores",
+        advice="Find what makes the score infinite; clamp it if it is given like that.", expected="finite scores",
         fixes=[Fix("clamp the argument of {call} from above", clamp(max=1e4))]),
     Rule("label-smoothing-masked-logits", "Label smoothing over impossible classes",
         phases="forward", calls="cross_entropy", when=[option("label_smoothing", above=0.0), has(equal=-math.inf)],

@@ -99,7 +99,7 @@ class EditedCall:
         return [call.substituted({result.ref.value: self.call.outputs}, outputs=True) for call in self.made]
 
 
-def edit(code: Callable[Concatenate[EditedCall, P], EditedValue | None]) -> Callable[P, OfScene[Edited]]:
+def edit(code: Callable[Concatenate[EditedCall, P], EditedValue | None]) -> Callable[P, OfScene[Edited | None]]:
     """Torch code on one call as an edit of the step, at the origin, where it has to apply, and the calls like it."""
 
     @functools.wraps(code)

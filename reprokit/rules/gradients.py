@@ -17,7 +17,6 @@ from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
 from reprokit.rules.scene import Scene
 
 
-@of_scene
 def dropped_later(scene: Scene) -> Numbers | None:
     """True if every dangerous element of the origin is dropped by a later ``where`` or mask."""
     mask, drop = danger(scene), scene.failure.drop
@@ -42,7 +41,6 @@ def drops_nan(scene: Scene, *, given: bool) -> Numbers | None:
     return {**(found or {}), "holder": holder, "dropper": drop.call.rpartition(".")[2]}
 
 
-@of_scene
 def derivative_overflows(scene: Scene) -> Numbers | None:
     """True if a derivative of the origin is beyond the largest number of its dtype and float64 can hold it."""
     leaves, doubles = list[torch.Tensor](), list[torch.Tensor]()
@@ -64,7 +62,6 @@ def derivative_overflows(scene: Scene) -> Numbers | None:
     return None
 
 
-@of_scene
 def equal_values(scene: Scene) -> Numbers | None:
     """True if a decomposition has eigenvalues or singular values that are equal, or zero, up to rounding."""
     name = short_name(scene.origin.call)
@@ -76,7 +73,6 @@ def equal_values(scene: Scene) -> Numbers | None:
     return {"values": values, "spectrum": words}
 
 
-@of_scene
 def is_not_positive(scene: Scene) -> Numbers | None:
     """True if a symmetric matrix has an eigenvalue that is not above zero."""
     x, exception = scene.tensor("x"), scene.failure.exception
@@ -92,7 +88,7 @@ def is_not_positive(scene: Scene) -> Numbers | None:
 GRADIENTS = [
     Rule("where-trap", "The gradient of a branch that `where` does not take", phases="backward",
         calls="log log2 log10 log1p sqrt rsqrt acos asin acosh atanh div reciprocal pow exp expm1 exp2 sinh cosh",
-        when=[is_dangerous(), dropped_later()],
+        when=[is_dangerous, dropped_later],
         why="`{call}` is also computed for elements that a later `{dropper}` drops. Their forward value is thrown "
             "away, but the backward pass still multiplies their gradient of zero with the derivative of `{call}`, "
             "which is infinite or NaN there: the product is NaN.",
@@ -151,7 +147,7 @@ GRADIENTS = [
         fixes=[Fix("clamp the argument of {call} to slightly less than one",
                    clamp(min="above_minus_one", max="below_one"))]),
     Rule("pole-gradient-at-zero", "The derivative of a logarithm or a division at zero",
-        phases="backward", calls="log log2 log10 div reciprocal", confidence="likely", when=[is_dangerous()],
+        phases="backward", calls="log log2 log10 div reciprocal", confidence="likely", when=[is_dangerous],
         why="The derivative of log(x) is 1 / x, and that of a / x holds a / x**2: both are infinite at zero.",
         seen=["{count} of {total} logarithms or divisions are at zero or below"],
         advice="Clamp the argument or the divisor away from zero before the call.",
@@ -160,7 +156,7 @@ GRADIENTS = [
                Fix("divide by one where the divisor is zero", away_from_zero()),
                Fix("clamp the argument of {call} away from zero", clamp("logarithm", min="eps"))]),
     Rule("derivative-overflow", "A derivative beyond the largest number of the dtype",
-        phases="backward", calls="div reciprocal pow", when=[derivative_overflows()],
+        phases="backward", calls="div reciprocal pow", when=[derivative_overflows],
         why="The forward result of `{call}` is finite, but a derivative of it is beyond the largest {dtype} number. "
             "It becomes infinite, and where the gradient that arrives is zero, 0 * inf makes NaN.",
         seen=["{count} of {total} derivatives are beyond {limit:.4g} (the largest is {largest:.3g} in float64)"],
@@ -185,7 +181,7 @@ GRADIENTS = [
         advice="Give `eps` a larger value, or leave zero vectors out.",
         fixes=[Fix("give {call} a larger eps", set_argument("eps", 1e-3))]),
     Rule("repeated-eigenvalues", "The gradient of eigenvectors or singular vectors that are not unique",
-        phases="backward", calls="eigh eig svd", when=[equal_values()],
+        phases="backward", calls="eigh eig svd", when=[equal_values],
         why="The vectors of equal {values} can be turned into each other, so they have no derivative: it holds 1 / (a "
             "- b) for every pair of {values}, and 1 / a where the matrix is not square.",
         seen=["{spectrum}"],
@@ -195,7 +191,7 @@ GRADIENTS = [
         fixes=[Fix("add a small diagonal of different entries to the argument of {call}", jitter(1e-4, spread=True)),
                Fix("add a diagonal of different entries to the argument of {call}", jitter(1e-2, spread=True))]),
     Rule("cholesky-not-positive", "A Cholesky decomposition of a matrix that is not positive definite",
-        kinds="nan inf exception", calls="cholesky cholesky_ex", when=[is_not_positive()],
+        kinds="nan inf exception", calls="cholesky cholesky_ex", when=[is_not_positive],
         why="The decomposition exists for positive definite matrices only. A covariance loses that by rounding or by "
             "too few samples.",
         seen=["the lowest eigenvalue is {lowest:.4g}"],

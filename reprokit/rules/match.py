@@ -26,7 +26,7 @@ from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome, determinism, run
 from reprokit.program.ir import Phase, Program, iter_refs
 from reprokit.rules.diagnosis import UNKNOWN, Also, Diagnosis, TriedFix
-from reprokit.rules.rule import CONFIDENCES, TIERS, Edited, Fix, Numbers, Rule
+from reprokit.rules.rule import CONFIDENCES, TIERS, Edited, Fix, Numbers, Rule, asked
 from reprokit.rules.scene import CapturedStep, Scene, observe
 from reprokit.rules.table import RULES
 from reprokit.series.story import StepNumbers
@@ -126,7 +126,7 @@ def numbers_of(rule: Rule, scene: Scene) -> Numbers | None:
     shown = call.target.removeprefix("torch.optim.") if call is not None and call.is_optimizer_step else name
     numbers: Numbers = {"call": shown, "count": 0, "total": 0}
     for predicate in rule.when:
-        found = predicate(scene)
+        found = asked(predicate, scene)
         if found is None:
             return None
         numbers.update(found)
@@ -148,9 +148,9 @@ def _phases(failure: Failure) -> set[str]:
 
 def _also(rule: Rule, others: Found) -> Iterator[Also]:
     """The other rules that apply and looked at something that those before them did not."""
-    known = {predicate.name for predicate in rule.when} | {"raises"}  # the message is printed anyway
+    known = {predicate.__name__ for predicate in rule.when} | {"raises"}  # the message is printed anyway
     for other, numbers in others:
-        names = {predicate.name for predicate in other.when}
+        names = {predicate.__name__ for predicate in other.when}
         if other.tier != "general" and not names <= known:
             known |= names
             yield Also(other.name, other.title, tuple(_said(line, numbers) for line in other.seen))
@@ -234,7 +234,7 @@ def apply(scene: Scene, fix: Fix) -> Edited | None:
 
     The results of the last call are looked at too when nothing is differentiated in it.
     """
-    edited = fix.edit(scene)
+    edited = asked(fix.edit, scene)
     if edited is None:
         return None
     program = edited.program
@@ -265,7 +265,7 @@ def _tried(changes: list[tuple[Fix, Scene]], helped: bool, outcome: str, code: s
     texts, codes = zip(*(fix.words_for(scene) for fix, scene in changes), strict=True)
     sites = [scene.call.site if scene.call is not None else scene.failure.site for _, scene in changes]
     return TriedFix(
-        changes[0][0].edit.name,
+        changes[0][0].edit.__name__,
         texts,
         "\n".join(dict.fromkeys(filter(None, (*codes, code)))),
         tuple(site.place if site is not None else "" for site in sites),

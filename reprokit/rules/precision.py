@@ -65,7 +65,6 @@ def overflows(scene: Scene, *, halves: bool) -> Numbers | None:
                   dtype=dtype_name(result))  # fmt: skip
 
 
-@of_scene
 def operand_is_too_large(scene: Scene) -> Numbers | None:
     """True if autocast converts a finite operand of the origin to a dtype that ends below it."""
     result = scene.tensor("result")
@@ -79,14 +78,12 @@ def operand_is_too_large(scene: Scene) -> Numbers | None:
     return None
 
 
-@of_scene
 def gradients_explode(scene: Scene) -> Numbers | None:
     """True if a gradient went bad although everything its call was given is finite."""
     largest = largest_if_finite(scene)
     return {"largest": largest} if scene.failure.is_derivative and largest is not None else None
 
 
-@of_scene
 def gradient_overflows_half(scene: Scene) -> Numbers | None:
     """True if a gradient overflowed in float16; bfloat16 ends where float32 does."""
     result = scene.tensor("result")
@@ -107,7 +104,6 @@ def _smallest(tensor: torch.Tensor) -> float:
     return float(torch.finfo(tensor.dtype).smallest_normal) * float(torch.finfo(tensor.dtype).eps)
 
 
-@of_scene
 def loses_eps(scene: Scene) -> Numbers | None:
     """True if an argument was protected by a small constant that half precision rounds to zero."""
     role = DOMAINS[short_name(scene.origin.call)].operand
@@ -119,14 +115,12 @@ def loses_eps(scene: Scene) -> Numbers | None:
     return next(filter(None, lost), None)
 
 
-@of_scene
 def loses_eps_argument(scene: Scene) -> Numbers | None:
     """True if the call's own ``eps`` is rounded to zero by half precision."""
     x = scene.tensor("x")
     return _lost(scene.operand("eps"), x) if x.dtype in HALVES else None
 
 
-@of_scene
 def optimizer_loses_eps(scene: Scene) -> Numbers | None:
     """True if the optimizer's ``eps`` is rounded to zero in the dtype of a parameter."""
     groups = zip(scene.origin.kwargs.get("params", ()), _options(scene), strict=False)
@@ -142,7 +136,6 @@ def optimizer_option(scene: Scene, /, name: str, **wanted: float) -> Numbers | N
     return {name: found} if found is not None else None
 
 
-@of_scene
 def has_bad_number(scene: Scene) -> Numbers | None:
     """True if an option of the optimizer's step is not finite."""
     options = (item for group in _options(scene) for item in group.items())
@@ -162,14 +155,12 @@ def _is_bad(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-@of_scene
 def computes_in_half(scene: Scene) -> Numbers | None:
     """True if anything the origin is given is in half precision, the parameters of an optimizer included."""
     halves = [tensor for tensor in scene.arguments() if tensor.dtype in HALVES]
     return {"dtype": dtype_name(halves[0]), "smallest": _smallest(halves[0])} if halves else None
 
 
-@of_scene
 def is_normalised_later(scene: Scene) -> Numbers | None:
     """True if the origin's result is divided, later, by a sum over itself."""
     calls = scene.program.calls[scene.index :]
@@ -187,7 +178,6 @@ def is_normalised_later(scene: Scene) -> Numbers | None:
     return None
 
 
-@of_scene
 def loss_was_growing(scene: Scene) -> Numbers | None:
     """True if the loss, or the norm of the gradients, of the steps before had grown tenfold, for good.
 
@@ -208,10 +198,10 @@ def loss_was_growing(scene: Scene) -> Numbers | None:
     return None
 
 
-@of_scene
 def parameters_are_huge(scene: Scene) -> Numbers | None:
     """True if parameters that the failure depends on have left every usual range before the step."""
-    values = ((scene.tensors[item.value], item.name) for item in scene.inputs("parameter"))
+    inputs = (item for item in scene.program.inputs if item.role == "parameter" and item.value in scene.upstream)
+    values = ((scene.tensors[item.value], item.name) for item in inputs)
     sizes = ((largest_finite(value), name) for value, name in values if value.is_floating_point() and value.numel())
     worst, name = max(sizes, default=(0.0, ""))
     rate = _last_rate(scene, "; the update before was made at a learning rate of")
@@ -224,7 +214,6 @@ def _last_rate(scene: Scene, words: str) -> str:
     return f"{words} {rates[-1][1]:.4g}" if rates else ""
 
 
-@of_scene
 def scale_collapsed(scene: Scene) -> Numbers | None:
     """True if the scale of a grad scaler fell below one."""
     scales = [scale for _, scale in _numbers(scene, "scale")]
@@ -239,7 +228,6 @@ def _numbers(scene: Scene, name: str) -> list[tuple[int, float]]:
     return [(step, number) for step, number in found if number is not None and math.isfinite(number)]
 
 
-@of_scene
 def adds_opposite_infinities(scene: Scene) -> Numbers | None:
     """True if infinities meet that take each other away: in a sum or difference, or within one reduction."""
     call, x = scene.origin.call, scene.tensor("x")
@@ -251,7 +239,6 @@ def adds_opposite_infinities(scene: Scene) -> Numbers | None:
     return places(x.isinf() & other.isinf() & (x != other))
 
 
-@of_scene
 def multiplies_zero_by_infinity(scene: Scene) -> Numbers | None:
     """True if zero meets an infinity in a product, of matrices too."""
     x, y, multiply = scene.tensor("x"), scene.tensor("y"), function_named(scene.origin.call.target)
@@ -262,7 +249,7 @@ def multiplies_zero_by_infinity(scene: Scene) -> Numbers | None:
 # fmt: off
 PRECISION = [
     Rule("half-operand-overflow", "An operand that is too large for autocast",
-        phases="forward", when=[operand_is_too_large()],
+        phases="forward", when=[operand_is_too_large],
         why="Autocast converts the operands of `{call}` to {dtype}. One is finite but beyond the largest number of "
             "that dtype ({limit:.6g}), so the conversion makes it infinite.",
         seen=["the operand goes up to {largest:.6g}",
@@ -288,7 +275,7 @@ PRECISION = [
                Fix("use float32 in place of float16", step_in(torch.float32))]),
     Rule("half-normalize-eps", "An eps that half precision rounds to zero",
         phases="forward backward", calls="normalize cosine_similarity layer_norm group_norm rms_norm instance_norm",
-        is_of_torch=True, when=[loses_eps_argument()],
+        is_of_torch=True, when=[loses_eps_argument],
         why="The `eps` of `{call}` is there to avoid a division by zero, but {eps:.3g} is below the smallest {dtype} "
             "number ({smallest:.3g}) and becomes zero. A zero vector, or one of equal values, is then divided by "
             "zero.",
@@ -298,7 +285,7 @@ PRECISION = [
         fixes=[Fix("give {call} an eps that half precision can hold", set_argument("eps", 1e-4)),
                Fix("do this {call} in float32", call_in_float32())]),
     Rule("half-eps-lost", "An eps that half precision rounds to zero",
-        phases="forward backward", calls="div reciprocal log log2 log10 sqrt rsqrt", when=[is_dangerous(), loses_eps()],
+        phases="forward backward", calls="div reciprocal log log2 log10 sqrt rsqrt", when=[is_dangerous, loses_eps],
         why="A small number was added to keep the divisor or argument of `{call}` away from zero, but {eps:.3g} is "
             "below the smallest {dtype} number ({smallest:.3g}), so nothing was added.",
         seen=["eps = {eps:.3g} becomes 0 in {dtype}, and {count} of {total} operands are zero"],
@@ -307,7 +294,7 @@ PRECISION = [
                Fix("divide by one where the divisor is zero", away_from_zero()),
                Fix("keep the argument of {call} above a number that half precision can hold", clamp(min="small"))]),
     Rule("half-gradient-overflow", "A gradient that half precision cannot hold",
-        kinds="inf", phases="backward", confidence="likely", when=[gradient_overflows_half(), gradients_explode()],
+        kinds="inf", phases="backward", confidence="likely", when=[gradient_overflows_half, gradients_explode],
         why="The gradient of `{call}` goes beyond the largest {dtype} number ({limit:.6g}).",
         seen=["the arguments are finite (at most {largest:.4g}), the gradient is beyond {limit:.6g}"],
         advice="Lower the loss scale, keep this call in float32, or use bfloat16.",
@@ -315,21 +302,20 @@ PRECISION = [
         fixes=[Fix("use bfloat16 in place of float16", step_in(torch.bfloat16)),
                Fix("use float32 in place of float16", step_in(torch.float32))]),
     Rule("grad-scaler-collapse", "The scale of the grad scaler has collapsed",
-        tier="context", confidence="possible", when=[scale_collapsed()],
+        tier="context", confidence="possible", when=[scale_collapsed],
         why="The grad scaler halves its scale at every step whose gradients are not finite. A scale that falls below "
             "one means that they are not finite at any scale: the cause is a NaN or infinity in the step itself, not "
             "the scaling.",
         seen=["the scale fell from {highest:.6g} to {scale:.3g}"],
         advice="Look for the origin of the bad value in the step; a lower initial scale does not help."),
-    Rule("bad-hyperparameter", "A hyperparameter that is not a number", when=[has_bad_number()],
-        why="`{name}` of `{call}` is {value}. Everything computed with it is bad.",
-        seen=["{name} = {value}"],
+    Rule("bad-hyperparameter", "A hyperparameter that is not a number", when=[has_bad_number],
+        why="`{name}` of `{call}` is {value}. Everything computed with it is bad.", seen=["{name} = {value}"],
         advice="Find where it is computed: a schedule that divides by zero steps, a statistic of a failed step.",
         expected="a number that is finite",
         fixes=[Fix("give the optimizer a finite learning rate", set_option("lr", 1e-3),
                    "for group in optimizer.param_groups:\n    group[\"lr\"] = 1e-3")]),
     Rule("optimizer-eps-lost", "The optimizer's eps is zero in half precision",
-        phases="optimizer", is_of_torch=True, when=[optimizer_loses_eps()],
+        phases="optimizer", is_of_torch=True, when=[optimizer_loses_eps],
         why="The optimizer divides by the root of the squared gradients plus `eps`. In {dtype} an eps of {eps:.3g} is "
             "zero (the smallest number above zero is {smallest:.3g}), and so are small squares, so a zero or tiny "
             "gradient divides by zero.",
@@ -343,18 +329,16 @@ PRECISION = [
         phases="optimizer", when=[optimizer_option("eps", equal=0.0)],
         why="The optimizer divides by the root of the squared gradients plus `eps`. With an eps of 0 a gradient of "
             "zero gives 0 / 0.",
-        seen=["eps = 0"],
-        advice="Use the default eps.",
+        seen=["eps = 0"], advice="Use the default eps.",
         fixes=[Fix("give the optimizer its usual eps", set_option("eps", 1e-8),
                    "torch.optim.{optimizer}(params, eps=1e-8)")]),
     Rule("huge-learning-rate", "A learning rate out of all proportion",
         phases="optimizer", when=[optimizer_option("lr", at_least=1e6)],
         why="The update is the gradient times the learning rate, and goes beyond the largest number of the dtype.",
-        seen=["the learning rate is {lr:.4g}"],
-        advice="Check the learning rate and its schedule.",
+        seen=["the learning rate is {lr:.4g}"], advice="Check the learning rate and its schedule.",
         fixes=[Fix("use a learning rate of 1e-3", set_option("lr", 1e-3), "torch.optim.{optimizer}(params, lr=1e-3)")]),
     Rule("optimizer-in-half", "An optimizer step in half precision",
-        phases="optimizer", confidence="likely", when=[computes_in_half()],
+        phases="optimizer", confidence="likely", when=[computes_in_half],
         why="The optimizer's own arithmetic is done in {dtype}, where squares of gradients underflow and updates "
             "overflow early.",
         seen=["parameters or gradients are {dtype}, where everything below {smallest:.3g} is zero"],
@@ -365,12 +349,11 @@ PRECISION = [
         why="The update rule divides a gradient by its own running size (`{maker}`) without an eps. A parameter whose "
             "gradient has been zero all along has size zero, and 0 / 0 is NaN.",
         seen=["{count} of {total} elements divide a gradient of 0 by a size of 0"],
-        advice="Add an eps to the divisor of the update.",
-        links="kozistr/pytorch_optimizer/issues/120",
+        advice="Add an eps to the divisor of the update.", links="kozistr/pytorch_optimizer/issues/120",
         fixes=[Fix("keep the divisor of the update above a small number", clamp("denominator", min="eps")),
                Fix("divide by one where the size is zero", away_from_zero())]),
     Rule("exp-overflow", "An exponential that overflows",
-        phases="forward", calls="exp expm1 exp2 sinh cosh", when=[is_dangerous(), turns_bad()],
+        phases="forward", calls="exp expm1 exp2 sinh cosh", when=[is_dangerous, turns_bad],
         why="exp(x) goes beyond the largest {dtype} number ({limit:.4g}) as soon as x is above its logarithm (88.7 "
             "for float32 and bfloat16, 11.1 for float16).",
         seen=["the largest argument is {largest:.4g}"],
@@ -380,23 +363,23 @@ PRECISION = [
         fixes=[Fix("clamp the argument of {call} from above", clamp(max="log_max")),
                Fix("clamp the argument of {call} at 20", clamp(max=20.0))]),
     Rule("exp-then-normalised", "An exponential that overflows before it is normalised",
-        phases="forward", calls="exp exp2", when=[is_dangerous(), turns_bad(), is_normalised_later()],
+        phases="forward", calls="exp exp2", when=[is_dangerous, turns_bad, is_normalised_later],
         why="exp(x) overflows, and the division by its own sum that follows makes inf / inf, NaN. Subtracting the "
             "largest x first changes nothing in the quotient and keeps exp(x) at one or below.",
         seen=["the largest argument is {largest:.4g}, and the result is divided by a sum over itself"],
         advice="Subtract the largest argument before the exponential, or use `softmax`.",
         expected="operands small enough for the dtype", links="facebookresearch/swav/issues/67",
-        fixes=[Fix("subtract the largest argument before {call}", on_call(lambda call: call.given("x", call["x"].sub(call.make("torch.amax", call["x"]))))),
+        fixes=[Fix("subtract the largest argument before {call}",
+                   on_call(lambda call: call.given("x", call["x"].sub(call.make("torch.amax", call["x"]))))),
                Fix("clamp the argument of {call} from above", clamp(max="log_max"))]),
     Rule("learning-rate-divergence", "The numbers had been growing before",
-        tier="context", confidence="likely", when=[loss_was_growing()],
+        tier="context", confidence="likely", when=[loss_was_growing],
         why="The failure is the end of a longer story: {what} had been growing for some steps before it. The origin "
             "is only the first call that could not hold the numbers any more.",
         seen=["the {what} went from {low:.4g} at step {from_step} to {high:.4g} at step {to_step}{lr}"],
-        advice="Lower the learning rate, warm it up, or clip gradients.",
-        links="pytorch/examples/pull/223"),
+        advice="Lower the learning rate, warm it up, or clip gradients.", links="pytorch/examples/pull/223"),
     Rule("huge-parameters", "Parameters that have left every usual range",
-        tier="context", confidence="likely", when=[parameters_are_huge()],
+        tier="context", confidence="likely", when=[parameters_are_huge],
         why="The parameters were ruined before this step, by an update or what came before it; the failure is only "
             "where it shows.",
         seen=["{input} holds values up to {largest:.4g}{lr}"],
@@ -409,13 +392,13 @@ PRECISION = [
         expected="operands small enough for the dtype",
         fixes=[Fix("clamp the result of {call} to the largest number of its dtype", result_at_most())]),
     Rule("exploding-gradients", "Gradients that grow until they overflow",
-        kinds="inf", phases="backward", tier="general", confidence="possible", when=[gradients_explode()],
+        kinds="inf", phases="backward", tier="general", confidence="possible", when=[gradients_explode],
         why="Nothing that is known about `{call}` explains an infinity at its arguments: most likely the gradient is "
             "a product of too many, or too large, factors.",
         seen=["everything `{call}` was given is finite (at most {largest:.4g}), its gradient is not"],
         advice="Clip gradients, normalise between layers, or lower the learning rate."),
     Rule("log-rate-overflow", "A log rate whose exponential overflows", phases="forward", calls="poisson_nll_loss",
-        when=[option("log_input", equal=1.0), has(above="log_max"), turns_bad()],
+        when=[option("log_input", equal=1.0), has(above="log_max"), turns_bad],
         why="With `log_input` the loss takes the exponential of its input, which goes beyond the largest {dtype} "
             "number ({limit:.4g}).",
         seen=["{count} of {total} log rates are too large (up to {highest:.4g})"],
@@ -425,23 +408,21 @@ PRECISION = [
         fixes=[Fix("clamp the argument of {call} from above", clamp(max="log_max")),
                Fix("clamp the argument of {call} at 20", clamp(max=20.0))]),
     Rule("zero-times-infinity", "Zero times infinity",
-        kinds="nan", phases="forward", calls="mul matmul mm bmm linear", when=[multiplies_zero_by_infinity()],
+        kinds="nan", phases="forward", calls="mul matmul mm bmm linear", when=[multiplies_zero_by_infinity],
         why="An infinity, often from a mask, is multiplied by zero, and 0 * inf is NaN. A product does not hide an "
             "infinite value.",
         seen=["zero meets an infinity in {count} places"],
         advice="Choose with `torch.where` or `masked_fill` in place of multiplying with a mask.",
         expected="finite operands"),
     Rule("infinity-minus-infinity", "Infinity minus infinity",
-        kinds="nan", phases="forward", calls="sub add sum mean cumsum", when=[adds_opposite_infinities()],
+        kinds="nan", phases="forward", calls="sub add sum mean cumsum", when=[adds_opposite_infinities],
         why="Two infinities that were put in on purpose meet and take each other away, and inf - inf is NaN.",
-        seen=["opposite infinities meet in {count} places"],
-        advice="Use large finite numbers in place of infinities.",
+        seen=["opposite infinities meet in {count} places"], advice="Use large finite numbers in place of infinities.",
         expected="finite operands"),
     Rule("infinity-by-infinity", "Infinity divided by infinity", kinds="nan", phases="forward", calls="div",
         when=[meet(numerator=dict(size=True, equal=math.inf), denominator=dict(size=True, equal=math.inf))],
         why="Numerator and divisor are both infinite, and inf / inf is NaN.",
         seen=["{count} of {total} elements divide an infinity by an infinity"],
-        advice="Use large finite numbers in place of infinities.",
-        expected="finite operands"),
+        advice="Use large finite numbers in place of infinities.", expected="finite operands"),
 ]
 # fmt: on

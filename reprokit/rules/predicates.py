@@ -131,7 +131,6 @@ def raises(scene: Scene, pattern: str) -> Numbers | None:
     return {"exception": f"{kind}: {lines[0]}"} if re.search(pattern, f"{kind}: {message}", re.IGNORECASE) else None
 
 
-@of_scene
 def turns_bad(scene: Scene) -> Numbers | None:
     """True if everything the origin is given is finite, and its result is not."""
     result, largest = scene.tensor("result"), largest_if_finite(scene)
@@ -160,7 +159,6 @@ def danger(scene: Scene) -> torch.Tensor:
     return mask
 
 
-@of_scene
 def is_dangerous(scene: Scene) -> Numbers | None:
     """True if any element is at or beyond the edge of what the origin is defined for."""
     return places(danger(scene))
@@ -179,7 +177,7 @@ def underflowed(scene: Scene, role: Slot = "x", *, makers: str = "") -> Numbers 
     values, argument = scene.tensor(role), scene.recorded(role)
     if not isinstance(argument, Ref) or not bool((values == 0).any()):
         return None
-    watch = _Watch(frozenset(scene.behind()[-_REACH:]))
+    watch = _Watch(frozenset(scene.behind(scene.origin.call.input_refs(), scene.index)[-_REACH:]))
     run(scene.program, scene.tensors, observer=watch, keep=frozenset(), only=range(scene.index))
     found = watch.found[argument.value]
     maker = short_name(scene.program.calls[found.maker])

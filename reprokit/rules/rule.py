@@ -1,7 +1,7 @@
 """What a rule is: one thing that is known to make a training step go wrong, its words, and what to try against it.
 
-A rule holds functions of a scene (`of_scene`): predicates, which return the numbers that the texts are worded with, and
-edits. Both return `None` where they do not apply.
+A rule holds functions of a scene: predicates, which return the numbers that the texts are worded with, and edits. Both
+return ``None`` where they do not apply. With further arguments they are made by `of_scene`.
 """
 
 from __future__ import annotations
@@ -26,29 +26,34 @@ TIERS = ("origin", "context", "general")
 class OfScene(Generic[T]):
     """A function of a scene with its other arguments, which a rule can hold and compare."""
 
-    function: Callable[..., T | None]
+    function: Callable[..., T]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def __call__(self, scene: Scene) -> T | None:
-        """``None`` also where the origin does not have the arguments, or in a form that the function does not know."""
-        try:
-            return self.function(scene, *self.args, **self.kwargs)
-        except (RuntimeError, LookupError, TypeError, ValueError):
-            return None
+    def __call__(self, scene: Scene) -> T:
+        return self.function(scene, *self.args, **self.kwargs)
 
     @property
-    def name(self) -> str:
+    def __name__(self) -> str:
         return self.function.__name__
 
 
-def of_scene(function: Callable[Concatenate[Scene, P], T | None]) -> Callable[P, OfScene[T]]:
+def of_scene(function: Callable[Concatenate[Scene, P], T]) -> Callable[P, OfScene[T]]:
     """``function`` without its first argument, the scene, which comes later."""
 
     def wait(*args: P.args, **kwargs: P.kwargs) -> OfScene[T]:
         return OfScene(function, args, kwargs)
 
     return wait
+
+
+def asked(function: Callable[[Scene], T | None], scene: Scene) -> T | None:
+    """``function`` of a scene; ``None`` also where the origin does not have the arguments that it asks for, or has them
+    in a form that it does not know, say of other shapes."""
+    try:
+        return function(scene)
+    except (RuntimeError, LookupError, TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class Fix:
     """
 
     text: str
-    edit: OfScene[Edited]
+    edit: OfScene[Edited | None]
     code: str = ""
 
     def words_for(self, scene: Scene) -> tuple[str, str]:
@@ -92,7 +97,7 @@ class Rule:
 
     name: str
     title: str
-    when: Sequence[OfScene[Numbers]]
+    when: Sequence[Callable[[Scene], Numbers | None]]
     why: str
     seen: Sequence[str]
     advice: str

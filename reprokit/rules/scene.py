@@ -21,7 +21,7 @@ from reprokit.locate.ways import ways_of
 from reprokit.program.dataflow import calls_after, needed_calls, written_in_place
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
-from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs, map_leaves
+from reprokit.program.ir import Call, Phase, Program, Ref, iter_refs, map_leaves
 from reprokit.series.story import StepNumbers, failing_series
 
 T = TypeVar("T")
@@ -154,19 +154,14 @@ class Scene:
 
     def arguments(self) -> list[torch.Tensor]:
         """All tensors that the origin is given."""
-        found: list[torch.Tensor] = []
-        map_leaves(
-            (self.origin.args, dict(self.origin.kwargs)),
-            lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None,
-        )
-        return found
+        found: list[Any] = []
+        map_leaves((self.origin.args, dict(self.origin.kwargs)), found.append)
+        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
     def writer(self, value: int, before: int) -> int | None:
         """The last call before ``before`` whose output this value is."""
-        for index in range(before - 1, -1, -1):
-            if value in self.program.calls[index].output_refs():
-                return index
-        return None
+        calls = self.program.calls
+        return next((index for index in range(before - 1, -1, -1) if value in calls[index].output_refs()), None)
 
     @cached_property
     def upstream(self) -> frozenset[int]:
@@ -175,43 +170,34 @@ class Scene:
         call, failure = self.call, self.failure
         if failure.event is not None and call is None:
             return frozenset(item.value for item in self.program.inputs)
-        if call is None or failure.call_index is None:
+        if call is None:
             return frozenset() if failure.value is None else frozenset([failure.value])
-        found = self._ancestors(call.input_refs(), failure.call_index)
+        found = self._ancestors(call.input_refs(), self.index)
         is_local = failure.phase == Phase.FORWARD and failure.event is None
-        return found if is_local else found | self._behind_losses(failure.call_index)
+        return found if is_local else found | self._behind_losses
 
     def leads_to_loss(self, call: Call) -> bool:
         """True if a later call is part of what is differentiated or returned, or nothing is."""
-        index = self.failure.call_index
-        counted = self._behind_losses(index) if index is not None else frozenset()
-        return not counted or not counted.isdisjoint(call.output_refs())
+        return not self._behind_losses or not self._behind_losses.isdisjoint(call.output_refs())
 
-    def inputs(self, role: str | None = None) -> list[Input]:
-        """The inputs of the step, of one role, that the failure depends on."""
-        return [item for item in self.program.inputs if item.value in self.upstream and role in (None, item.role)]
-
-    def behind(self) -> list[int]:
-        """The calls that the origin depends on, in their order."""
-        index, call = self.failure.call_index, self.call
-        return self._calls_behind(call.input_refs(), index) if index is not None and call is not None else []
-
-    def _behind_losses(self, index: int) -> frozenset[int]:
-        """The values behind what is differentiated, or returned, that call number ``index`` is part of."""
+    @cached_property
+    def _behind_losses(self) -> frozenset[int]:
+        """The values behind what is differentiated, or returned, that the origin is part of."""
         calls, found = self.program.calls, set[int]()
-        own = set(calls[index].output_refs())
+        own = set(self.call.output_refs()) if self.call is not None else set()
         ends = [(number, call.input_refs()) for number, call in enumerate(calls) if call.is_differentiation]
         for end, values in (*ends, (len(calls), tuple(ref.value for ref in self.program.outputs))):
             behind = self._ancestors(values, end)
-            if end <= index or not own.isdisjoint(behind):
+            if self.call is not None and (end <= self.index or not own.isdisjoint(behind)):
                 found |= behind
         return frozenset(found)
 
     def _ancestors(self, values: Iterable[int], before: int) -> frozenset[int]:
-        calls = (self.program.calls[number] for number in self._calls_behind(values, before))
+        calls = (self.program.calls[number] for number in self.behind(values, before))
         return frozenset(values).union(*(call.input_refs() for call in calls))
 
-    def _calls_behind(self, values: Iterable[int], before: int) -> list[int]:
+    def behind(self, values: Iterable[int], before: int) -> list[int]:
+        """The calls before ``before`` that values depend on, in their order."""
         needed, found = set(values), list[int]()
         for number in range(before - 1, -1, -1):
             call = self.program.calls[number]
@@ -232,12 +218,11 @@ class Scene:
             if index is None:
                 continue
             call = self.program.calls[index]
-            is_view = short_name(call) in VIEWS
-            if not is_view:
-                yield index, call
-            if is_view:
+            if short_name(call) in VIEWS:
                 yield from self.makers_of(call.args[:1], index, depth)
-            elif depth > 1:
+                continue
+            yield index, call
+            if depth > 1:
                 yield from self.makers_of((call.args, dict(call.kwargs)), index, depth - 1)
 
 

@@ -29,7 +29,6 @@ def input_is(scene: Scene, roles: str) -> Numbers | None:
     return {"input": f"`{item.name}`", "count": failure.num_bad, "total": failure.num_elements, "role": item.role}
 
 
-@of_scene
 def ignores_all_targets(scene: Scene) -> Numbers | None:
     """True if every target of a loss is the one it ignores."""
     target = scene.tensor("target")
@@ -39,7 +38,6 @@ def ignores_all_targets(scene: Scene) -> Numbers | None:
     return {"count": target.numel(), "ignored": ignored} if bool((target == ignored).all()) else None
 
 
-@of_scene
 def target_is_longer(scene: Scene) -> Numbers | None:
     """True if a target of ``ctc_loss`` needs more steps than its input has (repeats need one more)."""
     targets = scene.tensor("targets")
@@ -54,7 +52,6 @@ def target_is_longer(scene: Scene) -> Numbers | None:
     return None
 
 
-@of_scene
 def dtypes_differ(scene: Scene) -> Numbers | None:
     """The floating-point dtypes of the origin's tensors if there are several."""
     names = list(dict.fromkeys(dtype_name(item) for item in scene.arguments() if item.is_floating_point()))
@@ -66,7 +63,6 @@ _BEFORE = 10  # steps from a jump of the learning rate to the event
 _FACTOR = 3.0  # of a jump
 
 
-@of_scene
 def batch_carries_event(scene: Scene) -> Numbers | None:
     """True if capture found an input of the batch, or rows of it, that is off."""
     event = scene.failure.event
@@ -78,7 +74,6 @@ def batch_carries_event(scene: Scene) -> Numbers | None:
     return {"what": what, "seen": seen, "step": event.began_at, "healthy": event.reference_step}
 
 
-@of_scene
 def parameter_carries_event(scene: Scene) -> Numbers | None:
     """True if capture found a parameter, and no input of the batch, that is off."""
     event = scene.failure.event
@@ -92,7 +87,6 @@ def _is_source(scene: Scene, role: str) -> bool:
     return event is not None and any(i.role == role and i.name == event.source for i in scene.program.inputs)
 
 
-@of_scene
 def learning_rate_jumped(scene: Scene) -> Numbers | None:
     """True if the learning rate jumped a few steps before the event at most."""
     event = scene.failure.event
@@ -114,7 +108,6 @@ def rate_jump(timeline: Sequence[StepNumbers], began_at: int) -> Numbers | None:
     return None
 
 
-@of_scene
 def bias_blocks_gradient(scene: Scene) -> Numbers | None:
     """True if the parameter gets a gradient once a bias in front of the origin is zero."""
     value = blocking_bias(Step(scene.program, scene.tensors), scene.failure) if scene.failure.event else None
@@ -125,14 +118,12 @@ def bias_blocks_gradient(scene: Scene) -> Numbers | None:
     return {"bias": f"`{name}`", "low": low, "high": high}
 
 
-@of_scene
 def argument_blocks_gradient(scene: Scene) -> Numbers | None:
     """True if everything that the origin is given is below zero."""
     x = scene.tensor("x")
     return {"highest": float(x.max()), "total": x.numel()} if x.numel() and bool((x <= 0).all()) else None
 
 
-@of_scene
 def origin_cuts_graph(scene: Scene) -> Numbers | None:
     """True if the origin is `detach`, or ran without recording gradients."""
     if scene.failure.event is None or scene.call is None:
@@ -145,7 +136,7 @@ def origin_cuts_graph(scene: Scene) -> Numbers | None:
 # fmt: off
 STEPS = [
     Rule("all-targets-ignored", "All targets are ignored",
-        phases="forward", calls="cross_entropy nll_loss", when=[ignores_all_targets()],
+        phases="forward", calls="cross_entropy nll_loss", when=[ignores_all_targets],
         why="The mean of the loss is taken over the targets that count. All of them are `ignore_index`, so 0 is "
             "divided by 0.",
         seen=["all {count} targets are {ignored}"],
@@ -154,7 +145,7 @@ STEPS = [
         fixes=[Fix("divide the sum of the losses by the number of targets that count, at least one",
                    loss_over_count())]),
     Rule("ctc-target-too-long", "A CTC target that is longer than its input",
-        phases="forward", calls="ctc_loss", when=[target_is_longer()],
+        phases="forward", calls="ctc_loss", when=[target_is_longer],
         why="CTC needs at least one input step for every label, and one more between two equal labels. There is no "
             "way to align a target that needs more, so its loss is infinite and its gradient NaN.",
         seen=["sample {sample} needs {needed} steps and has {available}"],
@@ -179,17 +170,15 @@ STEPS = [
         advice="Leave empty samples out of the batch before they are packed, or keep one padding element of them "
                "(`lengths.clamp(min=1)`)."),
     Rule("dtype-mismatch", "Tensors of two dtypes",
-        kinds="exception", when=[raises("same dtype|scalar type|should be the same|found dtype"), dtypes_differ()],
-        why="`{call}` takes tensors of one dtype, and does not convert them.",
-        seen=["`{call}` is given {dtypes}"],
+        kinds="exception", when=[raises("same dtype|scalar type|should be the same|found dtype"), dtypes_differ],
+        why="`{call}` takes tensors of one dtype, and does not convert them.", seen=["`{call}` is given {dtypes}"],
         advice="Convert the tensor where it is made: NumPy's float64 stays float64, parameters are float32. A model "
                "in half precision takes inputs in half precision, or `torch.autocast`.",
         links="pytorch/pytorch/issues/2138"),
     Rule("length-mismatch", "Sizes that do not go together", kinds="exception", confidence="likely",
         when=[raises("batch_size|must match the size|shape mismatch|size mismatch|shapes cannot be multiplied|target "
                      "size|same size")],
-        why="The arguments of `{call}` do not have sizes that go together.",
-        seen=["`{call}` raises {exception}"],
+        why="The arguments of `{call}` do not have sizes that go together.", seen=["`{call}` raises {exception}"],
         advice="Compare the shapes of both arguments; a last batch that is smaller, or a length of padding, is the "
                "usual reason."),
     Rule("bad-data", "The data is bad already", when=[input_is("batch random")],
@@ -242,42 +231,41 @@ STEPS = [
                "compute with changed values write into a copy (`x = x.clone()`).",
         links="pytorch/examples/pull/779"),
     Rule("batch-carries-event", "The data of this step",
-        kinds="spike explosion", tier="general", confidence="likely", when=[batch_carries_event()],
+        kinds="spike explosion", tier="general", confidence="likely", when=[batch_carries_event],
         why="Step {step} differs from step {healthy} in its data: {what}.",
         seen=["compared with step {healthy} when the step was captured: {seen}"],
         advice="Look at the data of this step: wrong labels, a unit or scale, a broken file. `reprokit trace FILE` "
                "prints the batch and all that is made of it in numbers."),
     Rule("learning-rate-jump", "The learning rate jumped",
-        kinds="spike explosion", confidence="likely", when=[learning_rate_jumped()],
+        kinds="spike explosion", confidence="likely", when=[learning_rate_jumped],
         why="In step {jump} the learning rate rose from {before:.4g} to {now:.4g}, above all that it was before, and "
             "the event began in step {step}.",
         seen=["the learning rate of step {jump} is {times:.3g} times that of the step before"],
         advice="Look at what sets the learning rate at this step: a scheduler's units (steps or epochs), a restart, a "
                "resumed run. Rise to such a rate over many steps."),
     Rule("parameter-carries-event", "Parameters that an update before this step has changed",
-        kinds="spike explosion", tier="general", confidence="likely", when=[parameter_carries_event()],
+        kinds="spike explosion", tier="general", confidence="likely", when=[parameter_carries_event],
         why="The parameter {source} is off its usual range when step {step} begins: an update after step {healthy} "
             "has changed it.",
         seen=["compared with step {healthy} when the step was captured: {source}"],
         advice="Look at the gradient and the learning rate of the step before; clip gradients, lower the learning "
                "rate, or warm it up."),
     Rule("dead-relu-bias", "A bias that keeps a layer below zero",
-        kinds="dead", calls="relu", when=[argument_blocks_gradient(), bias_blocks_gradient()],
+        kinds="dead", calls="relu", when=[argument_blocks_gradient, bias_blocks_gradient],
         why="The bias {bias} makes all arguments of `{call}` negative. Its result and its derivative are zero, so no "
             "gradient gets behind it, and none reaches the bias.",
         seen=["the largest argument is {highest:.4g}; {bias} is {low:.4g} to {high:.4g}; with a bias of zero a "
               "gradient gets through, in a run of this step"],
         advice="Look at what set the bias: the initialisation, a loaded file, one large update. Set it anew; a leaky "
                "ReLU lets a gradient through below zero."),
-    Rule("dead-relu", "A layer below zero", kinds="dead", calls="relu", when=[argument_blocks_gradient()],
+    Rule("dead-relu", "A layer below zero", kinds="dead", calls="relu", when=[argument_blocks_gradient],
         why="All arguments of `{call}` are negative or zero. Its result and its derivative are zero, so no gradient "
             "gets behind it.",
         seen=["the largest of {total} arguments is {highest:.4g}"],
         advice="Look at what makes the arguments negative: an input that is never negative with negative weights, one "
                "large update. Lower the learning rate, normalise before the layer, or use a leaky ReLU."),
-    Rule("cut-from-graph", "A call that cuts the graph", kinds="dead", when=[origin_cuts_graph()],
-        why="No gradient gets behind `{call}`, and none reaches the parameter.",
-        seen=["`{call}` {what}"],
+    Rule("cut-from-graph", "A call that cuts the graph", kinds="dead", when=[origin_cuts_graph],
+        why="No gradient gets behind `{call}`, and none reaches the parameter.", seen=["`{call}` {what}"],
         advice="Keep the call out of the way to the loss, or freeze the parameters behind it "
                "(`requires_grad_(False)`) if they are not meant to learn."),
 ]

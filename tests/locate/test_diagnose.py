@@ -95,11 +95,11 @@ def helpful() -> frozenset[str]:
         for item in rule.fixes:
             fix = attempt(scene, item, TrialBudget(seconds=60), lambda scene: [])
             if fix is not None and fix.helped:
-                found.add(item.edit.name)
+                found.add(item.edit.__name__)
     return frozenset(found)
 
 
-@pytest.mark.parametrize("name", sorted({fix.edit.name for rule in RULES for fix in rule.fixes}))
+@pytest.mark.parametrize("name", sorted({fix.edit.__name__ for rule in RULES for fix in rule.fixes}))
 def test_every_edit_helps_somewhere(name: str) -> None:
     assert name in helpful()
 
