@@ -110,8 +110,3 @@ class Rule:
     is_of_torch: bool = False  # an issue for PyTorch
     links: str = ""  # places below https://github.com/
     fixes: Sequence[Fix] = ()
-
-    @property
-    def by_definition(self) -> bool:
-        """True if the function is defined to return the nan or inf for what it was given."""
-        return bool(self.expected)

@@ -95,11 +95,7 @@ class Branch:
 
 @dataclass
 class Scene:
-    """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call.
-
-    ``floats`` are the values that hold floating-point numbers.
-    ``has_failed``: True if a call raised, or if the origin's result or gradient was not finite.
-    """
+    """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call."""
 
     program: Program
     tensors: Tensors
@@ -107,9 +103,9 @@ class Scene:
     timeline: Sequence[StepNumbers] = ()
     settings: Settings = Settings()
     seen: dict[int, ObservedCall] = field(default_factory=dict)
-    floats: set[int] = field(default_factory=set)
+    floats: set[int] = field(default_factory=set)  # values that hold floating-point numbers
     branches: list[Branch] = field(default_factory=list)
-    has_failed: bool = False
+    has_failed: bool = False  # a call raised, or the origin's result or gradient was not finite
 
     @property
     def call(self) -> Call | None:
@@ -318,34 +314,28 @@ def _near(scene: Scene) -> set[int]:
 def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) -> Iterator[torch.Tensor]:
     """Masks of the elements that a call keeps of a value downstream of the origin; none if it drops none."""
 
-    def is_downstream(argument: Any) -> bool:
-        return isinstance(argument, Ref) and argument.value in downstream
-
-    def real(argument: Any) -> Any:
-        return values.get(argument.value) if isinstance(argument, Ref) else argument
+    def mask_of(argument: Any) -> torch.Tensor | None:
+        found = values.get(argument.value) if isinstance(argument, Ref) else argument
+        return found if isinstance(found, torch.Tensor) else None
 
     name, args = short_name(call), [*call.args, *call.kwargs.values()]
+    kept: list[tuple[Any, torch.Tensor | None]] = []  # a value of the program with a mask of it
     if name == "where" and len(args) == 3:
-        chosen, condition, other = (
-            (args[0], args[1], args[2]) if "Tensor" in call.target else (args[1], args[0], args[2])
-        )
-        mask = real(condition)
-        if isinstance(mask, torch.Tensor):
-            if is_downstream(chosen):
-                yield mask.bool()
-            if is_downstream(other):
-                yield ~mask.bool()
-    elif name == "masked_fill" and len(args) >= 3 and is_downstream(args[0]):
-        yield ~real(args[1]).bool()
+        chosen, condition, other = args if "Tensor" in call.target else (args[1], args[0], args[2])
+        mask = mask_of(condition)
+        kept = [(chosen, mask), (other, ~mask.bool() if mask is not None else None)]
+    elif name == "masked_fill" and len(args) >= 3:
+        mask = mask_of(args[1])
+        kept = [(args[0], ~mask.bool() if mask is not None else None)]
     elif name == "mul" and len(args) == 2:
-        for one, other in (args, args[::-1]):
-            factor = real(other)
-            if is_downstream(one) and isinstance(factor, torch.Tensor) and bool((factor == 0).any()):
-                yield factor != 0
-    elif call.name == "__getitem__" and is_downstream(args[0]):
-        mask = real(args[1])
-        if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
-            yield mask
+        factors = [mask_of(args[1]), mask_of(args[0])]
+        kept = [(args[n], f != 0) for n, f in enumerate(factors) if f is not None and bool((f == 0).any())]
+    elif call.name == "__getitem__":
+        mask = mask_of(args[1])
+        kept = [(args[0], mask)] if mask is not None and mask.dtype is torch.bool else []
+    for value, mask in kept:
+        if mask is not None and isinstance(value, Ref) and value.value in downstream:
+            yield mask.bool()
 
 
 def _copied(leaf: Any) -> Any:

@@ -306,7 +306,7 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
         assert "its loss is absurd, so it is no fix: clamp" in markdown(found) and "and helped" not in markdown(found)
         assert "it is no fix" in page(found)["fix"]["intro"] and not page(found)["fix"]["helped"]
     assert "(about 2 in the steps before)" in outcomes[0]
-    absurd = diagnose(record(lambda x: (x * 1e30).sum().backward(), x=torch.tensor([1e30]).requires_grad_())).fix
+    absurd = diagnose(record(lambda x: (x * 1e30).sum().backward(), x=torch.tensor([1e30, 0.0]).requires_grad_())).fix
     assert absurd is not None and absurd.helped and not absurd.is_plausible and "before" not in absurd.outcome
 
 
@@ -319,10 +319,10 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
         ([-1.0, 500.0], "486.2", [-0.5, 0.6, -0.4, 180.0], True),  # 800 times the usual one
         ([-1.0, 500.0], "486.2", [1.0, 2.0, 3.0], True),
         ([-1.0, 500.0], "486.2", [], True),
-        ([-1.0], "-13.82", [2.4, 2.3, 2.5, NAN], False),
-        ([-1.0], "-13.82", [2.4, -0.1, 2.5, NAN], True),  # of either sign before
-        ([-1.0], "-13.82", [20.0, 15.0, 16.0, NAN], True),  # a fall below zero by less than what the losses were
-        ([-1.0], "-13.82", [2.4, NAN], True),  # too few to tell
+        ([-1.0, 0.0], "-13.82", [2.4, 2.3, 2.5, NAN], False),
+        ([-1.0, 0.0], "-13.82", [2.4, -0.1, 2.5, NAN], True),  # of either sign before
+        ([-1.0, 0.0], "-13.82", [20.0, 15.0, 16.0, NAN], True),  # a fall below zero by less than what the losses were
+        ([-1.0, 0.0], "-13.82", [2.4, NAN], True),  # too few to tell
     ],
 )
 def test_the_loss_after_a_fix_is_compared_with_the_usual_ones(
