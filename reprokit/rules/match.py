@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,9 +27,12 @@ from reprokit.program.interpreter import Outcome, determinism, run
 from reprokit.program.ir import Phase, Program, iter_refs
 from reprokit.rules.diagnosis import UNKNOWN, Also, Diagnosis, TriedFix
 from reprokit.rules.rule import CONFIDENCES, TIERS, Edited, Fix, Numbers, Rule, asked
-from reprokit.rules.scene import CapturedStep, Scene, observe
+from reprokit.rules.scene import Scene, observe
 from reprokit.rules.table import RULES
 from reprokit.series.story import StepNumbers
+
+if TYPE_CHECKING:
+    from reprokit.snapshot.format import Snapshot
 
 MAX_ALSO = 3
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
@@ -65,7 +68,7 @@ class TrialBudget:
         return self.runs <= 0 or time.monotonic() - self._started >= self.seconds
 
 
-def diagnose(step: CapturedStep, *, budget: TrialBudget | None = None, write: WriteCode | None = None) -> Diagnosis:
+def diagnose(step: Snapshot | Scene, *, budget: TrialBudget | None = None, write: WriteCode | None = None) -> Diagnosis:
     """The diagnosis of a captured step (a snapshot).
 
     ``write`` makes the code of a fix; without it only code from the table is given.

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,31 +24,8 @@ from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
 from reprokit.program.ir import Call, Phase, Program, Ref, iter_refs, map_leaves
 from reprokit.series.story import StepNumbers, failing_series
 
-T = TypeVar("T")
-
-
-class CapturedStep(Protocol):
-    """The data of a diagnosis; a snapshot is one."""
-
-    @property
-    def program(self) -> Program:
-        """The calls of the step."""
-
-    @property
-    def tensors(self) -> Mapping[int, torch.Tensor]:
-        """The inputs of the program by value number."""
-
-    @property
-    def failure(self) -> Failure:
-        """The failure of the step."""
-
-    @property
-    def settings(self) -> Settings:
-        """The determinism switches."""
-
-    @property
-    def timeline(self) -> Sequence[StepNumbers]:
-        """The steps before, in numbers."""
+if TYPE_CHECKING:
+    from reprokit.snapshot.format import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +221,7 @@ def recompute(seen: ObservedCall) -> torch.Tensor | None:
     return result if isinstance(result, torch.Tensor) else None
 
 
-def observe(step: CapturedStep) -> Scene:
+def observe(step: Snapshot | Scene) -> Scene:
     """The scene of a step's failure, from one run of the calls that lead to it and go on from it."""
     scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
     outcome = run(step.program, step.tensors, observer=_Watch(scene), keep=frozenset(), only=_shown(scene))
