@@ -181,8 +181,8 @@ def away_from_zero(call: EditedCall, role: Slot = "denominator") -> EditedValue:
 def inside(call: EditedCall) -> EditedValue | None:
     """The other half of a safe ``where``: give the origin a harmless argument where its result is dropped anyway."""
     domain = DOMAINS[short_name(call.call)]
-    edge, x = domain.edge, call[domain.operand]
-    if edge is None:
+    edge, x = domain.points[0], call[domain.operand]
+    if len(domain.points) > 1:
         return None
     tested = call.make("torch.abs", x) if edge.size else x
     dropped = call.make(f"torch.Tensor.{_TESTS[edge.test]}", tested, call.number(edge.bound, domain.operand))
