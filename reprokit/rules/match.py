@@ -251,7 +251,7 @@ def _result_of(scene: Scene, edited: Edited, is_local: bool) -> Outcome | Failur
     on also one that the forward pass hides."""
     calls, untouched, first = edited.program.calls, set(map(id, scene.program.calls)), scene.failure.call_index or 0
     if is_local:
-        first = next(index for index, call in enumerate(calls) if id(call) not in untouched)
+        first = next((index for index, call in enumerate(calls) if id(call) not in untouched), 0)
     strict = range(first, len(calls))
     with warnings.catch_warnings(action="ignore"):
         return outcome_or_failure(edited.program, edited.tensors, frozenset(losses_of(edited.program)), strict)
