@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from reprokit.errors import ReprokitError
-from reprokit.locate.diagnose import diagnose
-from reprokit.locate.diagnosis import Diagnosis, resting_on_replay
 from reprokit.program.ir import Program
 from reprokit.render.fix_code import fix_code
 from reprokit.render.names import in_users_words
+from reprokit.rules.diagnosis import Diagnosis, resting_on_replay
+from reprokit.rules.match import diagnose
 from reprokit.shrink import View, reducer
 from reprokit.shrink.reducer import MAX_TIME, SearchStopped
 from reprokit.shrink.reduction import Reduction, WhatIfResult

@@ -15,7 +15,7 @@ with ordinary numbers in the place of what is not finite.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,6 +133,7 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
 __all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_exception", "locate_with_losses"]
 
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
+_BOUNDING = ("clamp", "clip", "nan_to_num")
 
 
 def locate(
@@ -150,12 +151,31 @@ def locate(
     return _located(program, tensors, Notes(program, watch=_watch, inner=inner), through)
 
 
-def outcome_or_failure(program: Program, tensors: Tensors, keep: Set[int]) -> Outcome | Failure:
+def outcome_or_failure(
+    program: Program, tensors: Tensors, keep: Set[int], strict: Sequence[int] = ()
+) -> Outcome | Failure:
     """The outcome of a run in which nothing goes wrong, with the values in ``keep`` and the outputs; else the failure,
-    as `locate` names it."""
+    as `locate` names it.
+
+    The calls ``strict`` (indexes) may not make a bad value in the forward pass either that a later call hides, as in
+    ``1 - x / inf``. Clamping it is no hiding.
+    """
     notes = Notes(program, watch=_watch, keep=keep)
-    failure = _located(program, tensors, notes)
+    failure = _located(program, tensors, notes) or _hidden_failure(program, tensors, notes, strict)
     return failure if failure is not None else notes.outcome
+
+
+def _hidden_failure(program: Program, tensors: Tensors, notes: Notes, calls: Sequence[int]) -> Failure | None:
+    walk = _Walk(program, tensors, notes)
+    for index in calls:
+        if program.calls[index].phase is Phase.FORWARD and not any(notes.reads.get(index, {}).values()):
+            for value, ways in notes.writes.get(index, {}).items():
+                readers = [call for call in program.calls[index + 1 :] if value in call.input_refs()]
+                is_bounded = bool(readers) and all(short_name(call) in _BOUNDING for call in readers)
+                for way in () if is_bounded else ways:
+                    if not walk.is_wanted(value, way, index + 1):
+                        return walk.blame(value, way, index + 1)
+    return None
 
 
 def locate_with_losses(

@@ -9,7 +9,6 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
 
 
 def number_named(name: str | float, dtype: torch.dtype) -> float:
-    """A number of the catalogue: itself, or a word for one that depends on the dtype."""
+    """A number of a rule: itself, or a word for one that depends on the dtype."""
     if not isinstance(name, str):
         return float(name)
     limits = torch.finfo(dtype)
@@ -59,7 +58,7 @@ def compare(values: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
 class Point:
     """Arguments for which a function, or its derivative, is not finite; with ``size`` those of this magnitude.
 
-    ``test`` and ``bound`` are as in the catalogue.
+    ``test`` and ``bound`` are as in `compare`.
     """
 
     test: str
@@ -71,49 +70,34 @@ class Point:
         return compare(values.abs() if self.size else values, {self.test: self.bound})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Domain:
-    """Arguments at which a function, or only its derivative, is not finite; ``harmless`` is outside of both."""
+    """Arguments at which a function, or only its derivative, is not finite; ``harmless`` is outside of them."""
 
-    forward: tuple[Point, ...] = ()
-    backward: tuple[Point, ...] = ()
+    points: tuple[Point, ...]
     harmless: float = 1.0
     operand: str = "x"
 
-    @cached_property
-    def edge(self) -> Point | None:
-        """All points of the function and its derivative as one, ``None`` where they have several bounds."""
-        points = (*self.forward, *self.backward)
-        tests, bounds = {point.test for point in points}, {point.bound for point in points}
-        test = {"below": "at_most", "above": "at_least"}[min(tests - {"equal"})] if len(tests) > 1 else points[0].test
-        return Point(test, points[0].bound, size=points[0].size) if len(bounds) == 1 else None
-
     def places(self, values: torch.Tensor) -> torch.Tensor:
         """True where the function, or its derivative, is not finite."""
-        return torch.stack([point.places(values) for point in (*self.forward, *self.backward)]).any(0)
+        return torch.stack([point.places(values) for point in self.points]).any(0)
 
 
-# fmt: off
-_ROOT, _ZERO = Point("below", 0.0), Point("equal", 0.0)
-_BEYOND_ONE, _ONE = Point("above", 1.0, size=True), Point("equal", 1.0, size=True)
-_BELOW_ONE, _AT_ONE = Point("below", 1.0), Point("equal", 1.0)
+_NEGATIVE, _ZERO = (Point("at_most", 0.0),), (Point("equal", 0.0),)
+_UNIT = (Point("at_least", 1.0, size=True),)
 DOMAINS = {
-    **dict.fromkeys(("log", "log2", "log10"), Domain((_ROOT, _ZERO), (_ZERO,))),
-    "log1p": Domain((Point("below", -1.0), Point("equal", -1.0))),
-    "sqrt": Domain((_ROOT,), (_ZERO,)),
-    "rsqrt": Domain((_ROOT, _ZERO), (_ZERO,)),
-    "reciprocal": Domain((_ZERO,), (_ZERO,)),
-    **dict.fromkeys(("acos", "asin"), Domain((_BEYOND_ONE,), (_ONE,), harmless=0.0)),
-    "atanh": Domain((_BEYOND_ONE, _ONE), (_ONE,), harmless=0.0),
-    "acosh": Domain((_BELOW_ONE,), (_AT_ONE,), harmless=2.0),
-    "logit": Domain((_ROOT, Point("above", 1.0), _ZERO, _AT_ONE), harmless=0.5),
-    **dict.fromkeys(("exp", "expm1"), Domain((), (Point("above", "log_limit"),), harmless=0.0)),
-    "exp2": Domain((), (Point("above", "log2_limit"),), harmless=0.0),
-    **dict.fromkeys(("sinh", "cosh"), Domain((), (Point("above", "log_2_limit", size=True),), harmless=0.0)),
-    "div": Domain((_ZERO,), operand="denominator"),
-    "pow": Domain((_ROOT,), (_ZERO,), operand="base"),
+    **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), Domain(_NEGATIVE)),
+    "log1p": Domain((Point("at_most", -1.0),)),
+    "reciprocal": Domain(_ZERO),
+    **dict.fromkeys(("acos", "asin", "atanh"), Domain(_UNIT, harmless=0.0)),
+    "acosh": Domain((Point("at_most", 1.0),), harmless=2.0),
+    "logit": Domain((*_NEGATIVE, Point("at_least", 1.0)), harmless=0.5),
+    **dict.fromkeys(("exp", "expm1"), Domain((Point("above", "log_limit"),), harmless=0.0)),
+    "exp2": Domain((Point("above", "log2_limit"),), harmless=0.0),
+    **dict.fromkeys(("sinh", "cosh"), Domain((Point("above", "log_2_limit", size=True),), harmless=0.0)),
+    "div": Domain(_ZERO, operand="denominator"),
+    "pow": Domain(_NEGATIVE, operand="base"),
 }
-# fmt: on
 
 
 SPECTRA = {

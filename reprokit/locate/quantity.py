@@ -1,6 +1,6 @@
 """The quantity of an event, measured in a run of a program: what an event means as data.
 
-``loss``: what the last backward call starts from, or the only output. ``gradient norm``: the Euclidean norm of all
+``loss``: what the last backward pass starts from, or the only output. ``gradient norm``: the Euclidean norm of all
 gradients of leaves together. ``share of zeros``: that in the gradient of one leaf, 1 if it gets none. ``update``: the
 norm of the change that the optimizer makes over the norm of the parameters.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from reprokit import torch_private
-from reprokit.locate.blame import exception_failure
+from reprokit.locate.blame import GRAD_SCALER, exception_failure
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.notes import starts_of
 from reprokit.locate.ways import HALVES
@@ -24,12 +24,27 @@ from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
 
 
+def losses_of(program: Program) -> list[int]:
+    """The values that the last backward pass starts from, without the factor of a grad scaler.
+
+    Without a backward pass those of the last `torch.autograd.grad`.
+    """
+    passes = [call for call in reversed(program.calls) if call.is_differentiation]
+    last = next((call for call in passes if call.target != AUTOGRAD_GRAD), passes[0] if passes else None)
+    return [_unscaled(program, value) for value in starts_of(last)] if last is not None else []
+
+
+def _unscaled(program: Program, value: int) -> int:
+    for call in program.calls:
+        if value in call.output_refs() and GRAD_SCALER in call.scope:
+            return next((ref.value for ref in iter_refs(call.args)), value)
+    return value
+
+
 def loss_of(program: Program) -> int | None:
-    """The value that counts as the loss."""
-    last = next((call for call in reversed(program.calls) if call.is_differentiation), None)
-    if last is not None:
-        return next(iter(starts_of(last)), None)
-    return program.outputs[0].value if len(program.outputs) == 1 else None
+    """The value that counts as the loss: the first of `losses_of`, else the only output."""
+    only = program.outputs[0].value if len(program.outputs) == 1 else None
+    return next(iter(losses_of(program)), only)
 
 
 def measured(program: Program, tensors: Tensors, failure: Failure) -> float | None:

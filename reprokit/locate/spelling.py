@@ -1,4 +1,4 @@
-"""Calls in the catalogue's words: one name for all spellings of a function, and arguments by the part they play."""
+"""Calls in the words of the rules: one name for all spellings of a function, and arguments by the part they play."""
 
 from __future__ import annotations
 

@@ -10,12 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reprokit.locate.catalogue import entries
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.locate.spelling import VIEWS, short_name
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
+from reprokit.rules.rule import Rule
+from reprokit.rules.table import RULES
 from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
@@ -88,20 +89,19 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
 
 @dataclass(frozen=True, slots=True)
 class _Reason:
-    """What the diagnosis says of a nan or an inf. ``needs``: what a function takes that is defined to return it."""
+    """What the diagnosis says of a nan or an inf, and its rule."""
 
     title: str
     mechanism: str
-    needs: str
-    is_of_torch: bool
+    rule: Rule
 
 
 def _reason(failure: Failure, reduction: Reduction | None) -> _Reason | None:
     found = reduction.diagnosis if reduction is not None else None
-    entry = next((entry for entry in entries() if found is not None and entry.id == found.id), None)
-    if found is None or entry is None or failure.kind not in ("nan", "inf") or found.confidence == "possible":
+    if found is None or failure.kind not in ("nan", "inf") or found.confidence == "possible":
         return None
-    return _Reason(redact_text(found.title), redact_text(found.mechanism), entry.needs, entry.is_of_torch)
+    rule = next((rule for rule in RULES if rule.name == found.id), None)
+    return _Reason(redact_text(found.title), redact_text(found.mechanism), rule) if rule is not None else None
 
 
 def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) -> Expectation:
@@ -152,9 +152,9 @@ def _expected(failure: Failure, reason: _Reason | None, owner: str) -> str:
         return (
             f"{expected} In float64 the minimum passes." if owner == TORCH and failure.kind != "mismatch" else expected
         )
-    if not reason.needs:
+    if not reason.rule.expected:
         return f"{expected} {reason.mechanism}"
-    needs = f"{expected.removesuffix('.')}, which needs {reason.needs}."
+    needs = f"{expected.removesuffix('.')}, which needs {reason.rule.expected}."
     return f"{needs} For what it is given, {name} does what it is defined to do. {reason.mechanism}"
 
 
@@ -175,7 +175,7 @@ def _remark(snapshot: Snapshot, failure: Failure, reason: _Reason | None, operan
     if is_refusal(failure):
         return f"Why it is given these arguments is a question about {whom}."
     is_of_library = owner not in (OWN, TORCH) and failure.kind in ("nan", "inf")
-    if reason.is_of_torch if reason is not None else not is_of_library:
+    if reason.rule.is_of_torch if reason is not None else not is_of_library:
         return ""
     origins = list(dict.fromkeys(filter(None, (_origin_of(snapshot, value) for value in operands))))
     if not origins:
@@ -229,7 +229,7 @@ def _owner(snapshot: Snapshot, failure: Failure, reason: _Reason | None, *, is_e
         return TORCH if any(word in f"{kind} {message}" for word in _INTERNAL) else OWN
     if failure.kind == "mismatch":
         return TORCH
-    is_defect = is_exact_finite and failure.kind in ("nan", "inf") if reason is None else reason.is_of_torch
+    is_defect = is_exact_finite and failure.kind in ("nan", "inf") if reason is None else reason.rule.is_of_torch
     return TORCH if is_defect else OWN
 
 

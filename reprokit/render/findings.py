@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.render import wording
 from reprokit.render.templates import fence
 from reprokit.render.wording import prose, renamed
+from reprokit.rules.diagnosis import Diagnosis, TriedFix
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.redact import redact_source, redact_text
 from reprokit.whatif import MINIMUM, NOT_DONE
@@ -85,7 +85,7 @@ def one_line(diagnosis: Diagnosis) -> str:
     return _safe(words)
 
 
-def _fix_data(fix: Fix) -> dict[str, Any]:
+def _fix_data(fix: TriedFix) -> dict[str, Any]:
     return {
         "intro": _TRIED[fix.is_plausible],
         "change": _change(fix),
@@ -95,7 +95,7 @@ def _fix_data(fix: Fix) -> dict[str, Any]:
     }
 
 
-def _change(fix: Fix, *, with_places: bool = True) -> str:
+def _change(fix: TriedFix, *, with_places: bool = True) -> str:
     """The changes and their places, one part a change, each once."""
     parts = []
     for text, place in zip(fix.text, fix.where, strict=False):

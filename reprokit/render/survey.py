@@ -236,7 +236,7 @@ class _Watch:
         else:
             given = (value for value in call.input_refs() if value in values and value not in self._states)
             found.operands = {value: self._measure(values[value]) for value in given}
-            if any(p.test == "below" for p in DOMAINS.get(short_name(call), Domain()).forward):
+            if any(point.test == "at_most" for point in DOMAINS.get(short_name(call), Domain(())).points):
                 self._add_ends(index, values)
 
     def _add_ends(self, index: int, values: Mapping[int, torch.Tensor]) -> None:

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import torch
 
 from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of
-from reprokit.locate.diagnosis import Diagnosis
 from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.dataflow import contents
 from reprokit.program.ir import Program
+from reprokit.rules.diagnosis import Diagnosis
 from reprokit.shrink.context.tree import Context
 from reprokit.shrink.explain import Nearest, VariedPart
 from reprokit.shrink.plainness import raw_bytes

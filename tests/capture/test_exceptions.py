@@ -16,8 +16,8 @@ from torch import nn
 
 from reprokit.capture.save import NOT_OF_TORCH
 from reprokit.capture.session import Session
-from reprokit.locate.diagnose import diagnose
 from reprokit.render.findings import markdown, one_line
+from reprokit.rules.match import diagnose
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     BAD_STEP,

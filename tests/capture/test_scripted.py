@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from reprokit.locate.diagnose import diagnose
 from reprokit.program.ir import OPAQUE
+from reprokit.rules.match import diagnose
 from tests.capture.traps_checks import (
     BAD_STEP,
     Loop,

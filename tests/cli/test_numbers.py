@@ -13,9 +13,9 @@ from torch import nn
 import reprokit
 from reprokit.capture.failure_text import growth
 from reprokit.cli import main
-from reprokit.locate.diagnose import diagnose
 from reprokit.render.report import write_report
 from reprokit.render.sources import snapshot_script
+from reprokit.rules.match import diagnose
 from reprokit.snapshot.format import Snapshot, load
 from tests.render.programs import VERIFIED
 

@@ -15,7 +15,7 @@ from reprokit.capture import early_warning
 from reprokit.capture.event_step import LEAST_SILENT, EventStep
 from reprokit.capture.failure_text import cause_line
 from reprokit.capture.loop import Loop
-from reprokit.locate.diagnose import diagnose
+from reprokit.rules.match import diagnose
 from tests.capture.traps_checks import update
 from tests.early import mlp
 

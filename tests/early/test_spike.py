@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import reprokit
 from reprokit.capture import early_warning
 from reprokit.errors import UsageError
-from reprokit.locate.diagnose import diagnose
+from reprokit.rules.match import diagnose
 from reprokit.words import number_words
 from tests.capture.traps_checks import update
 from tests.conftest import run_python_in

@@ -1,4 +1,4 @@
-"""A small step for every entry of the catalogue, that fails by just that mechanism; and for each a near miss."""
+"""A small step for every rule, that fails by just that mechanism; and for each a near miss."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def own_update() -> Snapshot:
 
 
 def unknown() -> Snapshot:
-    """A failure that nothing in the catalogue knows."""
+    """A failure that no rule knows."""
     return record(lambda x: torch.special.zeta(x, x), x=torch.tensor([1.0]))
 
 

@@ -1,4 +1,4 @@
-"""Why a step failed: every entry of the catalogue, what it is told apart from, and the fixes that are tried."""
+"""Why a step failed: every rule of the table, what it is told apart from, and the fixes that are tried."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from torch.nn import functional as F
 
 from reprokit.grammar import plain_of, read
-from reprokit.locate import trials
 from reprokit.locate.blame import locate
-from reprokit.locate.catalogue import CONFIDENCES, TIERS, Remedy, entries
-from reprokit.locate.diagnose import diagnose, matches, numbers_of
-from reprokit.locate.diagnosis import UNKNOWN, Diagnosis
-from reprokit.locate.edits import REWRITES
-from reprokit.locate.scene import observe
-from reprokit.locate.signs import SIGNS
-from reprokit.locate.trials import TrialBudget, attempt
+from reprokit.locate.failure import EVENTS, EXCEPTION
+from reprokit.program.ir import Phase
 from reprokit.render.expectation import expect
 from reprokit.render.findings import markdown, one_line, page
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
+from reprokit.rules.diagnosis import UNKNOWN, Diagnosis
+from reprokit.rules.edits import away_from_zero, clamp, set_argument
+from reprokit.rules.match import TrialBudget, apply, attempt, diagnose, matches, numbers_of
+from reprokit.rules.rule import CONFIDENCES, TIERS, Fix
+from reprokit.rules.scene import observe
+from reprokit.rules.table import RULES
 from reprokit.series.story import StepNumbers
 from tests.locate.mechanisms import (
     CASES,
@@ -38,8 +38,8 @@ from tests.locate.mechanisms import (
 )
 from tests.shrink.failing import INF, record
 
-ENTRIES = {entry.id: entry for entry in entries()}
-WITH_REMEDIES = [entry.id for entry in entries() if entry.remedies]
+BY_NAME = {rule.name: rule for rule in RULES}
+WITH_FIXES = [rule.name for rule in RULES if rule.fixes]
 
 
 @functools.cache
@@ -47,24 +47,21 @@ def diagnosis_of(name: str) -> Diagnosis:
     return diagnose(CASES[name](), write=fix_code)
 
 
-def test_the_catalogue_is_sound() -> None:
-    assert len(ENTRIES) == len(entries()) >= 30
-    assert set(CASES) == set(MISSES) == set(ENTRIES)
-    for entry in entries():
-        assert entry.confidence in CONFIDENCES and entry.tier in TIERS, entry.id
-        assert {condition.sign for condition in entry.when} <= set(SIGNS), entry.id
-        assert {remedy.rewrite for remedy in entry.remedies} <= set(REWRITES), entry.id
-        assert all(link.startswith("https://github.com/") for link in entry.links), entry.id
-    used = {condition.sign for entry in entries() for condition in entry.when}
-    assert used == set(SIGNS), "a sign that no entry asks for"
+def test_the_table_is_sound() -> None:
+    assert len(BY_NAME) == len(RULES) >= 30
+    assert set(CASES) == set(MISSES) == set(BY_NAME)
+    for rule in RULES:
+        assert rule.confidence in CONFIDENCES and rule.tier in TIERS, rule.name
+        assert {*rule.kinds.split()} <= {"nan", "inf", EXCEPTION, *EVENTS}, rule.name
+        assert {*rule.phases.split()} <= {*Phase}, rule.name
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_entry_is_found(name: str) -> None:
+def test_every_rule_is_found(name: str) -> None:
     found = diagnosis_of(name)
     assert found.id == name
-    assert found.confidence == ENTRIES[name].confidence
-    assert len(found.evidence) == len(ENTRIES[name].evidence) >= 1
+    assert found.confidence == BY_NAME[name].confidence
+    assert len(found.evidence) == len(BY_NAME[name].seen) >= 1
     assert "{" not in found.mechanism + "".join(found.evidence)
 
 
@@ -72,15 +69,15 @@ def test_every_entry_is_found(name: str) -> None:
 def test_evidence_is_what_the_failure_depends_on(name: str) -> None:
     snapshot = CASES[name]()
     alone, beside = matches(observe(snapshot)), matches(observe(with_bystanders(snapshot)))
-    assert [(entry.id, numbers) for entry, numbers in alone] == [(entry.id, numbers) for entry, numbers in beside]
+    assert [(rule.name, numbers) for rule, numbers in alone] == [(rule.name, numbers) for rule, numbers in beside]
 
 
 @pytest.mark.parametrize("name", MISSES)
-def test_no_entry_is_found_in_its_near_miss(name: str) -> None:
-    assert numbers_of(ENTRIES[name], observe(near_miss(name))) is None
+def test_no_rule_is_found_in_its_near_miss(name: str) -> None:
+    assert numbers_of(BY_NAME[name], observe(near_miss(name))) is None
 
 
-@pytest.mark.parametrize("name", WITH_REMEDIES)
+@pytest.mark.parametrize("name", WITH_FIXES)
 def test_a_fix_is_reported_only_when_the_step_is_finite_with_it(name: str) -> None:
     fix = diagnosis_of(name).fix
     assert fix is not None and fix.helped, diagnosis_of(name).tried
@@ -91,26 +88,26 @@ def test_a_fix_is_reported_only_when_the_step_is_finite_with_it(name: str) -> No
 
 @functools.cache
 def helpful() -> frozenset[str]:
-    """The rewrites that made some case finite."""
+    """The edits that made some case finite."""
     found = set()
-    for entry in entries():
-        scene = observe(CASES[entry.id]())
-        for remedy in entry.remedies:
-            fix = attempt(scene, remedy, TrialBudget(seconds=60), lambda scene: [])
+    for rule in RULES:
+        scene = observe(CASES[rule.name]())
+        for item in rule.fixes:
+            fix = attempt(scene, item, TrialBudget(seconds=60), lambda scene: [])
             if fix is not None and fix.helped:
-                found.add(remedy.rewrite)
+                found.add(item.edit.__name__)
     return frozenset(found)
 
 
-@pytest.mark.parametrize("rewrite", sorted(REWRITES))
-def test_every_rewrite_helps_somewhere(rewrite: str) -> None:
-    assert rewrite in helpful()
+@pytest.mark.parametrize("name", sorted({fix.edit.__name__ for rule in RULES for fix in rule.fixes}))
+def test_every_edit_helps_somewhere(name: str) -> None:
+    assert name in helpful()
 
 
 def test_a_fix_changes_nothing_but_what_it_says() -> None:
     snapshot = CASES["where-trap"]()
-    (entry, _), *_ = matches(observe(snapshot))
-    edited = trials.apply(observe(snapshot), entry.remedies[0])
+    (rule, _), *_ = matches(observe(snapshot))
+    edited = apply(observe(snapshot), rule.fixes[0])
     assert edited is not None and edited.tensors == snapshot.tensors
     before, after = snapshot.program.calls, edited.program.calls
     assert [call.target for call in after if call.target in {item.target for item in before}] == [
@@ -120,10 +117,10 @@ def test_a_fix_changes_nothing_but_what_it_says() -> None:
     assert locate(snapshot.program, snapshot.tensors) is not None
 
 
-@pytest.mark.parametrize("name", sorted(ENTRIES))
+@pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_a_fix_that_helped_has_code_that_is_python(name: str) -> None:
     fix = diagnosis_of(name).fix
-    assert fix is not None or name not in WITH_REMEDIES
+    assert fix is not None or name not in WITH_FIXES
     if fix is not None:
         has_lines = any(call.site is not None for call in CASES[name]().program.calls)
         has_code = fix.id != "step_in" and (has_lines or fix.id in ("set_option", "zeros_for_bad_input"))
@@ -150,10 +147,11 @@ def test_the_code_of_a_fix_is_about_what_failed(name: str, code: str) -> None:
     assert fix is not None and code in fix.code
 
 
-def test_a_rewrite_that_does_not_help_is_said_not_to() -> None:
+def test_an_edit_that_does_not_help_is_said_not_to() -> None:
     scene = observe(CASES["division-by-zero"]())
-    remedy = Remedy("away_from_zero", {"operand": "numerator"}, "replace zeros in the numerator")
-    fix = attempt(scene, remedy, TrialBudget(), lambda scene: [])
+    fix = attempt(
+        scene, Fix("replace zeros in the numerator", away_from_zero("numerator")), TrialBudget(), lambda scene: []
+    )
     assert fix is not None and not fix.helped and "still gives +inf" in fix.outcome
 
 
@@ -268,9 +266,28 @@ def test_in_place_calls_are_fixed_in_place() -> None:
 
 def test_an_edited_step_that_raises_is_no_fix() -> None:
     scene = observe(CASES["half-overflow"]())
-    remedy = Remedy("set_argument", {"name": "weight", "value": 2.0}, "another weight")
-    fix = attempt(scene, remedy, TrialBudget(), lambda scene: [])
+    fix = attempt(scene, Fix("another weight", set_argument("weight", 2.0)), TrialBudget(), lambda scene: [])
     assert fix is not None and not fix.helped and "raises TypeError" in fix.outcome
+
+
+def test_a_fix_leaves_no_infinity_that_the_forward_pass_hides() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 1 - x.sum() / (x + x).sum()  # finite / inf once the first sum is mended
+
+    found = diagnose(record(step, x=torch.full((2,), 40000.0).half()))
+    assert found.id == "half-overflow" and found.fix is not None and len(found.fix.text) > 1
+    assert found.fix.helped and "finite" in found.fix.outcome
+
+
+@pytest.mark.parametrize(("least", "helped"), [(1e-6, True), (4.0, False)])
+def test_a_fix_that_takes_a_gradient_away_is_none(least: float, helped: bool) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        torch.maximum(x.sqrt(), y).sum().backward()
+
+    scene = observe(record(step, x=torch.zeros(1).requires_grad_(), y=torch.ones(1).requires_grad_()))
+    fix = attempt(scene, Fix("clamp", clamp(min=least)), TrialBudget(), lambda scene: [])
+    assert fix is not None and fix.helped is helped
+    assert ("1 of 2 gradients became zero" in fix.outcome) is not helped
 
 
 def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
@@ -289,7 +306,7 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
         assert "its loss is absurd, so it is no fix: clamp" in markdown(found) and "and helped" not in markdown(found)
         assert "it is no fix" in page(found)["fix"]["intro"] and not page(found)["fix"]["helped"]
     assert "(about 2 in the steps before)" in outcomes[0]
-    absurd = diagnose(record(lambda x: (x * 1e30).sum().backward(), x=torch.tensor([1e30]).requires_grad_())).fix
+    absurd = diagnose(record(lambda x: (x * 1e30).sum().backward(), x=torch.tensor([1e30, 0.0]).requires_grad_())).fix
     assert absurd is not None and absurd.helped and not absurd.is_plausible and "before" not in absurd.outcome
 
 
@@ -302,10 +319,10 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
         ([-1.0, 500.0], "486.2", [-0.5, 0.6, -0.4, 180.0], True),  # 800 times the usual one
         ([-1.0, 500.0], "486.2", [1.0, 2.0, 3.0], True),
         ([-1.0, 500.0], "486.2", [], True),
-        ([-1.0], "-13.82", [2.4, 2.3, 2.5, NAN], False),
-        ([-1.0], "-13.82", [2.4, -0.1, 2.5, NAN], True),  # of either sign before
-        ([-1.0], "-13.82", [20.0, 15.0, 16.0, NAN], True),  # a fall below zero by less than what the losses were
-        ([-1.0], "-13.82", [2.4, NAN], True),  # too few to tell
+        ([-1.0, 0.0], "-13.82", [2.4, 2.3, 2.5, NAN], False),
+        ([-1.0, 0.0], "-13.82", [2.4, -0.1, 2.5, NAN], True),  # of either sign before
+        ([-1.0, 0.0], "-13.82", [20.0, 15.0, 16.0, NAN], True),  # a fall below zero by less than what the losses were
+        ([-1.0, 0.0], "-13.82", [2.4, NAN], True),  # too few to tell
     ],
 )
 def test_the_loss_after_a_fix_is_compared_with_the_usual_ones(

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from reprokit.locate.diagnose import diagnose
 from reprokit.program.dataflow import needed_calls, prepared
 from reprokit.program.interpreter import determinism, run
 from reprokit.program.ir import Call, Program
 from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import snapshot_script
+from reprokit.rules.match import diagnose
 from tests.locate.mechanisms import CASES
 from tests.render.programs import VERIFIED
 from tests.shrink import failing

@@ -11,10 +11,10 @@ import torch
 
 from reprokit.cli import main
 from reprokit.grammar import plain_of
-from reprokit.locate.diagnose import diagnose
 from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
+from reprokit.rules.match import diagnose
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
 from reprokit.snapshot.format import save

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.locate.diagnose import diagnose
-from reprokit.locate.diagnosis import Fix
 from reprokit.render.fix_code import fix_code
+from reprokit.rules.diagnosis import TriedFix
+from reprokit.rules.match import diagnose
 from reprokit.snapshot.format import Snapshot
 from tests.conftest import import_benchmark
 from tests.shrink.failing import record
@@ -27,7 +27,7 @@ def load(source: str, folder: Path) -> Any:
     return namespace["step"]
 
 
-def fix_of(snapshot: Snapshot) -> Fix:
+def fix_of(snapshot: Snapshot) -> TriedFix:
     fix = diagnose(snapshot, write=fix_code).fix
     assert fix is not None and fix.helped
     return fix

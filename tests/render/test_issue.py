@@ -17,8 +17,6 @@ from markdown_it import MarkdownIt
 
 from reprokit.cli import main
 from reprokit.errors import UsageError
-from reprokit.locate.diagnose import diagnose
-from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Site
 from reprokit.render import findings
 from reprokit.render.expectation import expect
@@ -27,6 +25,8 @@ from reprokit.render.script import Script
 from reprokit.render.sources import snapshot_script
 from reprokit.render.templates import find_template, template_names
 from reprokit.render.texts import create_command, write_zip
+from reprokit.rules.diagnosis import Diagnosis, TriedFix
+from reprokit.rules.match import diagnose
 from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIfResult
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.environment import Environment
@@ -329,7 +329,7 @@ def test_paths_are_the_same_wherever_an_issue_names_a_line() -> None:
     (call,) = snapshot.program.calls
     program = replace(snapshot.program, calls=(replace(call, site=site),))
     snapshot = replace(snapshot, program=program, failure=replace(snapshot.failure, site=site))
-    fix = Fix("clamp", ("clamp the argument",), "x = x", ("lib/losses.py:7",), True, "loss 1")
+    fix = TriedFix("clamp", ("clamp the argument",), "x = x", ("lib/losses.py:7",), True, "loss 1")
     found = Diagnosis(id="a", title="A title", confidence="likely", mechanism="It is.", advice="Do.", fix=fix)
     shown = f"{title_of(snapshot)}\n{issue_of(snapshot).text}\n{findings.markdown(found)}"
     assert "in lib/losses.py:7 (" in shown and "(`lib/losses.py:7`)" in shown

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Symbol
 from reprokit.render.call_code import labels
 from reprokit.render.report import MAX_TEXT, heat_map, plot, write_report
@@ -24,6 +23,7 @@ from reprokit.render.survey import (
     survey,
     ways,
 )
+from reprokit.rules.diagnosis import Diagnosis, TriedFix
 from reprokit.series.story import LayerSeries
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.environment import Environment
@@ -191,7 +191,7 @@ def test_a_long_step_stays_a_small_file() -> None:
 
 def test_what_if_and_diagnosis_appear_when_they_are_there() -> None:
     text, where = ("fill with the lowest number",), ("net.py:3",)
-    fix = Fix("fill", text, "x.masked_fill(mask, -1e4)  # <b>", where, True, "loss 2.31")
+    fix = TriedFix("fill", text, "x.masked_fill(mask, -1e4)  # <b>", where, True, "loss 2.31")
     found = Diagnosis(
         "masked",
         "A fully masked row",

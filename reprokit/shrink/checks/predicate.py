@@ -24,9 +24,9 @@ from reprokit.locate.compiled import variable_of
 from reprokit.locate.differences import results_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import observed
-from reprokit.locate.signs.training import rate_jump
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Phase, Program
+from reprokit.rules.steps import rate_jump
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import largest_of
 from reprokit.shrink.signature import Ruling, SignatureCheck

@@ -1,6 +1,6 @@
 """A diagnosis: mechanism, evidence, confidence, advice, and the fixes that were tried.
 
-A fix is worth nothing until the captured step was run with it, so every `Fix` says what happened when it was.
+A fix is worth nothing until the captured step was run with it, so every `TriedFix` says what happened when it was.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Fix:
+class TriedFix:
     """A change that was tried on the captured step.
 
     ``text`` says what was changed (one sentence a change), ``code`` how it looks in Python, ``where`` the lines of
@@ -34,7 +34,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Also:
-    """A further entry that applies, and what was seen of it."""
+    """A further rule that applies, and what was seen of it."""
 
     id: Name
     title: Line
@@ -46,7 +46,7 @@ class Diagnosis:
     """Why a step failed.
 
     ``confidence`` is ``certain`` (the values at the origin leave no other reading), ``likely`` or ``possible``, and
-    ``none`` when nothing in the catalogue applies. ``also`` names further entries that apply, such as a loss that had
+    ``none`` when no rule applies. ``also`` names further rules that apply, such as a loss that had
     been growing for many steps. ``fix`` is the change that made the step finite; ``tried`` are the others. ``note``
     says why no fix was tried.
     """
@@ -59,13 +59,13 @@ class Diagnosis:
     advice: Text = ""
     links: tuple[Annotated[str, link], ...] = ()
     also: tuple[Also, ...] = ()
-    fix: Fix | None = None
-    tried: tuple[Fix, ...] = ()
+    fix: TriedFix | None = None
+    tried: tuple[TriedFix, ...] = ()
     note: Text | None = None
 
     @property
     def is_known(self) -> bool:
-        """True if an entry of the catalogue applies."""
+        """True if a rule applies."""
         return self.id != UNKNOWN
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,34 +21,11 @@ from reprokit.locate.ways import ways_of
 from reprokit.program.dataflow import calls_after, needed_calls, written_in_place
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
-from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs, map_leaves
+from reprokit.program.ir import Call, Phase, Program, Ref, iter_refs, map_leaves
 from reprokit.series.story import StepNumbers, failing_series
 
-T = TypeVar("T")
-
-
-class CapturedStep(Protocol):
-    """The data of a diagnosis; a snapshot is one."""
-
-    @property
-    def program(self) -> Program:
-        """The calls of the step."""
-
-    @property
-    def tensors(self) -> Mapping[int, torch.Tensor]:
-        """The inputs of the program by value number."""
-
-    @property
-    def failure(self) -> Failure:
-        """The failure of the step."""
-
-    @property
-    def settings(self) -> Settings:
-        """The determinism switches."""
-
-    @property
-    def timeline(self) -> Sequence[StepNumbers]:
-        """The steps before, in numbers."""
+if TYPE_CHECKING:
+    from reprokit.snapshot.format import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +62,17 @@ class Branch:
     call: Call
     kept: torch.Tensor
 
+    def kept_like(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """``kept`` in the shape of another mask; ``None`` if it does not have it."""
+        try:
+            return self.kept.expand(mask.shape)
+        except RuntimeError:
+            return None
+
 
 @dataclass
 class Scene:
-    """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call.
-
-    ``floats`` are the values that hold floating-point numbers, ``found_out`` the results of further runs.
-    ``has_failed``: True if a call raised, or if the origin's result or gradient was not finite.
-    """
+    """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call."""
 
     program: Program
     tensors: Tensors
@@ -100,21 +80,13 @@ class Scene:
     timeline: Sequence[StepNumbers] = ()
     settings: Settings = Settings()
     seen: dict[int, ObservedCall] = field(default_factory=dict)
-    floats: set[int] = field(default_factory=set)
+    floats: set[int] = field(default_factory=set)  # values that hold floating-point numbers
     branches: list[Branch] = field(default_factory=list)
-    found_out: dict[Slot, Any] = field(default_factory=dict)
-    has_failed: bool = False
+    has_failed: bool = False  # a call raised, or the origin's result or gradient was not finite
 
     @property
     def call(self) -> Call | None:
         return self.program.calls[self.failure.call_index] if self.failure.call_index is not None else None
-
-    def once(self, key: Slot, find: Callable[[], T]) -> T:
-        """The result of ``find``, which is called once for each key."""
-        if key not in self.found_out:
-            self.found_out[key] = find()
-        found: T = self.found_out[key]
-        return found
 
     @property
     def index(self) -> int:
@@ -155,28 +127,14 @@ class Scene:
 
     def arguments(self) -> list[torch.Tensor]:
         """All tensors that the origin is given."""
-        found: list[torch.Tensor] = []
-        map_leaves(
-            (self.origin.args, dict(self.origin.kwargs)),
-            lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None,
-        )
-        return found
-
-    def name(self, role: Slot) -> str:
-        """The name of an argument of the origin: the input's name in backticks, or a word for its role."""
-        with contextlib.suppress(KeyError):
-            argument = self.recorded(role)
-            for item in self.program.inputs:
-                if isinstance(argument, Ref) and item.value == argument.value:
-                    return f"`{item.name}`"
-        return {"x": "the argument", "y": "the second argument"}.get(str(role), f"the {role}")
+        found: list[Any] = []
+        map_leaves((self.origin.args, dict(self.origin.kwargs)), found.append)
+        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
     def writer(self, value: int, before: int) -> int | None:
         """The last call before ``before`` whose output this value is."""
-        for index in range(before - 1, -1, -1):
-            if value in self.program.calls[index].output_refs():
-                return index
-        return None
+        calls = self.program.calls
+        return next((index for index in range(before - 1, -1, -1) if value in calls[index].output_refs()), None)
 
     @cached_property
     def upstream(self) -> frozenset[int]:
@@ -185,43 +143,34 @@ class Scene:
         call, failure = self.call, self.failure
         if failure.event is not None and call is None:
             return frozenset(item.value for item in self.program.inputs)
-        if call is None or failure.call_index is None:
+        if call is None:
             return frozenset() if failure.value is None else frozenset([failure.value])
-        found = self._ancestors(call.input_refs(), failure.call_index)
+        found = self._ancestors(call.input_refs(), self.index)
         is_local = failure.phase == Phase.FORWARD and failure.event is None
-        return found if is_local else found | self._behind_losses(failure.call_index)
+        return found if is_local else found | self._behind_losses
 
     def leads_to_loss(self, call: Call) -> bool:
         """True if a later call is part of what is differentiated or returned, or nothing is."""
-        index = self.failure.call_index
-        counted = self._behind_losses(index) if index is not None else frozenset()
-        return not counted or not counted.isdisjoint(call.output_refs())
+        return not self._behind_losses or not self._behind_losses.isdisjoint(call.output_refs())
 
-    def inputs(self, role: str | None = None) -> list[Input]:
-        """The inputs of the step, of one role, that the failure depends on."""
-        return [item for item in self.program.inputs if item.value in self.upstream and role in (None, item.role)]
-
-    def behind(self) -> list[int]:
-        """The calls that the origin depends on, in their order."""
-        index, call = self.failure.call_index, self.call
-        return self._calls_behind(call.input_refs(), index) if index is not None and call is not None else []
-
-    def _behind_losses(self, index: int) -> frozenset[int]:
-        """The values behind what is differentiated, or returned, that call number ``index`` is part of."""
+    @cached_property
+    def _behind_losses(self) -> frozenset[int]:
+        """The values behind what is differentiated, or returned, that the origin is part of."""
         calls, found = self.program.calls, set[int]()
-        own = set(calls[index].output_refs())
+        own = set(self.call.output_refs()) if self.call is not None else set()
         ends = [(number, call.input_refs()) for number, call in enumerate(calls) if call.is_differentiation]
         for end, values in (*ends, (len(calls), tuple(ref.value for ref in self.program.outputs))):
             behind = self._ancestors(values, end)
-            if end <= index or not own.isdisjoint(behind):
+            if self.call is not None and (end <= self.index or not own.isdisjoint(behind)):
                 found |= behind
         return frozenset(found)
 
     def _ancestors(self, values: Iterable[int], before: int) -> frozenset[int]:
-        calls = (self.program.calls[number] for number in self._calls_behind(values, before))
+        calls = (self.program.calls[number] for number in self.behind(values, before))
         return frozenset(values).union(*(call.input_refs() for call in calls))
 
-    def _calls_behind(self, values: Iterable[int], before: int) -> list[int]:
+    def behind(self, values: Iterable[int], before: int) -> list[int]:
+        """The calls before ``before`` that values depend on, in their order."""
         needed, found = set(values), list[int]()
         for number in range(before - 1, -1, -1):
             call = self.program.calls[number]
@@ -242,12 +191,11 @@ class Scene:
             if index is None:
                 continue
             call = self.program.calls[index]
-            is_view = short_name(call) in VIEWS
-            if not is_view:
-                yield index, call
-            if is_view:
+            if short_name(call) in VIEWS:
                 yield from self.makers_of(call.args[:1], index, depth)
-            elif depth > 1:
+                continue
+            yield index, call
+            if depth > 1:
                 yield from self.makers_of((call.args, dict(call.kwargs)), index, depth - 1)
 
 
@@ -273,7 +221,7 @@ def recompute(seen: ObservedCall) -> torch.Tensor | None:
     return result if isinstance(result, torch.Tensor) else None
 
 
-def observe(step: CapturedStep) -> Scene:
+def observe(step: Snapshot | Scene) -> Scene:
     """The scene of a step's failure, from one run of the calls that lead to it and go on from it."""
     scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
     outcome = run(step.program, step.tensors, observer=_Watch(scene), keep=frozenset(), only=_shown(scene))
@@ -343,34 +291,28 @@ def _near(scene: Scene) -> set[int]:
 def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) -> Iterator[torch.Tensor]:
     """Masks of the elements that a call keeps of a value downstream of the origin; none if it drops none."""
 
-    def is_downstream(argument: Any) -> bool:
-        return isinstance(argument, Ref) and argument.value in downstream
-
-    def real(argument: Any) -> Any:
-        return values.get(argument.value) if isinstance(argument, Ref) else argument
+    def mask_of(argument: Any) -> torch.Tensor | None:
+        found = values.get(argument.value) if isinstance(argument, Ref) else argument
+        return found if isinstance(found, torch.Tensor) else None
 
     name, args = short_name(call), [*call.args, *call.kwargs.values()]
+    kept: list[tuple[Any, torch.Tensor | None]] = []  # a value of the program with a mask of it
     if name == "where" and len(args) == 3:
-        chosen, condition, other = (
-            (args[0], args[1], args[2]) if "Tensor" in call.target else (args[1], args[0], args[2])
-        )
-        mask = real(condition)
-        if isinstance(mask, torch.Tensor):
-            if is_downstream(chosen):
-                yield mask.bool()
-            if is_downstream(other):
-                yield ~mask.bool()
-    elif name == "masked_fill" and len(args) >= 3 and is_downstream(args[0]):
-        yield ~real(args[1]).bool()
+        chosen, condition, other = args if "Tensor" in call.target else (args[1], args[0], args[2])
+        mask = mask_of(condition)
+        kept = [(chosen, mask), (other, ~mask.bool() if mask is not None else None)]
+    elif name == "masked_fill" and len(args) >= 3:
+        mask = mask_of(args[1])
+        kept = [(args[0], ~mask.bool() if mask is not None else None)]
     elif name == "mul" and len(args) == 2:
-        for one, other in (args, args[::-1]):
-            factor = real(other)
-            if is_downstream(one) and isinstance(factor, torch.Tensor) and bool((factor == 0).any()):
-                yield factor != 0
-    elif call.name == "__getitem__" and is_downstream(args[0]):
-        mask = real(args[1])
-        if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
-            yield mask
+        factors = [mask_of(args[1]), mask_of(args[0])]
+        kept = [(args[n], f != 0) for n, f in enumerate(factors) if f is not None and bool((f == 0).any())]
+    elif call.name == "__getitem__":
+        mask = mask_of(args[1])
+        kept = [(args[0], mask)] if mask is not None and mask.dtype is torch.bool else []
+    for value, mask in kept:
+        if mask is not None and isinstance(value, Ref) and value.value in downstream:
+            yield mask.bool()
 
 
 def _copied(leaf: Any) -> Any:

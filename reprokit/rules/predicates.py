@@ -1,0 +1,233 @@
+"""Predicates that several rules ask for: values of the origin's operands, what made them, and zeros made by rounding.
+
+Each returns the numbers it saw, which the texts of a rule are worded with, or ``None`` when it does not hold. A
+predicate about an argument that the origin does not have does not hold.
+
+For zeros that float64 would not have made the program is run once more, and the calls close to the origin are done in
+float64 beside it, on what the calls before them gave in float64. Only calls in which nothing cancels count: a
+difference of rounded numbers is zero by chance.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reprokit.locate.domains import COMPARISONS, DOMAINS, compare
+from reprokit.locate.failure import EXCEPTION
+from reprokit.locate.spelling import VIEWS, Slot, short_name
+from reprokit.program.dataflow import written_in_place
+from reprokit.program.interpreter import bind_arguments, run
+from reprokit.program.ir import Call, Ref
+from reprokit.rules.rule import Numbers, of_scene
+from reprokit.rules.scene import ObservedCall, Scene, recompute
+
+
+def places(mask: torch.Tensor, **more: Any) -> Numbers | None:
+    """The count of elements in a mask, its size, and ``more`` numbers; ``None`` for an empty mask."""
+    count = int(mask.sum())
+    return {"count": count, "total": mask.numel(), **more} if count else None
+
+
+def is_wanted(number: Any, wanted: Mapping[str, float]) -> bool:
+    """True if a plain number compares as wanted."""
+    return isinstance(number, (int, float)) and all(COMPARISONS[name](number, wanted[name]) for name in wanted)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """``float16``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """``2x3``."""
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _compared(values: torch.Tensor, *, size: bool = False, **wanted: str | float) -> torch.Tensor:
+    return compare(values.abs() if size else values, wanted)
+
+
+@of_scene
+def has(scene: Scene, /, role: Slot = "x", *, size: bool = False, **wanted: str | float) -> Numbers | None:
+    """True if any element of an argument (or of the ``result``) compares as wanted; ``size``: its magnitude."""
+    values = scene.tensor(role)
+    if values.is_complex() or values.dtype is torch.bool:
+        return None
+    mask = _compared(values, size=size, **wanted)
+    if not bool(mask.any()):
+        return None
+    found = values[mask].double()
+    return places(mask, lowest=float(found.min()), highest=float(found.max()))
+
+
+@of_scene
+def meet(scene: Scene, /, **wanted: Mapping[str, Any]) -> Numbers | None:
+    """True if operands of the origin compare as wanted at one place, each as in `has`."""
+    masks = (_compared(scene.tensor(name), **bounds) for name, bounds in wanted.items())
+    return places(functools.reduce(torch.logical_and, masks))
+
+
+ZERO_BY_ZERO = meet(numerator={"equal": 0.0}, denominator={"equal": 0.0})
+
+
+@of_scene
+def option(scene: Scene, /, name: str, **wanted: float) -> Numbers | None:
+    """True if an argument of the origin that is a number or flag is as wanted, given or by default."""
+    value = scene.operand(name)
+    return {name: value} if is_wanted(value, wanted) else None
+
+
+@of_scene
+def has_row_of(scene: Scene, value: float) -> Numbers | None:
+    """True if some row along the call's ``dim`` holds nothing but this value."""
+    x, call = scene.tensor("x"), scene.origin.call
+    given = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+    dim = tuple(given) if isinstance(given, (list, tuple)) and given else _dimension(scene)
+    if not x.numel():
+        return None
+    return places((x == value).all().reshape(1) if dim is None or x.dim() == 0 else (x == value).all(dim))
+
+
+def _dimension(scene: Scene) -> int | None:
+    """The ``dim`` the origin works along, ``None`` for all."""
+    call, x = scene.origin.call, scene.tensor_if_given("x")
+    if short_name(call) in ("cross_entropy", "nll_loss"):
+        return 1 if x is not None and x.dim() > 1 else 0
+    dim = call.args[1] if len(call.args) > 1 else None  # builtins have no signature
+    for name in ("axis", "dim"):
+        with suppress(KeyError):
+            dim = scene.operand(name)
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    return dim if isinstance(dim, int) and not isinstance(dim, bool) else None
+
+
+@of_scene
+def follows(scene: Scene, calls: str, role: Slot = "x", *, through: str = "") -> Numbers | None:
+    """True if an argument comes from one of these calls: views, casts and what is named in ``through`` apart."""
+    waiting = list(scene.makers(role))
+    for index, call in waiting:
+        if short_name(call) in calls.split():
+            return {"maker": short_name(call)}
+        if short_name(call) in through.split():
+            waiting += scene.makers_of((call.args, dict(call.kwargs)), index)
+    return None
+
+
+@of_scene
+def raises(scene: Scene, pattern: str) -> Numbers | None:
+    """True if the exception's type and message match."""
+    if scene.failure.kind != EXCEPTION or scene.failure.exception is None:
+        return None
+    kind, message = scene.failure.exception
+    lines = message.strip().splitlines() or [""]
+    return {"exception": f"{kind}: {lines[0]}"} if re.search(pattern, f"{kind}: {message}", re.IGNORECASE) else None
+
+
+def turns_bad(scene: Scene) -> Numbers | None:
+    """True if everything the origin is given is finite, and its result is not."""
+    result, largest = scene.tensor("result"), largest_if_finite(scene)
+    if largest is None or not result.is_floating_point() or bool(result.isfinite().all()):
+        return None
+    return {"largest": largest, "limit": torch.finfo(result.dtype).max, "dtype": dtype_name(result)}
+
+
+def largest_if_finite(scene: Scene) -> float | None:
+    """The largest magnitude in the origin's tensors; ``None`` if one is not finite."""
+    given = [tensor for tensor in scene.arguments() if tensor.is_floating_point() and tensor.numel()]
+    sizes = [float(tensor.abs().max()) for tensor in given]  # NaN if there is one in it
+    return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
+
+
+def danger(scene: Scene) -> torch.Tensor:
+    """A mask of the origin's argument: at or beyond the edge of what it, or its derivative, is defined for."""
+    domain = DOMAINS[short_name(scene.origin.call)]
+    values = scene.tensor(domain.operand)
+    if not values.is_floating_point():
+        return torch.zeros_like(values, dtype=torch.bool)
+    mask = domain.places(values)
+    exponent = scene.tensor_if_given("exponent") if domain.operand == "base" else None
+    if exponent is not None:  # x ** 2 has a derivative everywhere
+        mask = mask & ((exponent < 1) | (exponent != exponent.round()))
+    return mask
+
+
+def is_dangerous(scene: Scene) -> Numbers | None:
+    """True if any element is at or beyond the edge of what the origin is defined for."""
+    return places(danger(scene))
+
+
+_REACH = 32  # calls behind the origin that are looked at
+_SUMS = frozenset({"sum", "mean", "add", "cumsum", "matmul", "mm", "bmm", "mv"})  # nothing cancels above zero
+_OTHERS = VIEWS | {
+    "exp", "exp2", "softmax", "sigmoid", "mul", "div", "cat", "stack", "sqrt", "abs", "neg", "square", "pow",
+}  # fmt: skip
+
+
+@of_scene
+def underflowed(scene: Scene, role: Slot = "x", *, makers: str = "") -> Numbers | None:
+    """True if zeros in an argument would not be zero in exact arithmetic; ``makers``: lost by one of these calls."""
+    values, argument = scene.tensor(role), scene.recorded(role)
+    if not isinstance(argument, Ref) or not bool((values == 0).any()):
+        return None
+    watch = _Watch(frozenset(scene.behind(scene.origin.call.input_refs(), scene.index)[-_REACH:]))
+    run(scene.program, scene.tensors, observer=watch, keep=frozenset(), only=range(scene.index))
+    found = watch.found[argument.value]
+    maker = short_name(scene.program.calls[found.maker])
+    if makers and maker not in makers.split():
+        return None
+    return places(found.lost, maker=maker, zeros=found.num_zeros, dtype=dtype_name(values))
+
+
+@dataclass(frozen=True, slots=True)
+class _Underflow:
+    """A mask of the zeros in a value that float64 would not have made, the call that first made zeros, how many."""
+
+    lost: torch.Tensor
+    maker: int
+    num_zeros: int
+
+
+@dataclass
+class _Watch:
+    """Keeps ``exact``, what values are in float64, and the zeros ``found``, by value."""
+
+    reach: frozenset[int]
+    exact: dict[int, torch.Tensor] = field(default_factory=dict)
+    found: dict[int, _Underflow] = field(default_factory=dict)
+    _made: torch.Tensor | None = None
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Do the call in float64, before it writes into its arguments."""
+        self._made = None
+        name, refs = short_name(call), call.input_refs()
+        if index not in self.reach or not refs or call.mode.rng is not None:
+            return
+        if name in _OTHERS or (name in _SUMS and all(bool((values[v] >= 0).all()) for v in refs)):
+            given = {v: self.exact[v].clone() if v in self.exact else values[v].detach() for v in refs}
+            self._made = recompute(ObservedCall(call, *bind_arguments(call, given)))
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Compare with what it made."""
+        for value in written_in_place(call):
+            self.exact.pop(value, None)
+        if index not in self.reach or not isinstance(call.outputs, Ref):
+            return
+        value, exact, result = call.outputs.value, self._made, values[call.outputs.value].detach()
+        if exact is None or exact.shape != result.shape:
+            return
+        self.exact[value] = exact
+        known = next((self.found[v] for v in call.input_refs() if v in self.found), None)
+        lost = (result == 0) & (exact != 0)
+        if known is None:
+            lost &= exact.abs() < (torch.finfo(result.dtype).tiny if result.is_floating_point() else 0.0)
+        if bool(lost.any()):
+            first = (known.maker, known.num_zeros) if known else (index, int(lost.sum()))
+            self.found[value] = _Underflow(lost, *first)

@@ -1,0 +1,112 @@
+"""What a rule is: one thing that is known to make a training step go wrong, its words, and what to try against it.
+
+A rule holds functions of a scene: predicates, which return the numbers that the texts are worded with, and edits. Both
+return ``None`` where they do not apply. With further arguments they are made by `of_scene`.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from reprokit.locate.spelling import short_name
+from reprokit.program.ir import Program
+from reprokit.rules.scene import Scene
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Numbers = dict[str, Any]
+CONFIDENCES = ("certain", "likely", "possible")
+TIERS = ("origin", "context", "general")
+
+
+@dataclass(frozen=True, slots=True)
+class OfScene(Generic[T]):
+    """A function of a scene with its other arguments, which a rule can hold and compare."""
+
+    function: Callable[..., T]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, scene: Scene) -> T:
+        return self.function(scene, *self.args, **self.kwargs)
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
+
+
+def of_scene(function: Callable[Concatenate[Scene, P], T]) -> Callable[P, OfScene[T]]:
+    """``function`` without its first argument, the scene, which comes later."""
+
+    def wait(*args: P.args, **kwargs: P.kwargs) -> OfScene[T]:
+        return OfScene(function, args, kwargs)
+
+    return wait
+
+
+def asked(function: Callable[[Scene], T | None], scene: Scene) -> T | None:
+    """``function`` of a scene; ``None`` also where the origin does not have the arguments that it asks for, or has them
+    in a form that it does not know, say of other shapes."""
+    try:
+        return function(scene)
+    except (RuntimeError, LookupError, TypeError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """A program after an edit, and the tensors of its inputs.
+
+    ``is_local`` means that single calls were edited; what was not touched is the very same `Call` as before.
+    """
+
+    program: Program
+    tensors: Mapping[int, Any]
+    is_local: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """An edit to try, in words. ``code`` is its Python where no line of the user's shows it, as with the options of an
+    optimizer. ``{call}`` is the origin, ``{optimizer}`` its class, ``{input}`` the variable of an input that was bad
+    already, ``x`` if its name is no identifier.
+    """
+
+    text: str
+    edit: OfScene[Edited | None]
+    code: str = ""
+
+    def words_for(self, scene: Scene) -> tuple[str, str]:
+        """The sentence and the code, with the names of the step in them."""
+        name = short_name(scene.call) if scene.call is not None else "the input"
+        optimizer = scene.call.target.split(".")[-2] if scene.call is not None else ""
+        given = scene.failure.input_name or ""
+        variable = given if given.isidentifier() and not keyword.iskeyword(given) else "x"
+        return self.text.format(call=name), self.code.format(call=name, optimizer=optimizer, input=variable)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One mechanism. ``kinds``, ``phases`` and ``calls`` are words with spaces between them; none means any.
+
+    ``why`` and ``seen`` (evidence) are templates over the numbers of the predicates ``when``, which all have to hold.
+    """
+
+    name: str
+    title: str
+    when: Sequence[Callable[[Scene], Numbers | None]]
+    why: str
+    seen: Sequence[str]
+    advice: str
+    kinds: str = "nan inf"
+    phases: str = ""
+    calls: str = ""
+    confidence: str = "certain"
+    tier: str = "origin"  # "context": the story before the origin; "general": fits so much that it is the last resort
+    expected: str = ""  # what the function takes for a finite result, where it is defined to return the nan or inf
+    is_of_torch: bool = False  # an issue for PyTorch
+    links: str = ""  # places below https://github.com/
+    fixes: Sequence[Fix] = ()
