@@ -252,7 +252,8 @@ class Iterations:
         """The iteration of the next update of a seat. One that has never stepped belongs to the iteration of the last
         update if its parameters were there before, and no other optimizer has made several steps alone."""
         if seat.last is not None:
-            return self._current + (seat.last == self._current)
+            is_resumed = 0 <= seat.model < len(self._began) - 1  # what seemed to be another model takes turns with it
+            return seat.last + 1 if is_resumed else self._current + (seat.last == self._current)
         joins = self._turn[1] == 1 and not self._is_other_model(seat)
         return self._current + (self._current < 0 or not joins)
 
