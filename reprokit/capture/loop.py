@@ -63,7 +63,7 @@ class Loop:
         recorder.loop = self
         self.recorder, self.tape, self.world, self.budget = recorder, recorder.tape, world, budget
         self.watch, self.matter = watch, matter
-        self.judge = Judge(self.leaves, lambda: self.world.parameters)
+        self.judge = Judge(self.leaves, lambda: [] if self.ranks.is_sharded else self.world.parameters)
         self.flags = Flags()
         self.timeline = Timeline()
         self.iterations = Iterations()
