@@ -385,7 +385,8 @@ class Ranks:
         """
         if self.meeting is not None and not has_failed and self._loop.recorder.enabled:
             self.check_together(time.perf_counter(), is_end=True)
-            self._loop.failures.save_asked()
+            if self._loop.recorder.enabled:
+                self._loop.failures.save_asked()
         self._loop.recorder.guard(self.leave)
 
     def tell_at_end(self) -> None:

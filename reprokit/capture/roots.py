@@ -7,6 +7,7 @@ that appears later is noted as plain calls once, and watched from its next call 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class RootCalls:
         self._watcher: Any = None
         self._known: list[type[torch.nn.Module]] = []
         self._has_settled = False
-        self._last: tuple[torch.Tensor, None] | None = None  # state of the generator
+        self._last: tuple[tuple[torch.Tensor, None], bytes] | None = None  # the state of the generator
 
     # -- which modules are watched -------------------------------------------------------------------------------
 
@@ -172,10 +173,11 @@ class RootCalls:
         """`generator_states` of now; the last ones again if they are the same, since each takes five kilobytes."""
         if _uses_cuda():
             return generator_states(*given)
-        state, last = _default_generator.get_state(), self._last
-        if last is None or not torch.equal(state, last[0]):
-            self._last = last = state, None
-        return last
+        state = _default_generator.get_state()
+        content = ctypes.string_at(state.data_ptr(), len(state))  # a call of torch would be seen by modes of the user's
+        if self._last is None or content != self._last[1]:
+            self._last = (state, None), content
+        return self._last[0]
 
     def meet(self, module: torch.nn.Module) -> None:
         """Make a module known to the loop, unless it is."""

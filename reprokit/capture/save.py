@@ -293,12 +293,14 @@ class Describing:
 
     def _of_now(self, case: Case, segments: list[Segment]) -> Made:
         """The running step, the last of ``segments``: with those that it goes on with, else from the state of now."""
-        root = next((op for op in reversed(case.ops) if op.kind is Root), None)
-        if not self.loop.is_noted and case.where == "loss" and root is not None:  # all that is known of the loss
-            made = self.make(replace(case, where="output", pending=None, keep=root))
-            if made.is_shown:
-                return made
-        made = (self._joined(case, segments) if not case.notes else None) or self.make(case)
+        is_unknown = not self.loop.is_noted and case.where == "loss"  # then the first bad module is all that is known
+        for place, op in enumerate(case.ops if is_unknown else ()):
+            if op.kind is Root:
+                made = self.make(replace(case, where="output", ops=case.ops[: place + 1], pending=None, keep=op))
+                if made.is_shown:
+                    return made
+        joined = self._joined(case, segments) if not case.notes else None
+        made = joined if joined is not None and joined.is_exact else _better(self.make(case), joined)
         note = made.snapshot.fidelity_note or ""
         if not made.is_exact and BEGUN_BEFORE not in note and self._reached(case, segments)[1]:
             note = "; ".join(filter(None, [BEGUN_BEFORE, note]))
@@ -396,14 +398,17 @@ class Describing:
             last = segments[found.number]
             written = [op for op in split(last.ops)[0] if op.kind.writes_state(op)]
             ops = [*(written if found.keep is None else []), *found.ops, *([found.pending] if found.pending else [])]
-            made = self._joined(case, [*segments[: found.number], Segment(ops, last.mark)]) or made
+            made = _better(made, self._joined(case, [*segments[: found.number], Segment(ops, last.mark)]))
         return made, []
 
     def before(self, found: Found, segments: Sequence[Segment]) -> Case:
         """The step that a replay has found; the live state is where that step began."""
-        mark = replace(segments[found.number].mark)
+        mark, inputs = replace(segments[found.number].mark), self.loop.tape.inputs
         if found.where in ("loss", "output"):  # the step went on from there
             mark.micro_step = num_backward(found.ops)
+        contents = {
+            n: t for n, t in found.contents.items() if not t.requires_grad or n in inputs
+        }  # graphs are made again
         return Case(
             found.where,
             found.ops,
@@ -411,7 +416,7 @@ class Describing:
             mark,
             False,
             self.verdict.frame,
-            contents=found.contents,
+            contents=contents,
             keep=found.keep,
             notes=found.notes,
             gradients=found.gradients,
@@ -548,7 +553,8 @@ class Describing:
         if failure is None:
             failure = _unexplained(case, loop.tape.alive())
             is_gone = raised is None or (raised.is_call and replayed.error is None and not is_hook)
-            notes.append(NOT_AGAIN if is_gone else NOT_OF_TORCH)
+            if loop.is_noted or not case.is_now:
+                notes.append(NOT_AGAIN if is_gone else NOT_OF_TORCH)
             replayed.is_close = False
         elif raised is not None and failure.exception is not None and not raised.is_same(*failure.exception):
             notes.append(f"training raised {raised.type}: {raised.message.partition(chr(10))[0]}")
@@ -815,6 +821,12 @@ def backward_from(number: Number, code: Any, instruction: int) -> Op:
     return Op(Backward, torch.Tensor.backward, args, {}, (), code, instruction, current_mode(), BackwardNote())
 
 
+def _better(made: Made, joined: Made | None) -> Made:
+    """A step, or the same with those before it if only that fails as training did or shows the cause."""
+    is_better = joined is not None and (joined.is_exact or (joined.is_shown and not made.is_shown))
+    return joined if joined is not None and is_better else made
+
+
 def why_not_played(error: Exception) -> str:
     """Why the steps since the last copy were not played to their end."""
     if isinstance(error, Stopped):
@@ -876,7 +888,8 @@ def _unexplained(case: Case, alive: Mapping[Number, torch.Tensor]) -> Failure:
 def _micro_step(case: Case, replayed: ReplayedStep, failure: Failure) -> int:
     """Backward calls made before the failing call; a bad value may be noticed several of them later."""
     made = case.mark.micro_step
-    if failure.phase == Phase.OPTIMIZER or failure.call_index is None or replayed.mismatches:
+    differs = any(mismatch != OTHER_GRADIENTS for mismatch in replayed.mismatches)
+    if failure.phase == Phase.OPTIMIZER or failure.call_index is None or differs:
         return made
     backward = [n for n, call in enumerate(replayed.program.calls) if call.target in (BACKWARD, AUTOGRAD_BACKWARD)]
     later = sum(number > failure.call_index for number in backward)

@@ -260,7 +260,8 @@ class _Bindings:
     def check(self) -> None:
         """Raises `CannotGoBack` if a parameter is another one by now."""
         for part, _, parameters in self._parts:
-            if any(getattr(part, name, None) is not parameter for name, parameter in parameters.items()):
+            now = _parameters_of(part)
+            if now.keys() != parameters.keys() or any(now[name] is not known for name, known in parameters.items()):
                 raise CannotGoBack("a parameter was replaced since the last copy of the state")
 
     def give_back(self) -> None:

@@ -351,7 +351,7 @@ class Watch:
     type=click.Choice(options.WATCH),
     default="sampled",
     show_default=True,
-    help="Judge every loss and the rest now and then, or everything in every step, or nothing at once.",
+    help="Check every loss and the rest from time to time, or everything in every step; both name the same step.",
 )
 @click.option(
     "--history",
@@ -385,7 +385,7 @@ class Watch:
     "--record",
     metavar="auto|N[:PATTERN]",
     callback=lambda context, option, value: _record(value),
-    help="Measure gradient and weight norms of every parameter: every N steps, or as often as 0.5% of the time allows.",
+    help="Measure gradient and weight norms of every parameter: every N steps, or as often as 0.3% of the time allows.",
 )
 @click.option(
     "--numbers",

@@ -259,7 +259,7 @@ def command(check: str | None, executor: str | None, **options: Any) -> Shrink:
     """Shrink a snapshot to the smallest program that fails the same way.
 
     FILE may also be a reduction.pt to go on from, with its snapshot in the folder around. DIR gets repro.py, issue.md,
-    report.html, test_repro.py and reduction.pt.
+    report.html, test_repro.py, reduction.pt and, where there is such a piece, repro_module.py.
     """
     executor = check_name(executor) if executor is not None else None
     return Shrink(check=parse(check) if check is not None else None, executor=executor, **options)

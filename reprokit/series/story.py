@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import correlation, linear_regression, median
 
 from reprokit.grammar import Count, Name, left_out
 from reprokit.series.course import SPREADS, band_before
@@ -146,6 +146,7 @@ QUANTITIES = {
 }
 _FACTOR = 10.0  # that a wrong start grows by at least: layers of healthy runs vary by less
 _GROWTH = 1.2  # a step: slower growth over the few steps that are kept is within the noise of small batches
+_EXPLAINED = 0.8  # of the variance: a single jump among equal numbers explains at most three quarters
 _LEAST_STEPS = 3  # in a row make a trend, and a course to leave
 _STOPPED = {"gradient": "the gradient of `{}` is zero", "zeros": "the output of `{}` is zero"}
 
@@ -213,12 +214,13 @@ def _stays_off(values: Sequence[float], place: int) -> bool:
 
 
 def _growth(values: Sequence[float]) -> float | None:
-    """The factor of each step, if they grow step by step: a single jump makes more than half of the way."""
-    logs = [math.log(value) for value in values if math.isfinite(value) and value > 0]
-    if len(logs) <= _LEAST_STEPS:
+    """The factor of each step: the exponential that fits best, if it explains how the values differ."""
+    points = [(step, math.log(value)) for step, value in enumerate(values) if math.isfinite(value) and value > 0]
+    if len(points) <= _LEAST_STEPS:
         return None
-    way, steps = logs[-1] - logs[0], [later - before for before, later in itertools.pairwise(logs)]
-    return math.exp(way / len(steps)) if way > len(steps) * math.log(_GROWTH) and max(steps) < way / 2 else None
+    slope, _ = linear_regression(*zip(*points, strict=True))
+    is_trend = slope > math.log(_GROWTH) and correlation(*zip(*points, strict=True)) ** 2 > _EXPLAINED
+    return math.exp(slope) if is_trend else None
 
 
 def _stop(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[tuple[float, int, str]]:

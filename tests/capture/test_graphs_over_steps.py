@@ -114,6 +114,21 @@ def test_a_gradient_that_another_optimizer_uses_later_is_found_where_it_was_made
     assert (snapshot.step, snapshot.failure.phase, snapshot.failure.call) == (11, "backward", "torch.Tensor.sqrt")
 
 
+@pytest.mark.parametrize("watch", ["sampled", "every-step"])
+def test_a_batch_that_two_optimizers_share_is_made_again(tmp_path: Path, watch: str) -> None:
+    """One call of the generator serves the critic's step and then its own, whose gradient is infinite."""
+    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = (torch.optim.SGD(model.parameters(), lr=1e-2) for model in (critic, generator))
+    with reprokit.capture(directory=tmp_path, history=8, watch=watch, after="continue", quiet=True) as session:
+        for step in range(24):
+            fake = generator(torch.randn(8, 4))
+            fake = fake + (fake * 0).sqrt() if step == 20 else fake
+            update(first, critic(torch.randn(8, 4)).mean() - critic(fake.detach()).mean())
+            update(second, -critic(fake).mean())
+    snapshot = load(session.snapshots[0])
+    assert (snapshot.step, snapshot.fidelity, snapshot.failure.call) == (20, "exact", "torch.Tensor.sqrt")
+
+
 def test_a_healthy_loop_over_windows_is_left_alone(tmp_path: Path) -> None:
     with reprokit.capture(tmp_path / "failed.pt", after="continue", quiet=True):
         windows(-1)
