@@ -57,6 +57,10 @@ def test_a_layer_that_does_not(quantity: str, values: dict[int, float]) -> None:
     assert chapters(rows("a", quantity, values), 20) == []
 
 
+def test_two_steps_are_no_story() -> None:
+    assert chapters([LayerNumbers(0, "a", gradient=1.0), LayerNumbers(1, "a", gradient=20.0)], math.inf) == []
+
+
 @given(st.lists(st.floats() | st.none(), max_size=30), st.sampled_from(["gradient", "update", "activation", "zeros"]))
 def test_any_numbers(values: list[float | None], quantity: str) -> None:
     given_rows = [LayerNumbers(step, "a", **{quantity: value}) for step, value in enumerate(values)]

@@ -192,6 +192,8 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
     usual = median([value for value in values[:place] if 0 < value < math.inf] or values[:1])
     risen = 1 + max((n for n, value in enumerate(values[:place]) if value <= usual), default=-1)
     rate = _growth(values[risen:])
+    if rate is None and place == 0:  # nothing is usual before the first step, and a few steps are no growth
+        return
     if rate is not None:  # it begins above all values before, and half a step of it above the median
         least = max([usual * math.sqrt(rate), *(value for value in values[:risen] if math.isfinite(value))])
         place = next((n for n in range(risen, place) if values[n] > least), place)
