@@ -226,7 +226,7 @@ class EarlyWarning:
                 self._session.complain("`on_event` raised", error)
 
     def _guarded(self, work: Callable[[], T]) -> T | None:
-        """What ``work`` returns; after an error of ours nothing is looked for any more."""
+        """What ``work`` returns; an internal error switches early warning off, and `None` is returned."""
         try:
             return work()
         except Exception as error:

@@ -80,7 +80,7 @@ class EventStep(Describing):
             return _silent(measured, parameter_names(self.loop.world.modules, self.verdict.frame), always)
 
     def _measured(self, steps: Sequence[Segment], meter: Meter) -> list[MeasuredStep]:
-        """The steps played and measured; none if a loss is not that of training, and tells of something else."""
+        """Play the steps and measure them; empty if a played loss differs from the one of training."""
         replay = self._replay(steps)
         with replay.going_back(), quiet_hooks(self.loop.world.modules, replay.leaves()), suppress(_OutOfTime):
             replay.play_until(len(steps), meter)

@@ -169,7 +169,7 @@ class Seen:
 
     ``num_steps`` are the updates, made by an optimizer or by hand; the loop has skipped ``num_skipped`` bad ones, of
     which the first was announced. ``unseen`` says in words what the capture cannot follow. ``on`` are the kinds of
-    failures that were asked for.
+    failures that `--on` names.
     """
 
     has_torch: bool = False

@@ -258,13 +258,13 @@ class Failures:
         return path
 
     def save_asked(self, before: float = math.inf) -> None:
-        """Save the steps before ``before`` that were asked for; training goes on."""
+        """Save the steps before ``before`` that `--at-step` names; training goes on."""
         loop, session = self._loop, self.session
         known = {mark.step for mark in loop.tape.marks}
         for step in sorted(step for step in loop.asked if step < before):
             loop.asked.discard(step)
             if step not in known and step >= loop.iterations.completed:
-                session.say(f"step {step} was asked for, and the training ended before it was over")
+                session.say(f"step {step} of `--at-step` is not saved: the training ended before it was over")
                 continue
             verdict = Verdict("", sys._getframe(2), together=loop.ranks.together())
             with session.replaying(ends=False):
@@ -280,7 +280,7 @@ class Failures:
             session.hand_over(path)
 
     def end_here(self) -> None:
-        """Stop the loop after its last step that was asked for; raises `CaptureStop`."""
+        """Stop the loop after the last step that `--at-step` names; raises `CaptureStop`."""
         self.save_asked(self._loop.iterations.completed)
         self.session.leave()
         self.session.stops = True

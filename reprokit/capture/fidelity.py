@@ -67,7 +67,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Place:
-    """Where snapshots go: the file that was asked for, or a name made of ``name`` and the step inside ``directory``.
+    """Where snapshots go: the file ``output``, or a name made of ``name`` and the step inside ``directory``.
 
     ``source`` says how much of the user's code goes with them. One of several processes adds its rank to the file name,
     ``part`` if it has none.

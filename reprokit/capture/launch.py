@@ -1,4 +1,4 @@
-"""How a capture begins: ``with reprokit.capture():``, or somebody's script or module, run as Python itself would.
+"""How a capture begins: ``with reprokit.capture():``, or the user's script or module, run as Python itself would.
 
 A new module object takes the name ``__main__`` and keeps it: classes of the script can be pickled until the very end,
 and spawned workers find the script again. Whatever the script raises leaves here unchanged; `hide_own_frames` sees to

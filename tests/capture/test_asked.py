@@ -77,7 +77,7 @@ def test_a_step_that_never_came_is_told(capsys: pytest.CaptureFixture[str]) -> N
         for _ in range(3):
             update(optimizer, weight.sum())
     assert not session.snapshots
-    assert "step 5 was asked for, and the training ended before it was over" in capsys.readouterr().err
+    assert "step 5 of `--at-step` is not saved: the training ended before it was over" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["3", -1, [1, 2.5], True])

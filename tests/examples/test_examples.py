@@ -79,7 +79,7 @@ def test_an_example_from_script_to_repro(script: str, tmp_path: Path) -> None:
     assert summary["calls"] == 1 and summary["elements"] <= 4
     assert summary["repro"]["verified"] == "20/20"
     assert summary["repro"]["files"] == ["repro.py"]
-    # With the half precision of some CPUs the weights of this model are no ordinary ones: then no context is claimed.
+    # On one of two CPUs the piece of this model needs more recorded numbers than a repro may hold.
     assert (summary["context"] is None and script == "half_precision_t5.py") or (
         summary["context"]["verified"] == "20/20"
     )
