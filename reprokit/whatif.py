@@ -35,9 +35,9 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome, Settings, determinism, run
 from reprokit.program.ir import Phase, Program
+from reprokit.program.step import Step
 from reprokit.shrink import apart
 from reprokit.shrink.apart import Child, NotObserved, Observe, Report, RunLimits, Task, peak_bytes, wait_for
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import MismatchCheck, default_dtype, in_dtype, on_device
 from reprokit.shrink.checks.predicate import FUNCTION
@@ -49,7 +49,7 @@ from reprokit.snapshot.format import Snapshot
 AS_IT_IS = "as_it_is"
 ANOMALY = "detect_anomaly"
 COMPILED = "compile:"
-Change = Callable[[Candidate], Candidate]
+Change = Callable[[Step], Step]
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 MIN_RUN_TIME = 0.05  # seconds that the benchmark runs a program over and over
 _SLOW = 0.5  # seconds from which on one run has to do
@@ -78,7 +78,7 @@ class Variant:
     name: str
     change: Change = lambda candidate: candidate
     around: Around = contextlib.nullcontext
-    is_of_interest: Callable[[Candidate], bool] = lambda candidate: True
+    is_of_interest: Callable[[Step], bool] = lambda candidate: True
     backend: str = ""
     is_of_mismatch: bool = False
 
@@ -88,14 +88,14 @@ class Variant:
         return bool(self.backend)
 
 
-def home_of(candidate: Candidate) -> str:
+def home_of(candidate: Step) -> str:
     """The kind of device that a candidate runs on."""
     items = (item for item in candidate.program.inputs if item.role != "rng")
     kinds = (candidate.tensors[item.value].device.type for item in items)
     return next((kind for kind in kinds if kind != "cpu"), "cpu")
 
 
-def _on(kind: str, candidate: Candidate) -> Candidate:
+def _on(kind: str, candidate: Step) -> Step:
     if kind == "cuda" and not torch.cuda.is_available():
         raise Unsuitable("torch sees no GPU")
     return on_device(candidate, kind)
@@ -132,7 +132,7 @@ def _device(kind: str, name: str) -> Variant:
 
 
 def _kernel(key: str, name: str, backend: str) -> Variant:
-    def has_attention(candidate: Candidate) -> bool:
+    def has_attention(candidate: Step) -> bool:
         return any(call.name == "scaled_dot_product_attention" for call in candidate.program.calls)
 
     around = partial(_attention, backend)
@@ -184,17 +184,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs a candidate in the variant that it names. Picklable, as it goes to other processes.
+    """Runs a step in a variant, which goes by its key. Picklable, as it goes to other processes.
 
     ``checks`` holds the check of every program by its digest.
     """
 
     checks: Mapping[str, SignatureCheck]
 
-    def __call__(self, candidate: Candidate) -> Trial:
+    def __call__(self, plain: Step, key: str) -> Trial:
         """The trial; whatever else goes wrong is a reason why the variant cannot be run."""
-        variant = BY_KEY[candidate.variant]
-        plain = replace(candidate, variant="")
+        variant = BY_KEY[key]
         check = self.checks[plain.digest]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -222,7 +221,7 @@ def exception_line(kind: str, message: str) -> str:
     return text if len(text) <= _MAX_WORDS else text[: _MAX_WORDS - 3] + "..."
 
 
-def _eager(changed: Candidate, plain: Candidate, check: SignatureCheck, variant: Variant) -> Trial:
+def _eager(changed: Step, plain: Step, check: SignatureCheck, variant: Variant) -> Trial:
     failure = check.observe(changed)
     trial = _judged(failure, changed, plain, check, variant)
     if trial.answer is Answer.CANNOT_RUN:
@@ -230,9 +229,7 @@ def _eager(changed: Candidate, plain: Candidate, check: SignatureCheck, variant:
     return replace(trial, seconds=_timed(lambda: run(changed.program, changed.tensors, keep=frozenset())))
 
 
-def _judged(
-    failure: Failure | None, changed: Candidate, plain: Candidate, check: SignatureCheck, variant: Variant
-) -> Trial:
+def _judged(failure: Failure | None, changed: Step, plain: Step, check: SignatureCheck, variant: Variant) -> Trial:
     if failure is None:
         return Trial(Answer.PASSES)
     verdict = check.judge(failure, changed)
@@ -252,14 +249,14 @@ def _judged(
     return Trial(Answer.OTHER if is_about_exceptions and not is_missing else Answer.CANNOT_RUN, words)
 
 
-def _silence(failure: Failure, candidate: Candidate) -> str:
+def _silence(failure: Failure, candidate: Step) -> str:
     """The words for a failure that anomaly mode does not report, with the reason if that is known."""
     if failure.phase != Phase.BACKWARD or not any(call.is_differentiation for call in candidate.program.calls):
         return f"{_ANOMALY_IS_SILENT} (it only looks for NaN in the backward pass)"
     return f"{_ANOMALY_IS_SILENT} (it only looks for NaN)" if failure.kind == "inf" else _ANOMALY_IS_SILENT
 
 
-def _spoiled(plain: Candidate, changed: Candidate) -> str | None:
+def _spoiled(plain: Step, changed: Step) -> str | None:
     """An input that the change itself made bad, such as a number too large for float16."""
     for item in changed.program.inputs:
         if ways_of(changed.tensors[item.value]) - ways_of(plain.tensors[item.value]):
@@ -277,7 +274,7 @@ def _words(failure: Failure) -> str:
     return f"{failure.kind} {origin}{where}"
 
 
-def _compiled(candidate: Candidate, check: SignatureCheck, backend: str) -> Trial:
+def _compiled(candidate: Step, check: SignatureCheck, backend: str) -> Trial:
     if isinstance(check, MismatchCheck) and isinstance(check.reference, Compiled):
         return _compared(candidate, check, backend)
     if check.signature.kind not in ("nan", "inf", EXCEPTION):
@@ -306,7 +303,7 @@ def _compiled(candidate: Candidate, check: SignatureCheck, backend: str) -> Tria
     return Trial(Answer.OTHER, f"{'/'.join(sorted(ways))} in {_place_words(candidate, *place)}", seconds)
 
 
-def _compared(candidate: Candidate, check: MismatchCheck, backend: str) -> Trial:
+def _compared(candidate: Step, check: MismatchCheck, backend: str) -> Trial:
     """Does this compiler differ from eager in the way of the failure?"""
     compiler = Compiled(backend)
     found = compare(candidate, compiler, compiler.name + NOT_FINITE * check.way.endswith(NOT_FINITE))
@@ -322,7 +319,7 @@ def _bad_results(outcome: Outcome) -> _Bad:
     return {place: ways for place, ways in found.items() if ways}
 
 
-def _place_words(candidate: Candidate, value: int, is_gradient: bool) -> str:
+def _place_words(candidate: Step, value: int, is_gradient: bool) -> str:
     name = next((item.name for item in candidate.program.inputs if item.value == value), "a result")
     return f"the gradient of `{name}`" if is_gradient else name if name == "a result" else f"`{name}`"
 
@@ -347,7 +344,7 @@ _LEAST_BYTES = 4 << 30
 _LEAST_SECONDS = 0.2  # less is not worth a process
 _SECONDS_TO_END = 60.0  # after the budget, for a table in a process of its own
 
-Subjects = Mapping[str, tuple[Candidate, SignatureCheck]]
+Subjects = Mapping[str, tuple[Step, SignatureCheck]]
 OnTrial = Callable[[str, Variant, Trial], None]
 
 
@@ -377,29 +374,29 @@ def making_of_reduction(
     """
     subjects = _subjects_of(reduction, check)
 
-    def make(_: Candidate | None = None) -> WhatIfResult:
+    def make(_: Step | None = None) -> WhatIfResult:
         return make_table(subjects, settings, seconds)
 
     if not apart.can_fork():
         yield make
         return
     with closing(Child(Task(cast(Observe, make)), is_forked=True)) as child:
-        child.start(Candidate(Program((), ()), {}), RunLimits(2 * seconds + _SECONDS_TO_END))
+        child.start(Step(Program((), ()), {}), RunLimits(2 * seconds + _SECONDS_TO_END))
         yield lambda: cast(WhatIfResult, wait_for(child, [child]).value())
 
 
 def _subjects_of(reduction: Reduction, check: str | None) -> Subjects:
-    programs = {MINIMUM: (Candidate(reduction.program, reduction.tensors), reduction.failure)}
+    programs = {MINIMUM: (Step.of(reduction), reduction.failure)}
     context = reduction.context
     if context is not None:
-        programs[CONTEXT] = (Candidate(context.program, context.tensors), context.failure)
+        programs[CONTEXT] = (Step.of(context), context.failure)
     spec = check or reduction.signature.check
     return {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()}
 
 
 def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, on_trial: OnTrial | None = None) -> WhatIfResult:
     """The table of a whole snapshot. ``on_trial`` is given every answer."""
-    whole = Candidate(snapshot.program, snapshot.tensors)
+    whole = Step.of(snapshot)
     check = check_of(whole, snapshot.failure, None, None)
     return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds, on_trial=on_trial)
 
@@ -467,8 +464,8 @@ class _Table:
             self._note(jobs, repeat(self._too_late(), len(jobs)))
             return
         self.places.limits = RunLimits(left, self._memory)
-        candidates = [replace(self.subjects[name][0], variant=variant.key) for name, variant in jobs]
-        with closing(self.places.reports(candidates)) as reports:
+        candidates = [self.subjects[name][0] for name, _ in jobs]
+        with closing(self.places.reports(candidates, [variant.key for _, variant in jobs])) as reports:
             self._note(jobs, map(self._trial, reports))
 
     def _note(self, jobs: Sequence[tuple[str, Variant]], trials: Iterable[Trial]) -> None:
@@ -498,7 +495,7 @@ class _Table:
                 yield Answered(variant.key, variant.name, trial.answer.value, trial.detail, trial.seconds)
 
 
-def check_of(candidate: Candidate, failure: Failure, spec: str | None, given: str | None) -> SignatureCheck:
+def check_of(candidate: Step, failure: Failure, spec: str | None, given: str | None) -> SignatureCheck:
     """The check that knows the failure of a program."""
     if failure.kind == FUNCTION and given is None:
         raise UsageError(

@@ -24,11 +24,12 @@ from reprokit.capture.save import Case, Describing, NotKept
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.locate.failure import Failure, Predicate
-from reprokit.locate.gains import Step, blocked, explained
+from reprokit.locate.gains import blocked, explained
 from reprokit.locate.let_through import let_through
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
+from reprokit.program.step import Step
 from reprokit.series.course import HIGH, LEAST_PLAYED, USUAL, Alarm, band_before, first_off, is_off
 from reprokit.series.events import Finding
 

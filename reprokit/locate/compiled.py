@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -28,22 +28,11 @@ from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Modes, Outcome, assign, bind_arguments, execute, run
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Program, Ref
 from reprokit.program.sites import kind_of_file
+from reprokit.program.step import HasProgram
 
 DEFAULT = "inductor"  # of `torch.compile`
 _METHOD = "torch.Tensor."
 Backend: TypeAlias = str | Callable[..., Any]
-
-
-class HasProgram(Protocol):
-    """A program with the tensors of its inputs by value number."""
-
-    @property
-    def program(self) -> Program:
-        """The calls."""
-
-    @property
-    def tensors(self) -> Mapping[int, torch.Tensor]:
-        """The inputs."""
 
 
 class CompiledProgram:

@@ -19,7 +19,6 @@ import torch
 
 from reprokit.errors import ReprokitError
 from reprokit.locate.blame import exception_failure
-from reprokit.locate.compiled import HasProgram
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.notes import starts_of
 from reprokit.program.dataflow import contents, copy_of
@@ -38,6 +37,7 @@ from reprokit.program.ir import (
     iter_refs,
     map_leaves,
 )
+from reprokit.program.step import HasProgram, Step
 
 MARGIN = 10.0  # how many times larger than the noise of eager runs a difference has to be
 _TOLERANCES = {
@@ -228,14 +228,6 @@ def _ordered(outcome: Outcome, program: Program) -> Outcome:
     return Outcome(values, gradients, outcome.inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """One call with what it was given."""
-
-    program: Program
-    tensors: Tensors
-
-
 def way_of(found: Difference, reference: Reference) -> str:
     """The way of a failure: the reference, and whether numbers differ or one side has a NaN or infinity."""
     return reference.name if found.is_finite else reference.name + NOT_FINITE
@@ -278,7 +270,7 @@ class LoneCalls:
             return
         outputs = tuple(Ref(value) for value in call.output_refs())
         inputs = tuple(Input(value, f"v{value}") for value in self._given)
-        alone = _Alone(Program((call,), inputs, outputs), self._given)
+        alone = Step(Program((call,), inputs, outputs), self._given)
         try:
             found = compare(alone, self.reference, self.way)
         except Exception:  # what the reference cannot do with one call says nothing about that call

@@ -25,22 +25,15 @@ from reprokit.locate.spelling import VIEWS, argument_at, short_name, slot_of
 from reprokit.locate.ways import largest_finite, ways_of
 from reprokit.program.dataflow import node_of
 from reprokit.program.functions import all_written
-from reprokit.program.interpreter import Tensors, run
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs
+from reprokit.program.step import Step
 
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _MOST_ROWS = 64  # of a batch that are exchanged one by one; each costs a run
 _BY_DESIGN = frozenset({"mul", "where", "masked_fill"})
 _NOTHING = torch.empty(0)  # in the place of an input that the healthy step does not have; a batch is not empty
 _SHARE = 0.1  # of the largest effect of a row, which makes another row one that carries it, too
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step as a program with its tensors."""
-
-    program: Program
-    tensors: Tensors
 
 
 @dataclass

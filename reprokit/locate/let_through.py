@@ -10,11 +10,11 @@ import torch
 
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
-from reprokit.locate.gains import Step
 from reprokit.locate.notes import Notes
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Program, Site
+from reprokit.program.step import Step
 
 
 def let_through(failure: Failure, failing: Step, healthy: Step) -> Failure | None:

@@ -8,6 +8,7 @@ share, and equality bit for bit.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -252,6 +253,11 @@ def is_bad(tensor: torch.Tensor) -> bool:
     with torch.DisableTorchFunction():
         has_bad_values = tensor.is_floating_point() or tensor.is_complex()
         return has_bad_values and not bool(tensor.detach().isfinite().all())
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous tensor on the CPU; without NumPy, which torch can do without."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def contents(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,9 @@ from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.functions import is_in_place
 from reprokit.program.interpreter import Outcome, Settings, Tensors, determinism, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
+from reprokit.program.step import Step
 from reprokit.render.code import Code, write_program
 from reprokit.render.expression import fold, quoted
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import in_dtype, on_device
 from reprokit.shrink.checks.predicate import loss_of, outcome_of
 from reprokit.words import number_words
@@ -174,7 +174,7 @@ class ScriptParts:
 def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
     """The program as a function, called as it is and in the way of the reference, and an assertion that both agree."""
     name, option = failure.reference
-    given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
+    given = Step(program, {item.value: tensors[item.value] for item in program.inputs})
     if name == "compile":
         code = _function("step", given, failure)
         file, function = failure.check
@@ -195,7 +195,7 @@ def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> Scri
 def function_parts(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
     """The program, the object that the user's function is shown, and an assertion that it sees no bug."""
     file, function = failure.check
-    given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
+    given = Step(program, {item.value: tensors[item.value] for item in program.inputs})
     loss = loss_of(given)
     graded = outcome_of(given).gradients
     leaves = [item for item in program.inputs if item.name in graded]
@@ -229,9 +229,7 @@ def _from_file(file: str, name: str) -> str:
     return f"runpy.run_path(str(Path(__file__).with_name({quoted(file)})))[{quoted(name)}]"
 
 
-def _in_two_ways(
-    one: Candidate, other: Candidate, failure: Failure, into: str, into_other: str, words: str
-) -> ScriptParts:
+def _in_two_ways(one: Step, other: Step, failure: Failure, into: str, into_other: str, words: str) -> ScriptParts:
     """As it is and changed; two functions where the change goes beyond the inputs."""
     code, changed = _function("step", one, failure), _function("step", other, failure)
     codes = [code]
@@ -246,13 +244,13 @@ def _in_two_ways(
     return _compared(one, failure, codes, calls)
 
 
-def _compared(given: Candidate, failure: Failure, codes: Sequence[Code], calls: Sequence[str]) -> ScriptParts:
+def _compared(given: Step, failure: Failure, codes: Sequence[Code], calls: Sequence[str]) -> ScriptParts:
     body = [line for code in codes for line in (*code.body, "", "")]
     check = [*calls, 'print("actual =", actual)', 'print("expected =", expected)', _assertion(given, failure)]
     return ScriptParts(replace(codes[0], inputs=(*codes[0].inputs, "", "")), body[:-1], check)
 
 
-def _assertion(given: Candidate, failure: Failure) -> str:
+def _assertion(given: Step, failure: Failure) -> str:
     """Tolerances are spelled out only where they are not the dtype's own."""
     halves = halves_in(given.program, dict(given.tensors))
     extra = ""
@@ -262,7 +260,7 @@ def _assertion(given: Candidate, failure: Failure) -> str:
     return f"torch.testing.assert_close(actual, expected.to(actual), equal_nan=True{extra})"
 
 
-def _function(name: str, given: Candidate, failure: Failure) -> Code:
+def _function(name: str, given: Step, failure: Failure) -> Code:
     """The program as a function of all its inputs that returns the result in question."""
     assert failure.value is not None, "a mismatch has a result"
     shown = [item for item in given.program.inputs if item.role != "rng"]
@@ -275,7 +273,7 @@ def _function(name: str, given: Candidate, failure: Failure) -> Code:
     return replace(code, body=tuple(body))
 
 
-def _arguments(given: Candidate, code: Code, into: str) -> str:
+def _arguments(given: Step, code: Code, into: str) -> str:
     """The arguments of one call; copies where it would see what an earlier call has written or added to a gradient."""
     writes = any(is_in_place(call.target) for call in given.program.calls)
 

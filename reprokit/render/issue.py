@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reprokit.program.step import Step
 from reprokit.render import facts, findings, wording
 from reprokit.render.expectation import OWN, Expectation, expect
 from reprokit.render.names import in_users_words
 from reprokit.render.script import Script
 from reprokit.render.templates import Template, find_template
 from reprokit.render.verify import VerifyResult
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
@@ -104,7 +104,7 @@ def title_of(snapshot: Snapshot, reduction: Reduction | None = None, expectation
     dtype = _autocast(snapshot)  # training ran under it, and the repro may need none
     lost = f"{dtype} autocast in training" if dtype and not _autocast(source) else ""
     devices = snapshot.environment.devices
-    home = home_of(Candidate(source.program, source.tensors))
+    home = home_of(Step.of(source))
     device = devices[0] if home == "cuda" and devices else home.upper()
     parts = (_dtype(source), lost, device, version)
     details = ", ".join(part for part in parts if part)

@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 
 from reprokit.locate.ranges import range_text
 from reprokit.locate.ways import MINUS, NAN, PLUS
+from reprokit.program.step import Step
 from reprokit.render import facts, findings, wording
 from reprokit.render.call_code import labels
 from reprokit.render.issue import cut, rate, shown_output, title_of
@@ -26,7 +27,7 @@ from reprokit.render.templates import render_template
 from reprokit.render.verify import VerifyResult
 from reprokit.series.story import QUANTITIES, LayerSeries, by_layer, by_optimizer, titled
 from reprokit.shrink.reduction import Reduction, WhatIfResult
-from reprokit.snapshot.format import Snapshot, count_elements
+from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted, number_words, verdict_words
 
@@ -211,7 +212,7 @@ def _of_reduction(reduction: Reduction, script: Script) -> dict[str, Any]:
     return {
         "num_calls": reduction.program.num_calls,
         "verdicts": verdict_words(reduction.verdicts),
-        "num_elements": count_elements(reduction.program, reduction.tensors),
+        "num_elements": Step.of(reduction).num_elements,
         "explained": wording.explained(reduction, inputs),
         "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction.nearest else None,
     }
@@ -256,7 +257,7 @@ def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
         yield f"The captured step has {counted(snapshot.program.num_calls, 'torch call')}; it was not reduced."
         return
     before, after = reduction.before, reduction.program.num_calls
-    elements = count_elements(reduction.program, reduction.tensors)
+    elements = Step.of(reduction).num_elements
     verb = "is" if after == 1 else "are"
     yield (
         f"Of {counted(before.calls, 'torch call')} on {counted(before.elements, 'input element')}, "

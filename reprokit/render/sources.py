@@ -17,12 +17,12 @@ from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, Snapshot
 from reprokit.program.dataflow import contents
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program, Ref, map_leaves
+from reprokit.program.step import Step
 from reprokit.render.code import needed_mode
 from reprokit.render.literals import MAX_LITERALS, is_same, literal
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, require_repro, write_script
 from reprokit.shrink import reduction as reductions
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import require_reproducible
 from reprokit.shrink.checks.predicate import missing_cause
 from reprokit.shrink.context.tree import Block, initial
@@ -277,10 +277,10 @@ def is_minimum_again(reduction: Reduction) -> bool:
     context = reduction.context
     if context is None or any(isinstance(item, Block) for item in context.tree.root.items):
         return False
-    return _outline(context.candidate) == _outline(Candidate(reduction.program, reduction.tensors))
+    return _outline(context.candidate) == _outline(Step.of(reduction))
 
 
-def _outline(candidate: Candidate) -> str:
+def _outline(candidate: Step) -> str:
     """The calls with values numbered as they come up, without sizes and dimensions, and the numbers of the inputs."""
     numbers: dict[int, int] = {}
 
@@ -298,7 +298,7 @@ def _outline(candidate: Candidate) -> str:
     return repr((calls, sorted(given, key=repr)))
 
 
-def _contents(candidate: Candidate, value: int) -> tuple[Any, ...]:
+def _contents(candidate: Step, value: int) -> tuple[Any, ...]:
     tensor = candidate.tensors[value]
     constant = constant_of(tensor)
     return tensor.dtype, contents(tensor).tolist() if constant is None else constant

@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 import torch
 
-from reprokit.locate.gains import Step, blocking_bias
+from reprokit.locate.gains import blocking_bias
 from reprokit.locate.spelling import short_name
+from reprokit.program.step import Step
 from reprokit.rules.edits import loss_over_count, set_argument, zeros_for_bad_input
 from reprokit.rules.predicates import dtype_name, has, raises
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
@@ -110,7 +111,7 @@ def rate_jump(timeline: Sequence[StepNumbers], began_at: int) -> Numbers | None:
 
 def bias_blocks_gradient(scene: Scene) -> Numbers | None:
     """True if the parameter gets a gradient once a bias in front of the origin is zero."""
-    value = blocking_bias(Step(scene.program, scene.tensors), scene.failure) if scene.failure.event else None
+    value = blocking_bias(Step.of(scene), scene.failure) if scene.failure.event else None
     if value is None:
         return None
     name = next(item.name for item in scene.program.inputs if item.value == value)

@@ -36,14 +36,14 @@ import torch
 from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
 from reprokit.program import plain
+from reprokit.program.dataflow import raw_bytes
 from reprokit.program.interpreter import Settings, determinism
 from reprokit.program.ir import Program
-from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.plainness import raw_bytes
+from reprokit.program.step import Step
 from reprokit.snapshot.format import storable
 
 Observation: TypeAlias = Failure | None
-Observe: TypeAlias = Callable[[Candidate], Observation]
+Observe: TypeAlias = Callable[..., Observation]  # of a step, and of the name of a way to run it where it has one
 
 
 class NotObserved(ReprokitError):
@@ -91,32 +91,32 @@ class Task:
         rng = raw_bytes(torch.get_rng_state())
         return cls(observe, replace(settings, num_threads=settings.num_threads or torch.get_num_threads()), rng)
 
-    def __call__(self, candidate: Candidate) -> Observation:
+    def __call__(self, candidate: Step, way: str = "") -> Observation:
         """Observe one candidate; the settings and the generator are given back."""
         before = torch.get_rng_state()
         try:
             with determinism(self.settings):
                 if self.rng:
                     torch.set_rng_state(torch.frombuffer(bytearray(self.rng), dtype=torch.uint8))
-                return self.observe(candidate)
+                return self.observe(candidate, way) if way else self.observe(candidate)
         finally:
             torch.set_rng_state(before)
 
-    def report(self, candidate: Candidate) -> Report:
+    def report(self, candidate: Step, way: str = "") -> Report:
         """The report on one candidate that is run right here."""
         try:
-            return Report(self(candidate))
+            return Report(self(candidate, way))
         except Exception as error:  # whatever a candidate raises outside its calls makes it unusable, nothing more
             return Report(error=error)
 
 
-def pack(candidate: Candidate) -> bytes:
+def pack(candidate: Step, way: str = "") -> bytes:
     """A candidate as bytes. A tensor that is several inputs stays one."""
     tensors = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs}
     sent = {id(tensor): _sendable(tensor) for tensor in tensors.values()}
     content = {
         "program": plain.to_plain(candidate.program),
-        "variant": candidate.variant,
+        "way": way,
         "tensors": {value: sent[id(tensor)] for value, tensor in tensors.items()},
     }
     file = io.BytesIO()
@@ -124,10 +124,10 @@ def pack(candidate: Candidate) -> bytes:
     return file.getvalue()
 
 
-def unpack(packed: bytes) -> Candidate:
+def unpack(packed: bytes) -> tuple[Step, str]:
     """The inverse of `pack`; raises whatever damaged data raises."""
     content = torch.load(io.BytesIO(packed), weights_only=True)
-    return Candidate(plain.from_plain(content["program"]), content["tensors"], str(content["variant"]))
+    return Step(plain.from_plain(content["program"]), content["tensors"]), str(content["way"])
 
 
 def pack_report(report: Report) -> bytes:
@@ -258,13 +258,13 @@ class Child:
         with contextlib.suppress(OSError):  # a process that ends at once is noticed when it has to be ready
             self.connection.send_bytes(task)
 
-    def start(self, candidate: Candidate, limits: RunLimits) -> None:
+    def start(self, candidate: Step, limits: RunLimits, way: str = "") -> None:
         """Start a candidate; first comes the end of one that nobody waited for."""
         wait_for(self, [self])
         self.settle()
         self._limits = limits
         if self._is_forked:
-            self._fork(candidate)
+            self._fork(candidate, way)
         else:
             self._get_ready()
             is_on_gpu = any(tensor.device.type != "cpu" for tensor in candidate.tensors.values())
@@ -276,7 +276,7 @@ class Child:
         if self._is_forked:
             return
         try:
-            self.connection.send_bytes(pack(candidate))
+            self.connection.send_bytes(pack(candidate, way))
         except OSError:  # it has ended
             self.read()
         except Exception as error:  # not every tensor can be stored
@@ -315,7 +315,7 @@ class Child:
                 self._is_ready = self._is_warm = False
                 self.report = self.report or Report()
 
-    def _fork(self, candidate: Candidate) -> None:
+    def _fork(self, candidate: Step, way: str) -> None:
         self.connection, theirs = Pipe(duplex=False)
         parent = os.getpid()
         try:
@@ -323,7 +323,7 @@ class Child:
                 warnings.simplefilter("ignore", DeprecationWarning)  # about threads, of which torch always has some
                 child = os.fork()
                 if child == 0:
-                    _live(self._task, candidate, theirs, parent)
+                    _live(self._task, candidate, way, theirs, parent)
                 _lead_group(child)
                 self._pid = child
         finally:
@@ -392,20 +392,20 @@ def _passes_trial() -> bool:
     differentiating.join()
     child = Child(Task(_differentiate), is_forked=True)
     try:
-        child.start(Candidate(Program((), ()), {}), RunLimits(_TRIAL_SECONDS))
+        child.start(Step(Program((), ()), {}), RunLimits(_TRIAL_SECONDS))
         return wait_for(child, [child]).error is None
     finally:
         child.close()
 
 
-def _differentiate(_: Candidate | None) -> None:
+def _differentiate(_: Step | None) -> None:
     """A backward pass with a parallel loop in it."""
     with torch.enable_grad():
         leaf = torch.ones(1 << 16, requires_grad=True)
         (leaf.exp() * 2).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def _live(task: Task, candidate: Candidate, connection: Connection[Any, Any], parent: int) -> NoReturn:
+def _live(task: Task, candidate: Step, way: str, connection: Connection[Any, Any], parent: int) -> NoReturn:
     """The whole life of a forked child.
 
     It works in a new thread: OpenMP's pool of the thread that forked is gone, and the first parallel loop would wait
@@ -415,7 +415,7 @@ def _live(task: Task, candidate: Candidate, connection: Connection[Any, Any], pa
         _lead_group(0)
         _become_expendable(parent)
         reports: list[Report] = []
-        thread = threading.Thread(target=lambda: reports.append(task.report(candidate)))
+        thread = threading.Thread(target=lambda: reports.append(task.report(candidate, way)))
         thread.start()
         thread.join()
         for report in reports:
@@ -440,7 +440,7 @@ def serve(descriptor: int, parent: int) -> None:
         except EOFError:
             return
         try:
-            report = task.report(unpack(packed))
+            report = task.report(*unpack(packed))
         except Exception as error:  # a candidate that cannot be loaded here cannot be run either
             report = Report(error=error)
         connection.send_bytes(pack_report(report))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from reprokit.errors import Flaky, NotReproduced
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
+from reprokit.program.step import Step
 from reprokit.shrink.apart import Task
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.signature import Ruling, SignatureCheck
@@ -31,7 +31,7 @@ class Majority:
 
     once: SignatureCheck
 
-    def __call__(self, candidate: Candidate) -> Failure | None:
+    def __call__(self, candidate: Step) -> Failure | None:
         """A run that failed as wanted if most did, otherwise one that did not."""
         seen: dict[bool, list[Failure | None]] = {True: [], False: []}
         while True:
@@ -62,9 +62,7 @@ class Certainty:
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def establish(
-        self, whole: Candidate, on_rate: Callable[[int, int], None], first: Sequence[Failure | None] = ()
-    ) -> None:
+    def establish(self, whole: Step, on_rate: Callable[[int, int], None], first: Sequence[Failure | None] = ()) -> None:
         """Measure and report how often the whole program fails. Raises `NotReproduced` when it never does, and `Flaky`
         when at most half of the runs fail. ``first`` are failing runs that selected ``whole``: they count only if all
         others fail, too.
@@ -99,7 +97,7 @@ class Certainty:
         self.notes.append(f"flaky: the snapshot fails in {self.reproduces} runs; a change needs 3 failures in 5 runs")
         self.isolation.change(Task.of(Majority(self.check), self.settings), REPLAYS)
 
-    def confirm(self, best: Candidate) -> bool:
+    def confirm(self, best: Step) -> bool:
         """True if nothing speaks against the result; raises `Flaky` if it never fails.
 
         A fresh interpreter is asked about a check of the user's and after a crash; in all other cases the repro is
@@ -120,7 +118,7 @@ class Certainty:
         self.notes.append(f"a fresh interpreter gives {'the same failure' if agrees else 'something else'}")
         return agrees
 
-    def _runs(self, whole: Candidate, times: int, first: Sequence[Failure | None] = ()) -> list[Failure | None]:
+    def _runs(self, whole: Step, times: int, first: Sequence[Failure | None] = ()) -> list[Failure | None]:
         """So many runs, fewer when they are slow."""
         seen = list(first)
         while len(seen) < times:
@@ -134,7 +132,7 @@ class Certainty:
                 break
         return seen
 
-    def _adopt(self, seen: list[Failure | None], whole: Candidate) -> None:
+    def _adopt(self, seen: list[Failure | None], whole: Step) -> None:
         """Take the first failure of the check's kind for the one in question."""
         found = next((failure for failure in seen if failure is not None and self.check.recognises(failure)), None)
         if found is None:
@@ -148,7 +146,7 @@ class Certainty:
         if self.is_own_check:
             self.isolation.change(Task.of(self.check, self.settings))
 
-    def _num_same(self, seen: Sequence[Failure | None], candidate: Candidate) -> int:
+    def _num_same(self, seen: Sequence[Failure | None], candidate: Step) -> int:
         return sum(self.check.judge(found, candidate) is Ruling.SAME for found in seen)
 
 

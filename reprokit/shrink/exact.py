@@ -21,9 +21,8 @@ from reprokit.program.dataflow import copy_of, needed_calls, written_in_place
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step, is_number
 from reprokit.shrink.checks.mismatch import default_dtype, in_dtype
-from reprokit.shrink.plainness import is_number
 
 
 class _Stop(Exception):
@@ -59,7 +58,7 @@ class OriginCall:
             return None
         if bad.dtype in (torch.float64, torch.complex128):
             return None
-        wide = in_dtype(Candidate(*self._alone()), torch.float64)
+        wide = in_dtype(Step(*self._alone()), torch.float64)
         with default_dtype(torch.float64):
             made = _run(wide.program, wide.tensors)
         numbers = made.get(self._number_of(bad)) if made is not None else None
@@ -76,7 +75,7 @@ class OriginCall:
             return None
         program, given = self._alone()
         inputs = tuple(replace(item, requires_grad=item.value == value) for item in program.inputs)
-        wide = in_dtype(Candidate(replace(program, inputs=inputs), given), torch.float64)
+        wide = in_dtype(Step(replace(program, inputs=inputs), given), torch.float64)
         with default_dtype(torch.float64), torch.enable_grad(), contextlib.suppress(UnknownFunction, RuntimeError):
             outcome = run(wide.program, wide.tensors)
             results = [tensor for tensor in outcome.values.values() if tensor.requires_grad]

@@ -16,11 +16,12 @@ import torch
 from reprokit.grammar import Count, Name, left_out
 from reprokit.program.dataflow import contents
 from reprokit.program.ir import Call, Input
-from reprokit.shrink.candidate import Candidate, is_safe, trusts_arguments
+from reprokit.program.step import Step, is_number
 from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
 from reprokit.shrink.oracle import OutOfBudget
-from reprokit.shrink.plainness import constant_of, is_number, shortened
+from reprokit.shrink.plainness import constant_of, shortened
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.safety import is_safe, trusts_arguments
 from reprokit.shrink.signature import Ruling
 
 _MAX_ELEMENTS = 16  # each may cost a bisection
@@ -67,7 +68,7 @@ class Change:
     place: ProgramPart
     old: float | int | bool
     dtype: torch.dtype
-    apply: Callable[[float | int | bool], Candidate]
+    apply: Callable[[float | int | bool], Step]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +77,18 @@ class Part:
 
     name: str
     place: ProgramPart
-    variants: Iterator[Candidate]
+    variants: Iterator[Step]
     changes: Iterator[Change]
 
 
-def _input_part(best: Candidate, item: Input) -> Part:
+def _input_part(best: Step, item: Input) -> Part:
     tensor, may_index = best.tensors[item.value], not trusts_arguments(best.program)
     others = (new for new in _other_contents(tensor, may_index) if not torch.equal(contents(new), contents(tensor)))
     variants = (best.with_tensors({item.value: new}) for new in others)
     return Part(item.name, ProgramPart(item.name), variants, _elements(best, item, may_index))
 
 
-def _elements(best: Candidate, item: Input, may_index: bool) -> Iterator[Change]:
+def _elements(best: Step, item: Input, may_index: bool) -> Iterator[Change]:
     """The first elements; numbers that choose something only if choosing wrongly is safe."""
     tensor = best.tensors[item.value]
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
@@ -100,7 +101,7 @@ def _elements(best: Candidate, item: Input, may_index: bool) -> Iterator[Change]
             yield Change(item.name, at, tensor[tuple(place)].item(), tensor.dtype, apply)
 
 
-def _with_element(best: Candidate, value: int, place: tuple[int, ...], number: float | int | bool) -> Candidate:
+def _with_element(best: Step, value: int, place: tuple[int, ...], number: float | int | bool) -> Step:
     changed = best.tensors[value].detach().clone(memory_format=torch.preserve_format)
     changed[place] = number
     return best.with_tensors({value: changed})
@@ -127,11 +128,11 @@ def _other_contents(tensor: torch.Tensor, may_index: bool) -> Iterator[torch.Ten
             yield torch.randint(0, largest + 1, tensor.shape, generator=random).to(tensor.device, tensor.dtype)
 
 
-def _constant_change(best: Candidate, index: int, path: Path, number: float | int) -> Change:
+def _constant_change(best: Step, index: int, path: Path, number: float | int) -> Change:
     call = best.program.calls[index]
     name = _argument_name(call, path)
 
-    def apply(other: float | int | bool) -> Candidate:
+    def apply(other: float | int | bool) -> Step:
         return best.with_call(index, with_leaf(call, path, other))
 
     return Change(name, ProgramPart(call=call.target, argument=name), number, torch.float64, apply)
@@ -186,7 +187,7 @@ class _Trials:
         self._limit = problem.oracle.checks + MAX_RUNS
         self.is_over = False
 
-    def verdict(self, candidate: Candidate, change: str) -> Ruling:
+    def verdict(self, candidate: Step, change: str) -> Ruling:
         """The verdict on a variant; invalid, which says nothing, when it may not be run."""
         is_fit = is_safe(candidate.program, candidate.shapes) and self._oracle.predicate.is_clean(candidate)
         if self.is_over or self._oracle.checks >= self._limit or not is_fit:
@@ -221,7 +222,7 @@ def _fields(
     return place.input, place.element, place.call, place.argument, place.value
 
 
-def _constants(best: Candidate) -> list[Part]:
+def _constants(best: Step) -> list[Part]:
     """The first numbers in arguments; whole ones are sizes and places more often than not."""
     calls = enumerate(best.program.calls)
     found = ((n, path, leaf) for n, call in calls if not call.is_differentiation for path, leaf in leaves(call))

@@ -17,6 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from reprokit.errors import ReprokitError
+from reprokit.program.step import Step
 from reprokit.shrink import apart
 from reprokit.shrink.apart import (
     Child,
@@ -30,7 +31,7 @@ from reprokit.shrink.apart import (
     unpack_report,
     wait_for,
 )
-from reprokit.shrink.candidate import Candidate, trusts_arguments
+from reprokit.shrink.safety import trusts_arguments
 
 Reports = Generator[Report, None, None]
 _SECONDS_ON_THE_WAY = 60.0  # a large model's tensors over a slow network, or a queue; a worker may be gone for good
@@ -40,7 +41,7 @@ _WORTH_A_PROCESS = 0.1  # seconds; a quicker candidate is done here before a chi
 def observe_packed(task: Task, packed: bytes, limits: RunLimits) -> bytes:
     """The other side of an executor: the report on one candidate."""
     with closing(Isolation(task, limits=limits, always_apart=True)) as isolation:
-        return pack_report(isolation.report(unpack(packed)))
+        return pack_report(isolation.report(unpack(packed)[0]))
 
 
 @dataclass
@@ -71,15 +72,15 @@ class Isolation:
         is_worth_it = self.executor is not None or self.is_wary or self._latest_seconds > _WORTH_A_PROCESS
         return self.jobs if is_worth_it else 1
 
-    def report(self, candidate: Candidate) -> Report:
+    def report(self, candidate: Step) -> Report:
         """The report on one candidate."""
         with closing(self.reports([candidate])) as reports:
             return next(reports)
 
-    def reports(self, candidates: Sequence[Candidate]) -> Reports:
+    def reports(self, candidates: Sequence[Step], ways: Sequence[str] = ()) -> Reports:
         """The reports in the order of the candidates, all of which run at once; closing ends those not waited for.
 
-        Raises `ReprokitError` if the executor fails.
+        Raises `ReprokitError` if the executor fails. ``ways`` are for children only.
         """
         if len(candidates) == 1 and self._may_run_here(candidates[0]):
             started = time.monotonic()
@@ -87,15 +88,18 @@ class Isolation:
             self._time(time.monotonic() - started)
             yield report
             return
-        run = self._in_children if self.executor is None else self._through_executor
-        with closing(run(candidates)) as reports:
+        if self.executor is None:
+            found = self._in_children(candidates, ways or [""] * len(candidates))
+        else:
+            found = self._through_executor(candidates)
+        with closing(found) as reports:
             for report in reports:
                 if report.took_its_process_down:
                     assert isinstance(report.error, NotObserved)
                     self.ended[report.error.reason] += 1
                 yield report
 
-    def report_freshly(self, candidate: Candidate) -> Report:
+    def report_freshly(self, candidate: Step) -> Report:
         """The report from an interpreter that is started for this candidate alone."""
         child = Child(self.task, is_forked=False)
         with closing(child):
@@ -130,10 +134,10 @@ class Isolation:
         """True if nothing runs in this process any more."""
         return self.always_apart or bool(self.ended)
 
-    def _may_run_here(self, candidate: Candidate) -> bool:
+    def _may_run_here(self, candidate: Step) -> bool:
         return not _has_process_groups() or not (self.is_wary or trusts_arguments(candidate.program))
 
-    def _in_children(self, candidates: Sequence[Candidate]) -> Reports:
+    def _in_children(self, candidates: Sequence[Step], ways: Sequence[str]) -> Reports:
         if apart.can_fork():
             running = [Child(self.task, is_forked=True) for _ in candidates]
         else:
@@ -143,8 +147,8 @@ class Isolation:
         try:
             for child in running:
                 child.open()
-            for child, candidate in zip(running, candidates, strict=True):
-                child.start(candidate, self.allowed)
+            for child, candidate, way in zip(running, candidates, ways, strict=True):
+                child.start(candidate, self.allowed, way)
             for child in running:
                 yield wait_for(child, running)
                 self._time(child.seconds)
@@ -152,7 +156,7 @@ class Isolation:
             for child in running:
                 child.settle()
 
-    def _through_executor(self, candidates: Sequence[Candidate]) -> Reports:
+    def _through_executor(self, candidates: Sequence[Step]) -> Reports:
         assert self.executor is not None
         limits = self.allowed
         seconds = None if limits.seconds is None else limits.seconds + _SECONDS_ON_THE_WAY

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from reprokit.locate.failure import Failure
+from reprokit.program.step import Step
 from reprokit.shrink.apart import Report
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.signature import Ruling, Signature, SignatureCheck
 
@@ -26,7 +26,7 @@ class OutOfBudget(Exception):
     """The budget is spent; the text is the option that sets it, ``max-time`` or ``max-checks``."""
 
 
-Proposal = tuple[str, Candidate]
+Proposal = tuple[str, Step]
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Oracle:
     isolation: Isolation
     max_time: float = math.inf
     max_checks: float = math.inf
-    on_check: Callable[[Candidate, Ruling, str], None] | None = None
+    on_check: Callable[[Step, Ruling, str], None] | None = None
     checks: int = 0
-    start: tuple[Candidate, Failure] | None = None
+    start: tuple[Step, Failure] | None = None
     _known: dict[str, Ruling] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -53,11 +53,11 @@ class Oracle:
         """What must stay the same."""
         return self.predicate.signature
 
-    def check(self, candidate: Candidate, change: str = "") -> Ruling:
+    def check(self, candidate: Step, change: str = "") -> Ruling:
         """The verdict on a candidate; raises `OutOfBudget` when no more checks are allowed."""
         return self._check(candidate, change, lambda: self.isolation.report(candidate))
 
-    def first(self, proposals: Iterable[Proposal]) -> Candidate | None:
+    def first(self, proposals: Iterable[Proposal]) -> Step | None:
         """The first of the proposed candidates that fails the same way.
 
         As many as the isolation has room for run at once. Only those up to the success are counted, in their order, so
@@ -71,18 +71,18 @@ class Oracle:
                         return candidate
         return None
 
-    def confirm(self, candidate: Candidate) -> bool:
+    def confirm(self, candidate: Step) -> bool:
         """True if a fresh interpreter gives the same failure; not counted as a check, may raise."""
         return self._judge(candidate, self.isolation.report_freshly(candidate)) is Ruling.SAME
 
-    def verdict_without_a_run(self, candidate: Candidate) -> Ruling | None:
+    def verdict_without_a_run(self, candidate: Step) -> Ruling | None:
         """The verdict on a candidate that need not run: it did already, or is bad from the start."""
         known = self._known.get(candidate.digest)
         if known is None and not self.predicate.is_clean(candidate):
             return Ruling.OTHER
         return known
 
-    def _check(self, candidate: Candidate, change: str, run: Callable[[], Report]) -> Ruling:
+    def _check(self, candidate: Step, change: str, run: Callable[[], Report]) -> Ruling:
         known = self.verdict_without_a_run(candidate)
         if known is not None:
             return known
@@ -93,11 +93,11 @@ class Oracle:
             self.on_check(candidate, verdict, change)
         return verdict
 
-    def failure(self, candidate: Candidate) -> Failure | None:
+    def failure(self, candidate: Step) -> Failure | None:
         """The failure of a candidate under the recorded settings; not counted as a check, may raise."""
         return self.isolation.report(candidate).value()
 
-    def known_failure(self, candidate: Candidate) -> Failure | None:
+    def known_failure(self, candidate: Step) -> Failure | None:
         """The failure of a candidate that was found to be the same one, without running it again."""
         if self.start is not None and candidate is self.start[0]:
             return self.start[1]
@@ -108,7 +108,7 @@ class Oracle:
             self._failures[candidate.digest] = found
         return self._failures[candidate.digest]
 
-    def remember(self, candidate: Candidate, failure: Failure) -> None:
+    def remember(self, candidate: Step, failure: Failure) -> None:
         """Note the failure of a candidate, so that nobody has to run it for that."""
         self._failures[candidate.digest] = failure
 
@@ -140,7 +140,7 @@ class Oracle:
             raise OutOfBudget("max-checks")
         self.checks += 1
 
-    def _judge(self, candidate: Candidate, report: Report) -> Ruling:
+    def _judge(self, candidate: Step, report: Report) -> Ruling:
         if report.error is not None:
             return Ruling.INVALID
         verdict = self.predicate.judge(report.observation, candidate)

@@ -7,7 +7,6 @@ elements are replaced.
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import torch
@@ -106,20 +105,9 @@ def _plainness_of_constant(number: float | complex | int | bool, dtype: torch.dt
     return CONSTANT + num_digits(number, dtype) / 20 + exponent / 10_000 + sign
 
 
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """What a contiguous tensor on the CPU holds, byte for byte; without NumPy, which torch can do without."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
 def ladder(dtype: torch.dtype) -> tuple[float, ...]:
     """Large constants in ascending order."""
     return _EXPONENTIAL, _PRODUCT.get(dtype, 1e20), _LARGEST.get(dtype, 3e38)
-
-
-def is_number(tensor: torch.Tensor) -> bool:
-    """True if the tensor holds real floating-point or complex numbers in a plain layout, in a format that computes."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype.itemsize > 1  # not float8
-    return is_plain and tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def filled(tensor: torch.Tensor, number: float) -> torch.Tensor:

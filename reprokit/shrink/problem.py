@@ -15,10 +15,12 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import run
-from reprokit.shrink.candidate import Candidate, is_safe
+from reprokit.program.step import Step
 from reprokit.shrink.leaves import Path, leaves, with_changed_indexes, with_leaf
 from reprokit.shrink.oracle import Oracle, Proposal
+from reprokit.shrink.order import is_smaller
 from reprokit.shrink.recording import shapes_of
+from reprokit.shrink.safety import is_safe
 
 _TAKE_SIZES = (
     "view", "reshape", "expand", "repeat", "unflatten", "fold", "split", "one_hot", "group_norm", "layer_norm",
@@ -58,7 +60,7 @@ class Class:
         return [Class(self.size, axes, constants) for axes, constants in dict.fromkeys(parts)][1:]
 
 
-def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renumber: bool = False) -> Candidate:
+def shrink_to(candidate: Step, kept: Mapping[Class, Sequence[int]], *, renumber: bool = False) -> Step:
     """The candidate with only the ``kept`` indexes of each class.
 
     With ``renumber`` integers in arguments that are indexes follow as well, as in ``x[:, 5]``.
@@ -79,7 +81,7 @@ def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renu
         numbers = _new_numbers(group.size, indexes)
         gone = range(len(indexes), group.size)
         calls = [with_changed_indexes(call, gone, numbers) if renumber else call for call in calls]
-    return Candidate(replace(candidate.program, calls=tuple(calls)), tensors)
+    return Step(replace(candidate.program, calls=tuple(calls)), tensors)
 
 
 def _followed(tensor: torch.Tensor, size: int, numbers: torch.Tensor, few: int) -> torch.Tensor:
@@ -92,7 +94,7 @@ def _followed(tensor: torch.Tensor, size: int, numbers: torch.Tensor, few: int) 
     return torch.where(tensor >= 0, numbers.to(tensor.dtype)[tensor.clamp(min=0).long()], tensor)
 
 
-def _parts_of(candidate: Candidate, counts: InputAxis, group: Class, indexes: Sequence[int]) -> dict[int, torch.Tensor]:
+def _parts_of(candidate: Step, counts: InputAxis, group: Class, indexes: Sequence[int]) -> dict[int, torch.Tensor]:
     """The parts whose lengths are kept of a tensor made of parts, such as the labels of all samples in one row."""
     lengths = candidate.tensors[counts.value]
     if not _is_index(lengths) or lengths.dim() != 1 or int(lengths.min()) < 0:
@@ -110,7 +112,7 @@ def _is_index(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.int64, torch.int32) and tensor.numel() > 0
 
 
-def find_classes(candidate: Candidate) -> list[Class]:
+def find_classes(candidate: Step) -> list[Class]:
     """The classes of all sizes above 1."""
     axes: dict[int, list[InputAxis]] = {}
     for item in candidate.program.inputs:
@@ -152,21 +154,21 @@ class Problem:
     not. ``accepts`` says what else a candidate must be, ``keeps`` which classes of sizes stay as they are.
     """
 
-    best: Candidate
+    best: Step
     oracle: Oracle
-    on_accept: Callable[[Candidate], None] | None = None
+    on_accept: Callable[[Step], None] | None = None
     tried_extremes: set[str] = field(default_factory=set)
     is_exhaustive: bool = True
     max_stretches: int = 256
-    accepts: Callable[[Candidate], bool] = lambda candidate: True
-    keeps: Callable[[Candidate, Class], bool] = lambda candidate, group: False
+    accepts: Callable[[Step], bool] = lambda candidate: True
+    keeps: Callable[[Step, Class], bool] = lambda candidate, group: False
 
     def classes(self) -> list[Class]:
         """The classes of sizes of the best candidate that may get smaller."""
         found = find_classes(self.best)
         return [group for group in found if not self.keeps(self.best, group)]
 
-    def consider(self, candidate: Candidate, change: str) -> bool:
+    def consider(self, candidate: Step, change: str) -> bool:
         """Accept ``candidate`` if it is smaller than the best one and fails the same way.
 
         ``change`` says in a few words what was done.
@@ -195,8 +197,8 @@ class Problem:
         for change, proposed in proposals:
             self.oracle.require_time()
             candidate = proposed.pruned()
-            is_smaller = candidate.is_smaller_than(self.best) and self.accepts(candidate)
-            if is_smaller and is_safe(candidate.program, candidate.shapes):
+            is_better = is_smaller(candidate, self.best) and self.accepts(candidate)
+            if is_better and is_safe(candidate.program, candidate.shapes):
                 yield change, candidate
 
     @property
@@ -207,7 +209,7 @@ class Problem:
         return found
 
 
-def warns(candidate: Candidate) -> bool:
+def warns(candidate: Step) -> bool:
     """True if a run gives a warning, which a person would have to explain."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -242,7 +244,7 @@ def bad_index(problem: Problem, group: Class) -> int | None:
     return failure.element[usable[0]] % group.size if usable else None
 
 
-def _scores(candidate: Candidate, group: Class, sign: float | None) -> torch.Tensor:
+def _scores(candidate: Step, group: Class, sign: float | None) -> torch.Tensor:
     """How remarkable the numbers at each index are."""
     scores = torch.zeros(group.size, dtype=torch.float64)
     for member in group.axes:
@@ -259,7 +261,7 @@ def _sizes_along(tensor: torch.Tensor, member: InputAxis, size: int) -> torch.Te
     return (largest.sign() * largest.abs().log1p()).clamp(-1e6, 1e6)
 
 
-def _pointed_to(candidate: Candidate, group: Class) -> set[int]:
+def _pointed_to(candidate: Step, group: Class) -> set[int]:
     found: set[int] = set()
     for item in candidate.program.inputs:
         tensor = candidate.tensors[item.value]

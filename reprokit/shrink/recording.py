@@ -13,7 +13,7 @@ import torch
 from reprokit.program.dataflow import copy_of
 from reprokit.program.interpreter import run
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Input, Phase, Program, Ref, iter_refs
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Recording:
         tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
 
-def record(candidate: Candidate, wanted: frozenset[int]) -> Recording:
+def record(candidate: Step, wanted: frozenset[int]) -> Recording:
     """Run a candidate and record around the ``wanted`` calls."""
     recording = Recording(wanted)
     outcome = run(candidate.program, candidate.tensors, observer=recording, keep=frozenset())
@@ -71,7 +71,7 @@ def record(candidate: Candidate, wanted: frozenset[int]) -> Recording:
     return recording
 
 
-def shapes_of(candidate: Candidate) -> dict[int, tuple[int, ...]]:
+def shapes_of(candidate: Step) -> dict[int, tuple[int, ...]]:
     """The shapes of the values of a candidate, as far as it runs."""
     program = candidate.program
     made = (value for call in program.calls for value in call.output_refs())
@@ -92,10 +92,10 @@ class Excerpt:
     def __post_init__(self) -> None:
         self._next = self.program.next_value()
 
-    def candidate(self, outputs: Iterable[int] = ()) -> Candidate:
+    def candidate(self, outputs: Iterable[int] = ()) -> Step:
         """The finished candidate."""
         refs = tuple(map(Ref, outputs))
-        return Candidate(Program(tuple(self.calls), tuple(self.inputs), refs, self.program.modules), self.tensors)
+        return Step(Program(tuple(self.calls), tuple(self.inputs), refs, self.program.modules), self.tensors)
 
     def read(self, index: int, value: int, name: str, role: str, requires_grad: bool = False) -> None:
         """Add an input: a value as call ``index`` read it."""

@@ -21,9 +21,9 @@ from reprokit.locate.compiled import Compiled
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import determinism
 from reprokit.program.sites import variables
+from reprokit.program.step import Step
 from reprokit.shrink import View
 from reprokit.shrink.apart import Observe, RunLimits, Task
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import MismatchCheck
@@ -160,7 +160,7 @@ class _Run:
         self, on_replayed: Callable[[], None] | None, on_minimum: Callable[[Reduction], None] | None
     ) -> Reduction:
         """Run the whole schedule."""
-        whole = Candidate(self.snapshot.program, self.snapshot.tensors)
+        whole = Step(self.snapshot.program, self.snapshot.tensors)
         most = f"{self.oracle.max_time:g} s"
         most += f" and {counted(int(self.oracle.max_checks), 'check')}" if self.oracle.max_checks < math.inf else ""
         self.view.say(f"start: {_size(whole)}, at most {most}")
@@ -205,7 +205,7 @@ class _Run:
         except OutOfBudget as spent:
             self.stopped = str(spent)
 
-    def _needed(self, whole: Candidate) -> tuple[Candidate, list[Failure | None]]:
+    def _needed(self, whole: Step) -> tuple[Step, list[Failure | None]]:
         """The calls that the failure depends on, if they show it without the rest of the step, and the run for that."""
         certainty = self.certainty
         sliced = slice_to(whole, certainty.failure) if certainty.check.is_settled else None
@@ -228,11 +228,11 @@ class _Run:
             self._accepted(found)
             self.view.say(f"{self.place}: {_size(found)} left")
 
-    def _failing_again(self, earlier: Reduction | None) -> Candidate | None:
+    def _failing_again(self, earlier: Reduction | None) -> Step | None:
         """An earlier reduction as a candidate; raises `NotReproduced` unless it fails as the snapshot does."""
         if earlier is None:
             return None
-        candidate = Candidate(earlier.program, earlier.tensors)
+        candidate = Step.of(earlier)
         failure = self.oracle.failure(candidate)
         if failure is None or self.oracle.predicate.judge(failure, candidate) is not Ruling.SAME:
             raise NotReproduced(
@@ -243,7 +243,7 @@ class _Run:
         self.context, self.place, self.change = earlier.context, "earlier reduction", "the earlier reduction"
         return candidate
 
-    def _find_context(self, whole: Candidate) -> Context | None:
+    def _find_context(self, whole: Step) -> Context | None:
         """The piece of the model that shows the failure, if that is one value or exception that comes every time."""
         certainty = self.certainty
         if certainty.is_flaky or not isinstance(certainty.check, (NonfiniteCheck, ExceptionCheck)):
@@ -285,29 +285,29 @@ class _Run:
             note = f"`{name}` stopped after an internal error ({first_line}); the other parts ran"
             self.certainty.notes.append(note)
 
-    def _checked(self, candidate: Candidate, verdict: Ruling, change: str) -> None:
+    def _checked(self, candidate: Step, verdict: Ruling, change: str) -> None:
         self.checks += 1
         self.verdicts[verdict.value] += 1
         if verdict is Ruling.SAME:
             self.change = change
         self.view.show(f"{self.place}, check {self.checks}: {change}: {verdict.value} ({_size(candidate)})")
 
-    def _varied(self, candidate: Candidate, verdict: Ruling, change: str) -> None:
+    def _varied(self, candidate: Step, verdict: Ruling, change: str) -> None:
         self.variants += 1
         self.view.show(f"variant {self.variants}: {change}: {verdict.value}")
 
-    def _accepted(self, candidate: Candidate) -> None:
+    def _accepted(self, candidate: Step) -> None:
         self.log.append(LogRow(self.checks, self.change, candidate.num_calls, candidate.num_elements))
         self._keep(candidate)
 
-    def _keep(self, best: Candidate) -> Reduction:
+    def _keep(self, best: Step) -> Reduction:
         """The reduction as it stands, written to disk if there is a place for it."""
         reduction = self._reduction(best)
         if self.file is not None:
             reduction.save(self.file)
         return reduction
 
-    def _reduction(self, best: Candidate) -> Reduction:
+    def _reduction(self, best: Step) -> Reduction:
         failure = self.oracle.known_failure(best)
         return Reduction(
             best.program,
@@ -333,5 +333,5 @@ class _Run:
         )
 
 
-def _size(candidate: Candidate) -> str:
+def _size(candidate: Step) -> str:
     return f"{counted(candidate.num_calls, 'call')}, {counted(candidate.num_elements, 'element')}"

@@ -13,18 +13,17 @@ import torch
 from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of
 from reprokit.locate.failure import Failure
 from reprokit.program import plain
-from reprokit.program.dataflow import contents
+from reprokit.program.dataflow import contents, raw_bytes
 from reprokit.program.ir import Program
+from reprokit.program.step import Step
 from reprokit.rules.diagnosis import Diagnosis
 from reprokit.shrink.context.tree import Context
 from reprokit.shrink.explain import Nearest, VariedPart
-from reprokit.shrink.plainness import raw_bytes
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import (
     Snapshot,
     StoredProgram,
     StoredTensors,
-    count_elements,
     read_content,
     storable,
     write_file,
@@ -131,7 +130,7 @@ class Reduction:
             "schema": 1,
             "verdict": "reduced",
             "calls": self.program.num_calls,
-            "elements": count_elements(self.program, self.tensors),
+            "elements": Step.of(self).num_elements,
             "max_abs_input": _largest(self.program, self.tensors),
             "checks": self.checks,
             "verdicts": dict(self.verdicts),

@@ -23,7 +23,7 @@ from reprokit.locate.spelling import constant_ways
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program, Ref
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 from reprokit.shrink.leaves import leaves
 from reprokit.shrink.recording import record
 
@@ -184,10 +184,10 @@ class SignatureCheck(ABC):
         """The check as it is written on the command line."""
 
     @abstractmethod
-    def observe(self, candidate: Candidate) -> Failure | None:
+    def observe(self, candidate: Step) -> Failure | None:
         """Run a candidate."""
 
-    def __call__(self, candidate: Candidate) -> Failure | None:
+    def __call__(self, candidate: Step) -> Failure | None:
         """Observe in silence and with gradients on."""
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
@@ -200,12 +200,12 @@ class SignatureCheck(ABC):
             raise LookupError("the check has not seen its failure yet")
         return self.wanted
 
-    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+    def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for the failure of a whole program."""
         forbidden = ALL_WAYS - _ways_that_reach(whole, failure)
         return replace(self, wanted=Signature.of(failure, whole.program), forbidden=forbidden)
 
-    def judge(self, observation: Failure | None, candidate: Candidate) -> Ruling:
+    def judge(self, observation: Failure | None, candidate: Step) -> Ruling:
         """Compare signatures; an exception that is not the failure is a crash."""
         if observation is None:
             return Ruling.PASSES
@@ -213,7 +213,7 @@ class SignatureCheck(ABC):
             return Ruling.SAME
         return Ruling.INVALID if observation.kind == EXCEPTION else Ruling.OTHER
 
-    def is_clean(self, candidate: Candidate) -> bool:
+    def is_clean(self, candidate: Step) -> bool:
         """True if no input or constant is bad in a forbidden way."""
         return not ways_given(candidate.program, candidate.tensors) & self.forbidden
 
@@ -222,7 +222,7 @@ class SignatureCheck(ABC):
         return replace(self.signature.summary(), check=self.spec)
 
 
-def _ways_that_reach(whole: Candidate, failure: Failure) -> frozenset[str]:
+def _ways_that_reach(whole: Step, failure: Failure) -> frozenset[str]:
     """Ways in which the snapshot's inputs are bad, or what its origin call reads."""
     ways = ways_given(whole.program, whole.tensors)
     if failure.call_index is None:

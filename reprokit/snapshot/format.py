@@ -25,6 +25,7 @@ from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program, Site
+from reprokit.program.step import HasProgram, Step
 from reprokit.series.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.files import replaced, require_file
@@ -96,16 +97,8 @@ plain_of.register(Program)(plain.to_plain)
 Content = TypeVar("Content", bound="FailedProgram")
 
 
-class FailedProgram(Protocol):
+class FailedProgram(HasProgram, Protocol):
     """A program with its tensors and its failure, as every file holds one."""
-
-    @property
-    def program(self) -> Program:
-        """The calls."""
-
-    @property
-    def tensors(self) -> Mapping[int, torch.Tensor]:
-        """The inputs of the program by value number."""
 
     @property
     def failure(self) -> Failure:
@@ -161,7 +154,7 @@ class Snapshot:
     @property
     def num_elements(self) -> int:
         """Elements over all inputs of the program, generator states not counted."""
-        return count_elements(self.program, self.tensors)
+        return Step.of(self).num_elements
 
     def summary(self) -> dict[str, Any]:
         """The output of ``reprokit show --json``."""
@@ -239,11 +232,6 @@ def _describe_difference(difference: RankDifference) -> dict[str, Any]:
 
 def _describe_site(site: Site | None) -> dict[str, Any] | None:
     return {"file": site.file, "line": site.line, "code": site.code} if site else None
-
-
-def count_elements(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:
-    """Elements over all inputs of a program, generator states not counted."""
-    return sum(tensors[item.value].numel() for item in program.inputs if item.role != "rng")
 
 
 def save(snapshot: Snapshot, path: Path | str) -> None:

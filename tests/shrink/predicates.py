@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 from reprokit.shrink.checks.recorded import NonfiniteCheck
 
 FEW_CALLS = 3
@@ -26,7 +26,7 @@ class NeedsBoth:
 
     name: str = "exp"
 
-    def __call__(self, candidate: Candidate) -> Failure | None:
+    def __call__(self, candidate: Step) -> Failure | None:
         names = [call.name for call in candidate.program.calls]
         return observe(candidate) if self.name in names else None
 
@@ -37,7 +37,7 @@ class Hostile(NeedsBoth):
 
     num_calls: int = 0
 
-    def __call__(self, candidate: Candidate) -> Failure | None:
+    def __call__(self, candidate: Step) -> Failure | None:
         if FEW_CALLS < candidate.num_calls < self.num_calls:
             fate = int(candidate.digest, 16) % 10
             if fate < 5:
@@ -58,7 +58,7 @@ def hang() -> None:
         time.sleep(1)
 
 
-def by_number(candidate: Candidate) -> Failure | None:
+def by_number(candidate: Step) -> Failure | None:
     """What the first element says: 0 fails, 1 passes, 2 crashes, 3 hangs, 4 eats memory, 5 raises, 6 exits."""
     number = int(candidate.tensors[0].flatten()[0])
     if number == 2:
@@ -83,7 +83,7 @@ def eat_memory() -> None:
     raise AssertionError("nobody minded")
 
 
-def threads_and_draw(candidate: Candidate) -> Failure | None:
+def threads_and_draw(candidate: Step) -> Failure | None:
     """After a parallel loop and a backward pass: the number of threads, and what the generator says next."""
     leaf = torch.ones(1 << 20, requires_grad=True)
     (leaf.exp() * 2).sum().backward()
@@ -96,7 +96,7 @@ class LeavesTraces:
 
     folder: str
 
-    def __call__(self, candidate: Candidate) -> Failure | None:
+    def __call__(self, candidate: Step) -> Failure | None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(self.folder, f"{os.getpid()}.{child.pid}").touch()
         hang()
@@ -109,7 +109,7 @@ class NotFreshly:
 
     process: int
 
-    def __call__(self, candidate: Candidate) -> Failure | None:
+    def __call__(self, candidate: Step) -> Failure | None:
         return observe(candidate) if self.process in (os.getpid(), os.getppid()) and not is_new() else None
 
 

@@ -19,11 +19,11 @@ from reprokit.cli import main
 from reprokit.errors import NotReproduced, UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
+from reprokit.program.step import Step
 from reprokit.render.script import Script
 from reprokit.render.sources import reduction_script
 from reprokit.render.verify import verify
 from reprokit.shrink import spec as specs
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import Double, MismatchCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
@@ -220,7 +220,7 @@ def test_random_calls_draw_the_same_in_both() -> None:
     rng = torch.get_rng_state()
     call = Call("torch.nn.functional.dropout", (Ref(0), 0.5, True), {}, Ref(9), mode=Mode(rng=Ref(1)))
     program = Program((call,), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
-    candidate = Candidate(program, {0: torch.ones(100), 1: rng})
+    candidate = Step(program, {0: torch.ones(100), 1: rng})
     assert MismatchCheck(reference=Double()).observe(candidate) is None
 
 
@@ -320,8 +320,8 @@ def one_call(target: str) -> Program:
     return Program((Call(target, (Ref(0),), {}, Ref(9)),), (Input(0, "x"),), (Ref(9),))
 
 
-def settled(text: str, snapshot: Snapshot) -> tuple[SignatureCheck, Candidate, Failure]:
-    whole = Candidate(snapshot.program, snapshot.tensors)
+def settled(text: str, snapshot: Snapshot) -> tuple[SignatureCheck, Step, Failure]:
+    whole = Step.of(snapshot)
     check = choose_check(text, snapshot)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -356,20 +356,20 @@ def test_every_check_guards_against_slipping(place: int, file: Path) -> None:
 def test_a_function_is_not_shown_results_that_were_given(file: Path) -> None:
     check, _, _ = settled(f"{file}:exploded", grown())
     given = Program((Call("torch.relu", (Ref(0),), {}, Ref(9)),), (Input(0, "x"),), (Ref(0),))
-    assert not check.is_clean(Candidate(given, {0: torch.ones(1)}))
-    assert not check.is_clean(Candidate(one_call("torch.relu"), {0: torch.tensor(1e5)}))  # larger than anything given
-    assert check.is_clean(Candidate(one_call("torch.relu"), {0: torch.tensor(1.0)}))
+    assert not check.is_clean(Step(given, {0: torch.ones(1)}))
+    assert not check.is_clean(Step(one_call("torch.relu"), {0: torch.tensor(1e5)}))  # larger than anything given
+    assert check.is_clean(Step(one_call("torch.relu"), {0: torch.tensor(1.0)}))
 
 
 def test_both_infinities_are_forbidden_unless_the_snapshot_has_one() -> None:
     big = torch.full((3,), 200.0)
     check, _, _ = settled("nonfinite", traced(lambda x: torch.exp(x * 1.0).sum(), x=big))
     for number in (INF, -INF):
-        assert not check.is_clean(Candidate(one_call("torch.abs"), {0: torch.tensor([number])}))
+        assert not check.is_clean(Step(one_call("torch.abs"), {0: torch.tensor([number])}))
     masked = torch.tensor([1.0, 200.0, -INF])
     check, _, _ = settled("nonfinite", traced(lambda x: torch.exp(x * 1.0).sum(), x=masked))
-    assert not check.is_clean(Candidate(one_call("torch.abs"), {0: torch.tensor([INF])}))
-    assert check.is_clean(Candidate(one_call("torch.abs"), {0: torch.tensor([-INF])}))
+    assert not check.is_clean(Step(one_call("torch.abs"), {0: torch.tensor([INF])}))
+    assert check.is_clean(Step(one_call("torch.abs"), {0: torch.tensor([-INF])}))
 
 
 # -- what may be written ---------------------------------------------------------------------------------------------

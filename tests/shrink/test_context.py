@@ -13,8 +13,8 @@ from torch import nn
 
 from reprokit.locate.blame import locate
 from reprokit.program.sites import variables
+from reprokit.program.step import Step
 from reprokit.shrink.apart import Task
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.finder import find_context
 from reprokit.shrink.context.growth import is_ordinary
@@ -42,7 +42,7 @@ def context_of(snapshot: Snapshot, max_checks: float = math.inf) -> Context:
     check = choose_check(None, snapshot)
     oracle = Oracle(check, Isolation(Task.of(check, snapshot.settings)), max_checks=max_checks)
     words = variables(snapshot.program.calls)
-    found = find_context(Candidate(snapshot.program, snapshot.tensors), snapshot.failure, oracle, words)
+    found = find_context(Step.of(snapshot), snapshot.failure, oracle, words)
     assert found is not None
     return found
 
@@ -85,7 +85,7 @@ def locate_input(snapshot: Snapshot) -> torch.Tensor:
 
     index = snapshot.failure.call_index
     assert index is not None
-    recording = record(Candidate(snapshot.program, snapshot.tensors), frozenset((index,)))
+    recording = record(Step.of(snapshot), frozenset((index,)))
     return next(tensor for (at, _), tensor in recording.inputs.items() if at == index)
 
 

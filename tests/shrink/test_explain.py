@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Program
+from reprokit.program.step import Step
 from reprokit.shrink import explain as explaining
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.explain import Nearest
 from reprokit.shrink.leaves import leaves, with_leaf
@@ -110,7 +110,7 @@ def test_a_run_that_raises_is_no_pass(tmp_path: Path) -> None:
         F.cross_entropy(logits, target).backward()
 
     snapshot = failing.traced(step, logits=torch.zeros(1, 2, requires_grad=True), target=torch.tensor([0]))
-    whole = Candidate(snapshot.program, snapshot.tensors)
+    whole = Step.of(snapshot)
     check = choose_check(f"{tmp_path / 'large.py'}:large", snapshot)
     found = check(whole)
     assert found is not None

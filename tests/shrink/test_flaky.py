@@ -16,8 +16,8 @@ from reprokit.cli import main
 from reprokit.errors import Flaky
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
+from reprokit.program.step import Step
 from reprokit.shrink.apart import Report
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.signature import Signature, SignatureCheck
@@ -26,7 +26,7 @@ from tests.shrink import failing
 from tests.shrink.failing import seeded, traced
 
 FAILS = Failure("forward", "function", "f")
-EMPTY = Candidate(failing.zero_by_zero().program, {})
+EMPTY = Step(failing.zero_by_zero().program, {})
 
 # The function counts its calls in a file, since candidates run in processes of their own, and misses every nth one.
 SOMETIMES = """
@@ -64,7 +64,7 @@ class ScriptedCheck(SignatureCheck):
     def spec(self) -> str:
         return "scripted"
 
-    def observe(self, candidate: Candidate) -> Failure | None:
+    def observe(self, candidate: Step) -> Failure | None:
         return FAILS if next(self.outcomes) else None
 
 

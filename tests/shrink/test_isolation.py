@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from reprokit.errors import ReprokitError
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.program.step import Step
 from reprokit.shrink import apart, reducer
 from reprokit.shrink.apart import (
     NotObserved,
@@ -31,13 +32,12 @@ from reprokit.shrink.apart import (
     pack_report,
     unpack_report,
 )
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.recorded import NonfiniteCheck
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.signature import Ruling, Signature
-from reprokit.snapshot.format import Snapshot, count_elements
+from reprokit.snapshot.format import Snapshot
 from tests.conftest import ROOT
 from tests.shrink import failing
 from tests.shrink.predicates import FEW_CALLS, Hostile, NeedsBoth, NotFreshly, by_number, threads_and_draw
@@ -48,10 +48,10 @@ needs_fork = pytest.mark.skipif(not apart.can_fork(), reason="candidates cannot 
 pytestmark = pytest.mark.usefixtures("importable_tests", "nothing_is_left_behind")
 
 
-def candidate(number: float) -> Candidate:
+def candidate(number: float) -> Step:
     """A program of one call whose input tells `by_number` what to do."""
     program = Program((Call("torch.log", (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
-    return Candidate(program, {0: torch.full((1,), float(number))})
+    return Step(program, {0: torch.full((1,), float(number))})
 
 
 def isolation(observe: Observe = by_number, **options: Any) -> Isolation:
@@ -122,7 +122,7 @@ def test_candidates_of_the_last_word_run_in_an_interpreter_of_their_own() -> Non
 )
 def test_calls_that_trust_their_arguments_run_apart(target: str, is_here: bool) -> None:
     program = Program((Call(target, (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
-    failure = isolation(always_apart=False).report(Candidate(program, {0: torch.zeros(1)})).value()
+    failure = isolation(always_apart=False).report(Step(program, {0: torch.zeros(1)})).value()
     assert failure is not None
     assert (failure.num_elements == os.getpid()) is is_here
 
@@ -132,7 +132,7 @@ def test_after_a_crash_everything_runs_apart() -> None:
     places = isolation(always_apart=False)
     first = places.report(candidate(0)).value()
     trusting = Program((Call("torch.embedding_bag", (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
-    assert reason(places.report(Candidate(trusting, {0: torch.full((1,), 2.0)}))) == "crash"
+    assert reason(places.report(Step(trusting, {0: torch.full((1,), 2.0)}))) == "crash"
     second = places.report(candidate(0)).value()
     assert first is not None and first.num_elements == os.getpid()
     assert second is not None and second.num_elements != os.getpid()
@@ -189,7 +189,7 @@ def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_mini
     )
     assert sorted(call.name for call in hostile.program.calls) == ["exp", "log"]
     assert hostile.one_minimal
-    assert count_elements(hostile.program, hostile.tensors) == count_elements(kind.program, kind.tensors)
+    assert Step.of(hostile).num_elements == Step.of(kind).num_elements
     tried = [re.search(r": (\w+) \((\d+) calls?, ", line) for line in view.checks]
     fates = [found[1] == "invalid" for found in tried if found is not None and int(found[2]) > FEW_CALLS]
     assert sum(fates) >= 0.4 * len(fates) > 4

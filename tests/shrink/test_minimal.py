@@ -19,7 +19,8 @@ from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
+from reprokit.shrink.order import is_smaller
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Signature, same
 from tests.shrink import failing
@@ -29,22 +30,22 @@ Place = tuple[int, int]
 
 def assert_minimal(reduction: Reduction) -> None:
     """Claim that no single edit leads to something smaller that fails the same way."""
-    best = Candidate(reduction.program, reduction.tensors)
+    best = Step.of(reduction)
     edits = list(single_edits(best))
     assert len(edits) >= 3
     for edit, candidate in edits:
-        is_smaller = candidate.is_smaller_than(best) and candidate.num_calls
-        assert not (is_smaller and fails_alike(candidate, best)), edit
+        is_better = is_smaller(candidate, best) and candidate.num_calls
+        assert not (is_better and fails_alike(candidate, best)), edit
 
 
 def test_the_edits_find_what_can_go() -> None:
     whole = failing.masked_softmax()
-    best = Candidate(whole.program, whole.tensors)
-    shorter = (c for edit, c in single_edits(best) if edit.startswith("index") and c.is_smaller_than(best))
+    best = Step.of(whole)
+    shorter = (c for edit, c in single_edits(best) if edit.startswith("index") and is_smaller(c, best))
     assert any(fails_alike(candidate, best) for candidate in itertools.islice(shorter, 60))
 
 
-def fails_alike(candidate: Candidate, best: Candidate) -> bool:
+def fails_alike(candidate: Step, best: Step) -> bool:
     wanted, warns_already = failure_of(best)
     found, warns = failure_of(candidate)
     if found is None or wanted is None or (warns and not warns_already):
@@ -54,7 +55,7 @@ def fails_alike(candidate: Candidate, best: Candidate) -> bool:
     return not has_new_nan and same(Signature.of(found, candidate.program), Signature.of(wanted, best.program))
 
 
-def failure_of(candidate: Candidate) -> tuple[Failure | None, bool]:
+def failure_of(candidate: Step) -> tuple[Failure | None, bool]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -63,7 +64,7 @@ def failure_of(candidate: Candidate) -> tuple[Failure | None, bool]:
             return None, False
 
 
-def single_edits(best: Candidate) -> Iterator[tuple[str, Candidate]]:
+def single_edits(best: Step) -> Iterator[tuple[str, Step]]:
     yield from without_a_call(best)
     yield from without_an_index(best)
     yield from with_other_values(best)
@@ -74,7 +75,7 @@ def single_edits(best: Candidate) -> Iterator[tuple[str, Candidate]]:
             yield edit, replace(best, program=replace(best.program, calls=calls)).pruned()
 
 
-def without_a_call(best: Candidate) -> Iterator[tuple[str, Candidate]]:
+def without_a_call(best: Step) -> Iterator[tuple[str, Step]]:
     program = best.program
     values = frozenset(value for call in program.calls for value in call.output_refs())
     outcome = run(program, best.tensors, keep=values)
@@ -86,9 +87,9 @@ def without_a_call(best: Candidate) -> Iterator[tuple[str, Candidate]]:
             inputs = [Input(v, f"v{v}", "batch", grad and outcome.values[v].is_floating_point()) for v in made]
             tensors = {**best.tensors, **{value: outcome.values[value].detach().clone() for value in made}}
             shorter = replace(program, calls=calls, inputs=(*program.inputs, *inputs))
-            yield f"call {index} by value", Candidate(shorter, tensors).pruned()
+            yield f"call {index} by value", Step(shorter, tensors).pruned()
         for old, new in itertools.product(made, call.input_refs()):
-            yield f"call {index} bypassed", Candidate(redirected(program, index, old, new), best.tensors).pruned()
+            yield f"call {index} bypassed", Step(redirected(program, index, old, new), best.tensors).pruned()
 
 
 def redirected(program: Program, index: int, old: int, new: int) -> Program:
@@ -103,7 +104,7 @@ def redirected(program: Program, index: int, old: int, new: int) -> Program:
     return replace(program, calls=(*program.calls[:index], *later), outputs=change(program.outputs))
 
 
-def without_an_index(best: Candidate) -> Iterator[tuple[str, Candidate]]:
+def without_an_index(best: Step) -> Iterator[tuple[str, Step]]:
     places: dict[int, list[Place]] = {}
     for item in best.program.inputs:
         for axis, size in enumerate(best.tensors[item.value].shape):
@@ -119,7 +120,7 @@ def without_an_index(best: Candidate) -> Iterator[tuple[str, Candidate]]:
             yield f"index {index} of {subset}", replace(best, tensors=tensors)
 
 
-def with_other_values(best: Candidate) -> Iterator[tuple[str, Candidate]]:
+def with_other_values(best: Step) -> Iterator[tuple[str, Step]]:
     for item in best.program.inputs:
         tensor = best.tensors[item.value]
         if tensor.is_floating_point():
@@ -132,7 +133,7 @@ def with_other_values(best: Candidate) -> Iterator[tuple[str, Candidate]]:
         yield f"no {dtype}", best.with_tensors({v: t.float() for v, t in best.tensors.items() if t.dtype is dtype})
 
 
-def without_a_leaf(best: Candidate) -> Iterator[tuple[str, Candidate]]:
+def without_a_leaf(best: Step) -> Iterator[tuple[str, Step]]:
     is_differentiated = any(call.is_differentiation for call in best.program.calls)  # else they are parameters
     for place, item in enumerate(best.program.inputs):
         if item.requires_grad and is_differentiated:

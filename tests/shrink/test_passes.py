@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reprokit.program.step import Step
 from reprokit.shrink import reducer
-from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.order import is_smaller
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import PASSES, shrink
 from reprokit.shrink.signature import Ruling
@@ -35,9 +36,9 @@ def only(name: str, run_pass: Pass) -> Iterator[None]:
         yield
 
 
-def run_once(snapshot: Snapshot, name: str, run_pass: Pass) -> tuple[Candidate, Candidate, list[str]]:
+def run_once(snapshot: Snapshot, name: str, run_pass: Pass) -> tuple[Step, Step, list[str]]:
     """The candidates before and after a pass was run once, and the checks it made."""
-    found: list[Candidate] = []
+    found: list[Step] = []
 
     def first_time(problem: Problem) -> None:
         if not found:
@@ -100,7 +101,7 @@ def test_a_pass_keeps_the_failure_never_grows_and_is_deterministic(
     name: str, run_pass: Pass, snapshot: Snapshot
 ) -> None:
     before, after, log = run_once(snapshot, name, run_pass)
-    assert not before.is_smaller_than(after)
+    assert not is_smaller(before, after)
     again_before, again, again_log = run_once(snapshot, name, run_pass)
     assert (again_before.digest, again.digest, again_log) == (before.digest, after.digest, log)
 

@@ -20,12 +20,13 @@ from reprokit.errors import Flaky, GivenInput, NotReproduced
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
+from reprokit.shrink.order import size_key, value_key
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import PASSES, REDUCTION_FILE, SearchStopped, shrink
 from reprokit.shrink.reduction import LogRow, Reduction, load
 from reprokit.shrink.signature import Signature, same
-from reprokit.snapshot.format import Snapshot, count_elements
+from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing
 from tests.shrink.test_explain import assert_explained
 from tests.shrink.test_minimal import assert_minimal
@@ -67,12 +68,12 @@ def signature_of(found: Snapshot | Reduction) -> Signature:
 
 
 def is_alike(first: Reduction, second: Reduction) -> bool:
-    return Candidate(first.program, first.tensors).digest == Candidate(second.program, second.tensors).digest
+    return Step.of(first).digest == Step.of(second).digest
 
 
 def size_of(reduction: Reduction) -> tuple[int, int]:
     """Calls and elements."""
-    return reduction.program.num_calls, count_elements(reduction.program, reduction.tensors)
+    return reduction.program.num_calls, Step.of(reduction).num_elements
 
 
 @pytest.mark.parametrize("step", SIZES, ids=lambda step: step.__name__)
@@ -104,8 +105,8 @@ def test_a_reduction_is_deterministic_and_idempotent(step: failing.Step) -> None
         reduction.nearest,
     )
     again = shrink(failing.snapshot_of(reduction.program, reduction.tensors))
-    first, second = (Candidate(found.program, found.tensors) for found in (reduction, again))
-    assert (second.size_key, second.value_key) == (first.size_key, first.value_key)
+    first, second = (Step.of(found) for found in (reduction, again))
+    assert (size_key(second), value_key(second)) == (size_key(first), value_key(first))
 
 
 @pytest.mark.parametrize("function", [torch.square, lambda difference: difference**2, F.softplus])
@@ -368,8 +369,8 @@ def test_any_chain_that_fails_shrinks_to_something_smaller_that_fails_alike(
     reduction = shrink(snapshot)
     assert same(signature_of(reduction), signature_of(snapshot))
     assert reduction.one_minimal
-    before = Candidate(snapshot.program, snapshot.tensors)
-    assert Candidate(reduction.program, reduction.tensors).size_key[:2] <= before.size_key[:2]
+    before = Step.of(snapshot)
+    assert size_key(Step.of(reduction))[:2] <= size_key(before)[:2]
     assert reduction.program.num_calls == 1
 
 

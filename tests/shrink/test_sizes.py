@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 from reprokit.shrink.problem import Class, InputAxis, shrink_to
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import Snapshot
@@ -114,7 +114,7 @@ def test_sizes_shrink_to_the_least_that_fails(step: Callable[[], Snapshot]) -> N
 
 def shrunk(size: int, axis: InputAxis, kept: list[int], tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     program = Program((Call("torch.Tensor.exp", (Ref(0),), {}, Ref(9)),), tuple(Input(n, "") for n in tensors))
-    return dict(shrink_to(Candidate(program, tensors), {Class(size, (axis,)): kept}).tensors)
+    return dict(shrink_to(Step(program, tensors), {Class(size, (axis,)): kept}).tensors)
 
 
 def test_indexes_lengths_and_parts_follow_their_size() -> None:

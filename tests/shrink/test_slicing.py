@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from reprokit.program.step import Step
 from reprokit.render.sources import context_script
 from reprokit.shrink.apart import RunLimits
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.passes.cut import slice_to
 from reprokit.shrink.reducer import shrink
@@ -18,7 +18,7 @@ from tests.shrink import failing, models
 
 
 def sliced(snapshot: failing.Snapshot) -> tuple[list[str], Any]:
-    found = slice_to(Candidate(snapshot.program, snapshot.tensors), snapshot.failure)
+    found = slice_to(Step.of(snapshot), snapshot.failure)
     assert found is not None
     candidate, failure = found
     assert candidate.program.calls[failure.call_index or 0] is snapshot.program.calls[snapshot.failure.call_index or 0]
@@ -43,14 +43,14 @@ def test_a_backward_failure_keeps_its_own_backward_pass_alone() -> None:
 
 
 def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def healthy(candidate: Candidate, failure: Any) -> Any:
+    def healthy(candidate: Step, failure: Any) -> Any:
         tensors = {value: torch.ones_like(tensor) for value, tensor in candidate.tensors.items()}
         return candidate.with_tensors(tensors), failure
 
     limits: list[RunLimits] = []
     establish = Certainty.establish
 
-    def watch(certainty: Certainty, whole: Candidate, tell: Any, first: Any) -> None:
+    def watch(certainty: Certainty, whole: Step, tell: Any, first: Any) -> None:
         limits.append(certainty.isolation.allowed)
         establish(certainty, whole, tell, first)
 

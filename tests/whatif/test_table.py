@@ -13,9 +13,9 @@ from reprokit import whatif as table
 from reprokit.cli import main
 from reprokit.grammar import read
 from reprokit.program.interpreter import Settings
+from reprokit.program.step import Step
 from reprokit.render.findings import WORDS
 from reprokit.shrink import reduction as reductions
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reduction import Reduction, Size, WhatIfResult
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import Snapshot, read_file, save, write_file
@@ -26,7 +26,7 @@ QUICK = [variant for variant in VARIANTS if not variant.is_slow]
 
 
 def subjects(snapshot: Snapshot) -> table.Subjects:
-    whole = Candidate(snapshot.program, snapshot.tensors)
+    whole = Step.of(snapshot)
     return {"snapshot": (whole, table.check_of(whole, snapshot.failure, None, None))}
 
 
@@ -55,12 +55,12 @@ def test_what_the_budget_does_not_reach_says_so() -> None:
     assert {row.detail for row in made.tables["snapshot"]} == {"not done within the 0.01 s for this table"}
 
 
-def hang(candidate: Candidate) -> Candidate:
+def hang(candidate: Step) -> Step:
     while True:
         pass
 
 
-def crash(candidate: Candidate) -> Candidate:
+def crash(candidate: Step) -> Step:
     os.abort()
 
 
@@ -125,7 +125,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="variants made here reach forked processes only")
 def test_an_answer_is_told_before_the_next_variant_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave_a_mark(candidate: Candidate) -> Candidate:
+    def leave_a_mark(candidate: Step) -> Step:
         (tmp_path / "ran").touch()
         return candidate
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.snapshot.format import Snapshot
 from reprokit.whatif import BY_KEY, VARIANTS, Answer, Trial, Trials, check_of
@@ -24,9 +24,9 @@ SAME, OTHER, PASSES, CANNOT_RUN = Answer.SAME, Answer.OTHER, Answer.PASSES, Answ
 
 def trial_of(snapshot: Snapshot, variant: str) -> Trial:
     """What becomes of a snapshot's program."""
-    whole = Candidate(snapshot.program, snapshot.tensors)
+    whole = Step.of(snapshot)
     check = check_of(whole, snapshot.failure, None, None)
-    return Trials({whole.digest: check})(replace(whole, variant=variant))
+    return Trials({whole.digest: check})(whole, variant)
 
 
 def autocast_overflow() -> Snapshot:
@@ -57,7 +57,7 @@ def attention_overflow() -> Snapshot:
 
 def test_attention_kernels_are_tried_where_there_is_attention() -> None:
     def keys(snapshot: Snapshot) -> set[str]:
-        candidate = Candidate(snapshot.program, snapshot.tensors)
+        candidate = Step.of(snapshot)
         return {variant.key for variant in VARIANTS if variant.is_of_interest(candidate)}
 
     assert keys(attention_overflow()) - keys(failing.masked_softmax()) == {
@@ -132,10 +132,10 @@ def test_a_compiler_that_does_not_exist_cannot_run(monkeypatch: pytest.MonkeyPat
 
 def test_a_comparison_is_not_compiled() -> None:
     call = Call("torch.exp", (Ref(0),), {}, Ref(1))
-    whole = Candidate(Program((call,), (Input(0, "x"),), (Ref(1),)), {0: torch.ones(2)})
+    whole = Step(Program((call,), (Input(0, "x"),), (Ref(1),)), {0: torch.ones(2)})
     failure = Failure("forward", "mismatch", "fp64", "torch.exp", 0, value=1)
     check = MismatchCheck().adopted(failure, whole)
-    trial = Trials({whole.digest: check})(replace(whole, variant="compile:aot_eager"))
+    trial = Trials({whole.digest: check})(whole, "compile:aot_eager")
     assert (trial.answer, trial.detail) == (CANNOT_RUN, "`mismatch:fp64` runs the program in ways of its own")
 
 
@@ -159,4 +159,4 @@ def test_code_of_a_users_is_not_run_because_a_file_names_it() -> None:
     snapshot = failing.masked_softmax()
     failure = Failure("forward", "function", "mine.py:is_bad")
     with pytest.raises(UsageError, match="check of your own"):
-        check_of(Candidate(snapshot.program, snapshot.tensors), failure, "mine.py:is_bad", None)
+        check_of(Step.of(snapshot), failure, "mine.py:is_bad", None)

@@ -9,8 +9,8 @@ from reprokit.locate.compiled import Compiled
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, Reference
 from reprokit.locate.failure import EVENTS, HEALTHY, Failure
 from reprokit.locate.failure import EXCEPTION as RAISED
+from reprokit.program.step import Step
 from reprokit.shrink import spec as specs
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import Double, MismatchCheck, OtherDevice
 from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, jumped_rate, odd_rows
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
@@ -37,7 +37,7 @@ def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
     if isinstance(check, MismatchCheck):
         return _as_recorded(check, snapshot.failure)
     if isinstance(check, ExceptionCheck if is_exception else NonfiniteCheck):
-        return check.adopted(snapshot.failure, Candidate(snapshot.program, snapshot.tensors))
+        return check.adopted(snapshot.failure, Step.of(snapshot))
     return check
 
 

@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 
 from reprokit.errors import UsageError
-from reprokit.locate.compiled import HasProgram
 from reprokit.locate.differences import MISMATCH, LoneCalls, Reference, compare, mismatch
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Outcome, run
@@ -31,7 +30,7 @@ from reprokit.program.ir import (
     map_leaves,
     substitute,
 )
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import HasProgram, Step
 from reprokit.shrink.signature import Ruling, SignatureCheck
 
 _METHOD = "torch.Tensor."
@@ -85,7 +84,7 @@ class OtherDevice:
         return run(first.program, first.tensors, keep=keep), run(second.program, second.tensors, keep=keep)
 
 
-def in_dtype(candidate: HasProgram, dtype: torch.dtype) -> Candidate:
+def in_dtype(candidate: HasProgram, dtype: torch.dtype) -> Step:
     """The candidate with everything that is a floating-point number in ``dtype``, and without autocast."""
     dtypes = _dtypes_read(candidate)
 
@@ -103,10 +102,10 @@ def in_dtype(candidate: HasProgram, dtype: torch.dtype) -> Candidate:
 
     program = _converted(candidate.program, change, before, Symbol(str(dtype)))
     tensors = {value: tensor.to(_like(tensor.dtype, dtype)) for value, tensor in candidate.tensors.items()}
-    return Candidate(program, tensors)
+    return Step(program, tensors)
 
 
-def on_device(candidate: HasProgram, kind: str) -> Candidate:
+def on_device(candidate: HasProgram, kind: str) -> Step:
     """The candidate on the CPU or on CUDA; generator states stay what they are."""
     states = {item.value for item in candidate.program.inputs if item.role == "rng"}
     device = Device(kind)
@@ -121,7 +120,7 @@ def on_device(candidate: HasProgram, kind: str) -> Candidate:
     home = next((t.device.type for v, t in candidate.tensors.items() if v not in states), "cpu")
     program = _converted(candidate.program, change, lambda index, value: Device(home), device)
     tensors = {v: tensor if v in states else tensor.to(kind) for v, tensor in candidate.tensors.items()}
-    return Candidate(program, tensors)
+    return Step(program, tensors)
 
 
 def _converted(
@@ -221,7 +220,7 @@ class MismatchCheck(SignatureCheck):
         """``mismatch:fp64``."""
         return f"{MISMATCH}:{self.reference.name}"
 
-    def observe(self, candidate: Candidate) -> Failure | None:
+    def observe(self, candidate: Step) -> Failure | None:
         """Compare the whole program, then single calls."""
         program = candidate.program
         found = compare(candidate, self.reference, self.way or None)
@@ -235,11 +234,11 @@ class MismatchCheck(SignatureCheck):
         phase = Phase.BACKWARD if found.is_gradient else Phase.FORWARD
         return mismatch(found, self.reference, phase)
 
-    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+    def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for the failure of a whole program."""
         return replace(super().adopted(failure, whole), way=failure.way)
 
-    def judge(self, observation: Failure | None, candidate: Candidate) -> Ruling:
+    def judge(self, observation: Failure | None, candidate: Step) -> Ruling:
         """Like any check, and different numbers stay different numbers."""
         verdict = super().judge(observation, candidate)
         is_other_way = observation is not None and observation.way != self.way

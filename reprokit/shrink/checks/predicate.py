@@ -26,8 +26,8 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import observed
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Phase, Program
+from reprokit.program.step import Step
 from reprokit.rules.steps import rate_jump
-from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import largest_of
 from reprokit.shrink.signature import Ruling, SignatureCheck
 from reprokit.snapshot.format import Snapshot
@@ -55,17 +55,17 @@ class PredicateCheck(SignatureCheck):
         assert self.event is not None, "the check has an event"
         return self.event.kind
 
-    def observe(self, candidate: Candidate) -> Failure | None:
+    def observe(self, candidate: Step) -> Failure | None:
         """Run, and measure the quantity."""
         assert self.event is not None, "the check has an event"
         return observed(candidate.program, candidate.tensors, self.event)[0]
 
-    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+    def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for a whole step."""
         given = frozenset(item.value for item in whole.program.inputs)
         return replace(super().adopted(failure, whole), event=failure, given=given)
 
-    def is_clean(self, candidate: Candidate) -> bool:
+    def is_clean(self, candidate: Step) -> bool:
         """True if a candidate keeps the cause, and computes the quantity from inputs of the whole step; an update is
         computed from parameters and gradients alone."""
         given = {item.value for item in candidate.program.inputs}
@@ -160,7 +160,7 @@ class FunctionCheck(SignatureCheck):
         """The file's name and the function; the folder is nobody's business."""
         return f"{self.file.name}:{self.function}"
 
-    def observe(self, candidate: Candidate) -> Failure | None:
+    def observe(self, candidate: Step) -> Failure | None:
         """Run, and ask the function; that it has no answer is an observation too, as errors do not leave a worker."""
         outcome = outcome_of(candidate)
         error = outcome.exception
@@ -192,13 +192,13 @@ class FunctionCheck(SignatureCheck):
         """True if the function said so, not that it saw another failure."""
         return failure.call is None
 
-    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+    def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for a whole program; what it raised may have any words."""
         made = super().adopted(failure, whole)
         wanted = replace(made.signature, exception=None)
         return replace(made, wanted=wanted, largest=_largest_given(whole), may_raise=failure.exception is not None)
 
-    def judge(self, observation: Failure | None, candidate: Candidate) -> Ruling:
+    def judge(self, observation: Failure | None, candidate: Step) -> Ruling:
         """An exception is a crash unless the snapshot raised one too."""
         if observation is None:
             return Ruling.PASSES
@@ -207,14 +207,14 @@ class FunctionCheck(SignatureCheck):
             return Ruling.INVALID
         return super().judge(replace(observation, exception=None), candidate)
 
-    def is_clean(self, candidate: Candidate) -> bool:
+    def is_clean(self, candidate: Step) -> bool:
         """Nothing bad is given, nothing too large, and no result."""
         given = {item.value for item in candidate.program.inputs}
         is_computed = self.may_raise or not given.intersection(results_of(candidate.program))
         return is_computed and _largest_given(candidate) <= self.largest and super().is_clean(candidate)
 
 
-def outcome_of(candidate: Candidate) -> StepOutcome:
+def outcome_of(candidate: Step) -> StepOutcome:
     """Run a candidate and gather what a user's function is shown."""
     program = candidate.program
     outcome = run(program, candidate.tensors, keep=frozenset(results_of(program)))
@@ -228,7 +228,7 @@ def outcome_of(candidate: Candidate) -> StepOutcome:
     return StepOutcome(outputs, loss, gradients, None)
 
 
-def loss_of(candidate: Candidate) -> int | None:
+def loss_of(candidate: Step) -> int | None:
     """The value that counts as the loss: the first start of a differentiation, else the single output."""
     program = candidate.program
     if any(call.is_differentiation for call in program.calls):
@@ -248,6 +248,6 @@ def _verdict_of(answer: Any) -> Ruling:
     raise ValueError(f"it returned `{type(answer).__name__}`")
 
 
-def _largest_given(candidate: Candidate) -> float:
+def _largest_given(candidate: Step) -> float:
     """The largest finite number among the inputs, at least one, so that ones are always plain enough."""
     return max([_LEAST_BOUND, *(largest_of(candidate.tensors[item.value]) for item in candidate.number_inputs)])

@@ -15,7 +15,7 @@ from reprokit.locate.failure import EXCEPTION, Failure, is_vacuous
 from reprokit.locate.ways import MINUS, PLUS, ways_of
 from reprokit.program.interpreter import run
 from reprokit.program.ir import OPAQUE, Phase, Program
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 from reprokit.shrink.exact import origin_of
 from reprokit.shrink.given import given_input
 from reprokit.shrink.recording import record
@@ -54,7 +54,7 @@ class NonfiniteCheck(SignatureCheck):
         """``nonfinite``."""
         return "nonfinite"
 
-    def observe(self, candidate: Candidate) -> Failure | None:
+    def observe(self, candidate: Step) -> Failure | None:
         """Follow what is bad to its origin; a program that is only given a bad value to start from shows nothing.
 
         A result that is too large for its dtype stays one, and does not become a sum that overflows on the way. A
@@ -67,7 +67,7 @@ class NonfiniteCheck(SignatureCheck):
         is_compared = self.wanted is not None and (self.wanted.is_overflow or self.wanted.spectrum)
         return _compared(found, candidate) if is_compared else found
 
-    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+    def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for the failure of a whole program; `NotReproduced` if no call of it computes that."""
         if is_vacuous(failure, whole.program):
             raise NotReproduced(
@@ -86,7 +86,7 @@ class NonfiniteCheck(SignatureCheck):
         wanted = Signature.of(_compared(failure, whole), whole.program)
         return replace(self, wanted=wanted, forbidden=forbidden - {""}, given=given, through=failure.through)
 
-    def is_clean(self, candidate: Candidate) -> bool:
+    def is_clean(self, candidate: Step) -> bool:
         """True if nothing is bad that was not bad in the snapshot; an incoming gradient has to be finite."""
         return is_clean(candidate.program, candidate.tensors, self.signature, self.forbidden, self.given)
 
@@ -95,7 +95,7 @@ class NonfiniteCheck(SignatureCheck):
         return self.signature.summary()
 
 
-def _compared(failure: Failure, candidate: Candidate) -> Failure:
+def _compared(failure: Failure, candidate: Step) -> Failure:
     """The failure with its `Failure.is_overflow` and `Failure.spectrum` filled in."""
     if failure.phase != Phase.FORWARD and not failure.is_derivative:
         return failure
@@ -135,7 +135,7 @@ class ExceptionCheck(SignatureCheck):
         """``exception``."""
         return "exception"
 
-    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+    def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for the failure of a whole program; what makes the bad value behind the exception stays.
 
         Raises `NotReproduced` for a refused allocation.
@@ -150,7 +150,7 @@ class ExceptionCheck(SignatureCheck):
             return check
         return replace(check, forbidden=ALL_WAYS - ways_given(whole.program, whole.tensors))
 
-    def observe(self, candidate: Candidate) -> Failure | None:
+    def observe(self, candidate: Step) -> Failure | None:
         """Run until a call raises."""
         if self.wanted is not None and self.wanted.cause is not None:
             return locate_exception(candidate.program, candidate.tensors)

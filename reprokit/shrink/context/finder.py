@@ -15,7 +15,7 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Scope
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step, is_number
 from reprokit.shrink.context.growth import (
     Choice,
     ending_earlier,
@@ -37,7 +37,7 @@ from reprokit.shrink.oracle import Oracle, OutOfBudget
 from reprokit.shrink.passes.setting import simplify_precision
 from reprokit.shrink.passes.sizes import shrink_sizes
 from reprokit.shrink.passes.values import plainer_contents
-from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, filled, is_number, plainness, seed_of, state_of_seed
+from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, filled, plainness, seed_of, state_of_seed
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.recording import shapes_of
 from reprokit.shrink.signature import Ruling
@@ -50,7 +50,7 @@ _MIN_DRAWN = 9  # fewer numbers fit on one line of a script
 
 
 def find_context(
-    whole: Candidate, failure: Failure, oracle: Oracle, words: Mapping[int, str] | None = None
+    whole: Step, failure: Failure, oracle: Oracle, words: Mapping[int, str] | None = None
 ) -> Context | None:
     """The context of a failure of ``whole``; ``None`` when no slice of the step fails alone.
 
@@ -78,7 +78,7 @@ def find_context(
     return Context(best.program, tensors, problem.failure, drawn, not extraordinary(best), oracle.checks, seconds)
 
 
-def _chosen(step: StepGraph, failure: Failure, oracle: Oracle) -> Candidate | None:
+def _chosen(step: StepGraph, failure: Failure, oracle: Oracle) -> Step | None:
     """The slice to start from, found in half of the time; what was recorded of the step is let go."""
     choice = Choice(step, failure, oracle)
     with contextlib.suppress(OutOfBudget), oracle.at_most(0.5):
@@ -111,14 +111,14 @@ class _Search:
         self._try(without_unused(self._best), "without unused calls")
 
     @property
-    def _best(self) -> Candidate:
+    def _best(self) -> Step:
         return self.problem.best
 
     @property
     def _oracle(self) -> Oracle:
         return self.problem.oracle
 
-    def _try(self, candidate: Candidate, change: str) -> bool:
+    def _try(self, candidate: Step, change: str) -> bool:
         """Go on from a candidate that reads better, whatever its size, if it fails the same way."""
         plain = candidate.pruned()
         if candidate is self._best or not self.problem.accepts(plain):

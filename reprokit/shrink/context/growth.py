@@ -17,14 +17,14 @@ from reprokit.locate.failure import Failure
 from reprokit.program.dataflow import contents
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase, Ref, Scope, iter_refs
-from reprokit.shrink.candidate import RECURRENT, Candidate
+from reprokit.program.step import Step, is_number
 from reprokit.shrink.context.step import StepGraph, StepSlice, written
 from reprokit.shrink.leaves import parameters_of, with_leaf
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.passes.cut import cuts
-from reprokit.shrink.plainness import is_number
 from reprokit.shrink.problem import Class
 from reprokit.shrink.recording import record
+from reprokit.shrink.safety import RECURRENT
 from reprokit.shrink.signature import Ruling
 
 _LIMIT = 1e3
@@ -51,13 +51,13 @@ def moderate(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(tensor.abs() <= limit, tensor, torch.zeros((), dtype=tensor.dtype))
 
 
-def extraordinary(candidate: Candidate) -> list[int]:
+def extraordinary(candidate: Step) -> list[int]:
     """The inputs that are not ordinary."""
     items = (item for item in candidate.program.inputs if item.role != "rng")
     return [item.value for item in items if not is_ordinary(candidate.tensors[item.value])]
 
 
-def uniform_rows(candidate: Candidate) -> dict[int, frozenset[float]]:
+def uniform_rows(candidate: Step) -> dict[int, frozenset[float]]:
     """The numbers, 0 and 1, that fill whole rows of the buffers which hold masks: flags, or both 0 and 1 alone."""
     found = {}
     for item in candidate.program.inputs:
@@ -69,7 +69,7 @@ def uniform_rows(candidate: Candidate) -> dict[int, frozenset[float]]:
     return found
 
 
-def keeps_masks(candidate: Candidate, known: Mapping[int, frozenset[float]]) -> bool:
+def keeps_masks(candidate: Step, known: Mapping[int, frozenset[float]]) -> bool:
     """True if no mask has got a row of zeros or ones unlike the ``known`` rows of the start: a causal mask that hides
     all of a row would be another cause than the one of the step."""
     return not any(
@@ -80,7 +80,7 @@ def keeps_masks(candidate: Candidate, known: Mapping[int, frozenset[float]]) -> 
     )
 
 
-def keeps_biases(candidate: Candidate) -> bool:
+def keeps_biases(candidate: Step) -> bool:
     """True if every bias is as long as a dimension of the weight beside it: one that is broadcast is no layer's."""
     shapes = {item.name: candidate.tensors[item.value].shape for item in candidate.program.inputs}
     weights = ((name.removesuffix("bias") + "weight", shape) for name, shape in shapes.items() if name.endswith("bias"))
@@ -94,7 +94,7 @@ class Choice:
     step: StepGraph
     failure: Failure
     oracle: Oracle
-    best: Candidate | None = None
+    best: Step | None = None
     shown: frozenset[int] = frozenset()
 
     def run(self) -> None:
@@ -120,7 +120,7 @@ class Choice:
         if self.best is None:  # nothing with modules fails alone: what the minimum starts from
             self.best = self.oracle.first(cuts(self.step.whole, self.failure))
 
-    def _tamed(self, candidate: Candidate) -> Candidate:
+    def _tamed(self, candidate: Step) -> Step:
         """With zeros in place of the numbers that are not ordinary, if it fails without them: all, else one by one."""
         numbers = [value for value in extraordinary(candidate) if is_number(candidate.tensors[value])]
         for values in (numbers, *([value] for value in numbers)):
@@ -225,7 +225,7 @@ class Choice:
             kept = self.step.upstream(users, limit, self._within(users[0]))
             yield StepSlice(self.step, tuple(sorted(kept)), is_differentiated=True, update=update)
 
-    def _without_modules(self, piece: StepSlice, candidate: Candidate) -> tuple[StepSlice, Candidate]:
+    def _without_modules(self, piece: StepSlice, candidate: Step) -> tuple[StepSlice, Step]:
         """The slice without what lies outside the origin's own module: whole modules, largest first, then calls of
         modules too large to be shown whole."""
         origin = self.failure.call_index
@@ -248,7 +248,7 @@ class Choice:
                 piece, candidate = self._better(replace(piece, kept=kept), "without a module") or (piece, candidate)
         return piece, candidate
 
-    def _with_whole_modules(self, piece: StepSlice, candidate: Candidate) -> Candidate:
+    def _with_whole_modules(self, piece: StepSlice, candidate: Step) -> Step:
         """Small modules whole, where the slice starts in the middle of one."""
         for place in dict.fromkeys(self.step.place(index) for index in piece.kept):
             if place[0] and self.step.size_of(place) <= _SMALL_MODULE:
@@ -259,14 +259,14 @@ class Choice:
                     piece, candidate = self._better(replace(piece, kept=kept), "a whole module") or (piece, candidate)
         return candidate
 
-    def _better(self, piece: StepSlice, change: str) -> tuple[StepSlice, Candidate] | None:
+    def _better(self, piece: StepSlice, change: str) -> tuple[StepSlice, Step] | None:
         """A slice with its candidate, if it is ordinary and fails the same way."""
         found = piece.candidate(self.failure.value)
         if found is None or extraordinary(found) or not self._is_same(found, change):
             return None
         return piece, found
 
-    def _is_same(self, candidate: Candidate, change: str) -> bool:
+    def _is_same(self, candidate: Step, change: str) -> bool:
         return self.oracle.check(candidate, change) is Ruling.SAME
 
 
@@ -275,7 +275,7 @@ _FIRST_OF_KERNEL = 2  # of a weight's dimensions, behind those of channels
 _PROBABILITIES = frozenset({"p", "dropout", "dropout_p"})
 
 
-def is_written(candidate: Candidate, group: Class) -> bool:
+def is_written(candidate: Step, group: Class) -> bool:
     """True if a class of sizes holds a kernel, a size that the user wrote, or what a recurrent layer is made of, whose
     gates and layers are multiples."""
     calls = candidate.program.calls
@@ -286,7 +286,7 @@ def is_written(candidate: Candidate, group: Class) -> bool:
     )
 
 
-def with_certainty(candidate: Candidate, index: int) -> Candidate | None:
+def with_certainty(candidate: Step, index: int) -> Step | None:
     """With a probability of 0 in a random call; ``None`` for one that has no such argument."""
     call = candidate.program.calls[index]
     names = parameters_of(call.target)
@@ -299,7 +299,7 @@ def with_certainty(candidate: Candidate, index: int) -> Candidate | None:
     return candidate.with_call(index, replace(call, kwargs={**call.kwargs, name: 0.0}, mode=mode))
 
 
-def without_unused(candidate: Candidate) -> Candidate:
+def without_unused(candidate: Step) -> Step:
     """Without the calls whose results nothing uses; in-place calls stay, for they may write through a view."""
     step, program = StepGraph(candidate), candidate.program
     ends = {ref.value for ref in program.outputs}
@@ -312,7 +312,7 @@ def without_unused(candidate: Candidate) -> Candidate:
     return candidate.with_calls(call for index, call in enumerate(program.calls) if index in kept).pruned()
 
 
-def ending_earlier(candidate: Candidate, origin: int, *, in_sum: bool) -> Iterator[Candidate]:
+def ending_earlier(candidate: Step, origin: int, *, in_sum: bool) -> Iterator[Step]:
     """With the backward pass from something between the origin and the end, nearest to the origin first: from its sum,
     or with the gradient that arrives there.
 
@@ -339,7 +339,7 @@ def ending_earlier(candidate: Candidate, origin: int, *, in_sum: bool) -> Iterat
             yield without_unused(ended.with_tensors({new.value: gradients[value.value][-1]}))
 
 
-def with_sum(candidate: Candidate) -> Candidate | None:
+def with_sum(candidate: Step) -> Step | None:
     """With ``out.sum().backward()``; ``None`` unless it ends in a backward pass from given gradients."""
     program = candidate.program
     place = next((i for i, call in enumerate(program.calls) if call.target == AUTOGRAD_BACKWARD), None)
@@ -361,7 +361,7 @@ def with_sum(candidate: Candidate) -> Candidate | None:
     return candidate.with_call(place, *added, Call(BACKWARD, (total,), phase=Phase.BACKWARD)).pruned()
 
 
-def module_runs(candidate: Candidate) -> list[tuple[tuple[Scope, ...], frozenset[int]]]:
+def module_runs(candidate: Step) -> list[tuple[tuple[Scope, ...], frozenset[int]]]:
     """The scopes of every run of a module and the calls in it, largest first."""
     runs: dict[tuple[Scope, ...], set[int]] = {}
     for index, call in enumerate(candidate.program.calls):
@@ -371,9 +371,7 @@ def module_runs(candidate: Candidate) -> list[tuple[tuple[Scope, ...], frozenset
     return sorted(found, key=lambda run: (-len(run[1]), min(run[1])))
 
 
-def without_module(
-    candidate: Candidate, run: frozenset[int], shapes: Mapping[int, tuple[int, ...]]
-) -> Iterator[Candidate]:
+def without_module(candidate: Step, run: frozenset[int], shapes: Mapping[int, tuple[int, ...]]) -> Iterator[Step]:
     """The candidate without a run of a module, with something it was given in place of the one thing it returned."""
     program = candidate.program
     made = {value for index in run for value in program.calls[index].output_refs()}
@@ -389,7 +387,7 @@ def without_module(
             yield candidate.without_calls(run, {leaving[0]: Ref(value)})
 
 
-def without_call(candidate: Candidate, index: int) -> Candidate | None:
+def without_call(candidate: Step, index: int) -> Step | None:
     """The candidate with the one tensor that a call was given in place of the one that it returned."""
     call = candidate.program.calls[index]
     outputs, inputs = call.output_refs(), list(iter_refs((call.args, call.kwargs)))

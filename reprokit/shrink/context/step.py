@@ -11,7 +11,7 @@ from functools import cached_property
 
 from reprokit.program.functions import GRAD_WRITES, is_in_place
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Program, Scope, iter_refs
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 from reprokit.shrink.context.layers import is_layer
 from reprokit.shrink.leaves import unique_name, without_defaults
 from reprokit.shrink.recording import Excerpt, Recording, record
@@ -24,7 +24,7 @@ Place = tuple[tuple[Scope, ...], str]
 class StepGraph:
     """The step, and who makes and who reads each of its values; ``words`` are variables of the user's by value."""
 
-    whole: Candidate
+    whole: Step
     words: Mapping[int, str] = field(default_factory=dict)
     _recordings: dict[bool, Recording] = field(default_factory=dict)
 
@@ -208,7 +208,7 @@ class StepSlice:
     is_differentiated: bool = False
     update: int | None = None
 
-    def candidate(self, subject: int | None) -> Candidate | None:
+    def candidate(self, subject: int | None) -> Step | None:
         """The slice on recorded values; ``subject`` is the value that is bad. ``None`` when it cannot be built."""
         wanted = frozenset((*self.kept, *(() if self.update is None else (self.update,))))
         recording = self.step.recording(wanted, is_differentiated=self.is_differentiated)
@@ -250,7 +250,7 @@ class StepSlice:
         excerpt.calls += [without_defaults(self.step.program.calls[index]) for index in self.kept]
         return excerpt
 
-    def _forward(self, recording: Recording, subject: int | None) -> Candidate:
+    def _forward(self, recording: Recording, subject: int | None) -> Step:
         excerpt = self._excerpt(recording)
         calls = excerpt.calls
         if all(not call.mode.grad for call in calls):
@@ -269,7 +269,7 @@ class StepSlice:
         alone = StepSlice(self.step, unit).outlets()
         return [value for value in alone if value in self.outlets()] or chosen
 
-    def _backward(self, recording: Recording) -> Candidate | None:
+    def _backward(self, recording: Recording) -> Step | None:
         excerpt = self._excerpt(recording)
         leaves = [item.value for item in excerpt.inputs if item.requires_grad]
         if not excerpt.differentiate(self.outlets()) or not leaves:

@@ -19,7 +19,7 @@ import torch
 from reprokit.grammar import Count
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, ModuleNote, Phase, Program, Ref, Scope, map_leaves
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 from reprokit.shrink.context.layers import Layer, LayerRun, is_layer, layer_of, values_made, values_read
 from reprokit.shrink.context.step import is_container
 from reprokit.shrink.recording import Recording, record
@@ -163,7 +163,7 @@ def owners_in(root: Block, program: Program) -> dict[int, Key]:
     return owners
 
 
-def tree_of(candidate: Candidate) -> Tree:
+def tree_of(candidate: Step) -> Tree:
     """The tree of a candidate."""
     recording = record(candidate, frozenset(range(len(candidate.program.calls))))
     program = candidate.program
@@ -412,9 +412,9 @@ class Context:
     seconds: float = 0.0
 
     @property
-    def candidate(self) -> Candidate:
+    def candidate(self) -> Step:
         """As a candidate."""
-        return Candidate(self.program, self.tensors)
+        return Step.of(self)
 
     @property
     def tree(self) -> Tree:

@@ -25,7 +25,7 @@ from reprokit.program.ir import (
     Ref,
     iter_refs,
 )
-from reprokit.shrink.candidate import Candidate
+from reprokit.program.step import Step
 from reprokit.shrink.context.step import StepGraph, written
 from reprokit.shrink.leaves import unique_name, without_defaults
 from reprokit.shrink.problem import Problem
@@ -35,7 +35,7 @@ from reprokit.shrink.signature import ACCUMULATION
 _MAX_WRITES = 4  # autograd objects to one of the latest writes
 
 
-def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidate]]:
+def cuts(candidate: Step, failure: Failure) -> Iterator[tuple[str, Step]]:
     """What to try, smallest first, each with a few words."""
     program = candidate.program
     if failure.is_of_whole_step:
@@ -50,7 +50,7 @@ def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidat
         yield "only the calls up to the failure", _up_to(candidate, failure)
 
 
-def _parts_of_step(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+def _parts_of_step(candidate: Step) -> Iterator[tuple[str, Step]]:
     """For a failure that no single call shows: the forward pass alone, then everything up to the last backward pass."""
     program = candidate.program
     places = [index for index, call in enumerate(program.calls) if call.is_differentiation]
@@ -65,7 +65,7 @@ def _parts_of_step(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
     yield "only up to the last backward pass", candidate.with_calls(calls, outputs=outputs).pruned()
 
 
-def _cuts_to(candidate: Candidate, failure: Failure, kept: Sequence[int], recording: Recording) -> Iterator[Candidate]:
+def _cuts_to(candidate: Step, failure: Failure, kept: Sequence[int], recording: Recording) -> Iterator[Step]:
     if candidate.program.calls[kept[-1]].is_optimizer_step:
         everything = frozenset(ref.value for ref in iter_refs(candidate.program.calls[kept[-1]].kwargs["params"]))
         bad = everything if failure.value is None else everything & {failure.value}
@@ -128,7 +128,7 @@ def _neighbourhoods(step: StepGraph, origin: int, downstream: Sequence[int] = ()
         size *= 2
 
 
-def _up_to(candidate: Candidate, failure: Failure) -> Candidate:
+def _up_to(candidate: Step, failure: Failure) -> Step:
     """The whole program without what comes after the failure could be seen."""
     calls = [without_defaults(call) for call in candidate.program.calls]
     origin = failure.call_index if failure.call_index is not None else 0
@@ -142,7 +142,7 @@ def _up_to(candidate: Candidate, failure: Failure) -> Candidate:
 
 
 def _excerpt(
-    candidate: Candidate, kept: Sequence[int], recording: Recording, wants_grad: frozenset[tuple[int, int]]
+    candidate: Step, kept: Sequence[int], recording: Recording, wants_grad: frozenset[tuple[int, int]]
 ) -> Excerpt:
     """The kept calls; of what they read and did not make, ``wants_grad`` lists the leaves."""
     excerpt = Excerpt(candidate.program, recording)
@@ -166,12 +166,12 @@ def _plain_mode(call: Call, differentiable: bool) -> Call:
 
 
 def _forward(
-    candidate: Candidate,
+    candidate: Step,
     failure: Failure,
     kept: Sequence[int],
     recording: Recording,
     wants_grad: frozenset[tuple[int, int]],
-) -> Candidate:
+) -> Step:
     excerpt = _excerpt(candidate, kept, recording, wants_grad)
     outputs = excerpt.calls[-1].output_refs()
     if failure.call_index is not None and failure.value in outputs:
@@ -179,9 +179,7 @@ def _forward(
     return excerpt.candidate(outputs)
 
 
-def _backwards(
-    candidate: Candidate, failure: Failure, kept: Sequence[int], recording: Recording
-) -> Iterator[Candidate]:
+def _backwards(candidate: Step, failure: Failure, kept: Sequence[int], recording: Recording) -> Iterator[Step]:
     """With gradients for the input whose gradient is bad, then for all; from the latest backward pass, then earlier."""
     wanted = frozenset(pair for pair in recording.needs_grad if pair[1] == failure.value)
     rounds = max((len(found) for found in recording.gradients.values()), default=0)
@@ -193,7 +191,7 @@ def _backwards(
                 yield excerpt.candidate()
 
 
-def slice_to(candidate: Candidate, failure: Failure) -> tuple[Candidate, Failure] | None:
+def slice_to(candidate: Step, failure: Failure) -> tuple[Step, Failure] | None:
     """The program without what the failure does not depend on, and the failure with its new place.
 
     ``None`` when there is nothing to leave out, or when the data flow does not tell, as after an optimizer's step.
@@ -221,7 +219,7 @@ def _end(program: Program, failure: Failure) -> int | None:
     return next((index for index in passes if origin in (needed_calls(program.calls, {index}) or ())), None)
 
 
-def _rest_of_layer(candidate: Candidate, failure: Failure) -> list[int]:
+def _rest_of_layer(candidate: Step, failure: Failure) -> list[int]:
     """What one of torch's layers does after an origin inside it: only its whole run tells which layer it is."""
     origin = failure.call_index
     if origin is None or failure.phase != Phase.FORWARD or failure.kind == EXCEPTION:
@@ -286,9 +284,7 @@ def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
     return problem.first((change, candidate) for candidate in proposals)
 
 
-def _without(
-    candidate: Candidate, chosen: frozenset[int], recording: Recording, may_bypass: bool
-) -> Iterator[Candidate]:
+def _without(candidate: Step, chosen: frozenset[int], recording: Recording, may_bypass: bool) -> Iterator[Step]:
     yield _dropped(candidate, chosen)
     yield _by_value(candidate, chosen, recording)
     if len(chosen) == 1:
@@ -297,7 +293,7 @@ def _without(
         yield from _bypassed(candidate, chosen, recording)
 
 
-def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
+def _dropped(candidate: Step, chosen: frozenset[int]) -> Step:
     """Without the calls, where what they wrote is not needed or was there before; else the candidate itself."""
     program = candidate.program
     calls = tuple(call for index, call in enumerate(program.calls) if index not in chosen)
@@ -311,7 +307,7 @@ def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
     return candidate.with_calls(calls).pruned()
 
 
-def _as_leaf(candidate: Candidate, index: int) -> Iterator[Candidate]:
+def _as_leaf(candidate: Step, index: int) -> Iterator[Step]:
     """With `requires_grad` on the input itself, in place of a later `requires_grad_()`."""
     program = candidate.program
     call = program.calls[index]
@@ -323,7 +319,7 @@ def _as_leaf(candidate: Candidate, index: int) -> Iterator[Candidate]:
         yield candidate.with_calls(calls, inputs=inputs)
 
 
-def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Candidate:
+def _by_value(candidate: Step, chosen: frozenset[int], recording: Recording) -> Step:
     """With the recorded values of what the calls returned as inputs."""
     program = candidate.program
     known = {item.value for item in program.inputs}
@@ -336,10 +332,10 @@ def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording
             inputs.append(Input(value, name, "batch", wants_grad and recording.outputs[value].is_floating_point()))
     calls = tuple(call for index, call in enumerate(program.calls) if index not in chosen)
     tensors = {**candidate.tensors, **{item.value: recording.outputs[item.value] for item in inputs}}
-    return Candidate(replace(program, calls=calls, inputs=(*program.inputs, *inputs)), tensors).pruned()
+    return Step(replace(program, calls=calls, inputs=(*program.inputs, *inputs)), tensors).pruned()
 
 
-def _bypassed(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Iterator[Candidate]:
+def _bypassed(candidate: Step, chosen: frozenset[int], recording: Recording) -> Iterator[Step]:
     """With something that the calls read in place of the one thing that is needed of what they made: what has the same
     shape first; for a single call also what has another one.
     """

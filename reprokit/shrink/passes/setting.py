@@ -17,8 +17,9 @@ from reprokit.locate.ways import HALVES
 from reprokit.program.functions import is_random, symbol_named
 from reprokit.program.interpreter import run
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Ref
-from reprokit.shrink.candidate import Candidate, round_number
+from reprokit.program.step import Step
 from reprokit.shrink.leaves import leaves, lists_of_tensors, with_leaf
+from reprokit.shrink.order import round_number
 from reprokit.shrink.plainness import NUM_SEEDS, seed_of, state_of_seed
 from reprokit.shrink.problem import Problem
 
@@ -106,7 +107,7 @@ def simplify_precision(problem: Problem) -> None:
             problem.consider(problem.best.with_tensors(tensors), f"float32 instead of {kind}")
 
 
-def _overflows(candidate: Candidate, cast: dict[int, torch.Tensor]) -> bool:
+def _overflows(candidate: Step, cast: dict[int, torch.Tensor]) -> bool:
     """True if a cast makes an infinity of a number: the failure would then be given, not made."""
     return any(int(t.isinf().sum()) > int(candidate.tensors[value].isinf().sum()) for value, t in cast.items())
 
@@ -183,7 +184,7 @@ def _drop_leaves(problem: Problem) -> None:
     delete_adaptively(others, will_do)
 
 
-def _without_leaves(candidate: Candidate, values: list[int]) -> Candidate:
+def _without_leaves(candidate: Step, values: list[int]) -> Step:
     inputs = (replace(i, requires_grad=i.requires_grad and i.value not in values) for i in candidate.program.inputs)
     return replace(candidate, program=replace(candidate.program, inputs=tuple(inputs)))
 
@@ -226,12 +227,12 @@ def _simplify_optimizer(problem: Problem, index: int) -> None:
         consider("options", [{k: v for k, v in g.items() if k != name} for g in groups], f"default `{name}`")
 
 
-def has_state(candidate: Candidate) -> bool:
+def has_state(candidate: Step) -> bool:
     """True if any call starts from a recorded state of the generator."""
     return any(item.role == "rng" for item in candidate.program.inputs)
 
 
-def with_seeds(candidate: Candidate, seeds: range) -> Iterator[tuple[str, Candidate]]:
+def with_seeds(candidate: Step, seeds: range) -> Iterator[tuple[str, Step]]:
     """The candidate with every generator started from a small seed instead, for each of the seeds."""
     states = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs if item.role == "rng"}
     for seed in seeds if states else ():
@@ -241,7 +242,7 @@ def with_seeds(candidate: Candidate, seeds: range) -> Iterator[tuple[str, Candid
         )
 
 
-def without_idle_states(candidate: Candidate) -> Candidate:
+def without_idle_states(candidate: Step) -> Step:
     """The candidate without states for calls that draw no numbers, seen in one run."""
     watch = _Draws()
     run(candidate.program, candidate.tensors, observer=watch, keep=frozenset())

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from reprokit.program.ir import Call, Ref, iter_refs
-from reprokit.shrink.candidate import GATES, RECURRENT, Candidate, place_of_weights
+from reprokit.program.step import Step
 from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.oracle import Proposal
 from reprokit.shrink.passes.setting import with_seeds
 from reprokit.shrink.plainness import filled, ladder, largest_of, sign_of
 from reprokit.shrink.problem import Class, InputAxis, Problem, bad_index, focus, shrink_to
+from reprokit.shrink.safety import GATES, RECURRENT, place_of_weights
 from reprokit.shrink.signature import Ruling
 
 _NUM_SEEDS = 4  # each costs a check
@@ -105,7 +106,7 @@ def _bisect(problem: Problem, group: Class, order: Sequence[int]) -> None:
     _drop_indexes(problem, start, group, order[:high])
 
 
-def _drop_indexes(problem: Problem, start: Candidate, group: Class, order: Sequence[int]) -> None:
+def _drop_indexes(problem: Problem, start: Step, group: Class, order: Sequence[int]) -> None:
     """Take out what can go of the kept indexes, unlikely ones first, in ever shorter stretches."""
     kept = list(order)
     length = len(kept) // 2
@@ -141,7 +142,7 @@ def _try_slice(problem: Problem, kept: Mapping[Class, Sequence[int]], change: st
     return problem.first((change, smaller) for smaller in _slices(problem, kept))
 
 
-def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candidate]:
+def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Step]:
     """The best candidate with only the kept indexes, if need be with integers in the arguments renumbered; then without
     a change of the integers that equal a size."""
     ordered = {group: _in_order(indexes) for group, indexes in kept.items()}
@@ -154,7 +155,7 @@ def _in_order(indexes: Sequence[int]) -> Sequence[int]:
     return indexes if isinstance(indexes, range) else sorted(indexes)
 
 
-def _outline(candidate: Candidate) -> str:
+def _outline(candidate: Step) -> str:
     """All that a candidate of extreme numbers has of its own: the forward calls, shapes and dtypes."""
     calls = [(call.target, call.args, call.kwargs) for call in candidate.program.calls if not call.is_differentiation]
     forms = [
@@ -165,7 +166,7 @@ def _outline(candidate: Candidate) -> str:
     return f"{calls} {forms}"
 
 
-def _leading_ones(candidate: Candidate, keep: int) -> Iterator[InputAxis]:
+def _leading_ones(candidate: Step, keep: int) -> Iterator[InputAxis]:
     """The first dimensions of size 1 of every input, as many as leave ``keep`` dimensions."""
     for item in candidate.program.inputs:
         tensor = candidate.tensors[item.value]
@@ -184,7 +185,7 @@ def _try_dropping(problem: Problem, axes: list[InputAxis], change: str) -> bool:
     return problem.first((change, variant) for variant in _with_lower_dimensions(dropped))
 
 
-def _with_lower_dimensions(candidate: Candidate) -> Iterator[Candidate]:
+def _with_lower_dimensions(candidate: Step) -> Iterator[Step]:
     """As it is, then with dimension arguments that count from the front lowered to what is left."""
     yield candidate
     depth = max((tensor.dim() for tensor in candidate.tensors.values()), default=0)
@@ -200,7 +201,7 @@ def _with_lower_dimensions(candidate: Candidate) -> Iterator[Candidate]:
         yield candidate.with_calls(calls)
 
 
-def _extremes(candidate: Candidate, kind: str, may_be_large: bool) -> Iterator[tuple[str, Candidate]]:
+def _extremes(candidate: Step, kind: str, may_be_large: bool) -> Iterator[tuple[str, Step]]:
     """The candidate with all numbers replaced at once by extreme ones, the likeliest to fail in this way first.
 
     Incoming gradients stay as they are, since zeros there hide a failure and large ones make another. A NaN by overflow
@@ -224,14 +225,14 @@ def _extremes(candidate: Candidate, kind: str, may_be_large: bool) -> Iterator[t
             yield name, candidate.with_tensors(_chosen(candidate, values, choices[name]))
 
 
-def _chosen(candidate: Candidate, values: list[int], factors: list[float] | None) -> dict[int, torch.Tensor]:
+def _chosen(candidate: Step, values: list[int], factors: list[float] | None) -> dict[int, torch.Tensor]:
     """Ones, or for each value so many times the largest constant."""
     tensors = [candidate.tensors[value] for value in values]
     numbers = factors and [factor * ladder(tensor.dtype)[-1] for factor, tensor in zip(factors, tensors, strict=True)]
     return {v: filled(t, number) for v, t, number in zip(values, tensors, numbers or [1.0] * len(values), strict=True)}
 
 
-def _holds_large(candidate: Candidate) -> bool:
+def _holds_large(candidate: Step) -> bool:
     """True if any number is so large that an overflow may be near."""
     tensors = [candidate.tensors[item.value] for item in candidate.number_inputs]
     return any(largest_of(tensor) > _LARGE.get(tensor.dtype, 1e3) for tensor in tensors)
@@ -285,6 +286,6 @@ def _of_one_feature(
         yield "one feature", problem.best.with_tensors(chosen)
 
 
-def _with_args(candidate: Candidate, index: int, call: Call, args: dict[int, Any]) -> Candidate:
+def _with_args(candidate: Step, index: int, call: Call, args: dict[int, Any]) -> Step:
     changed = tuple(args.get(place, value) for place, value in enumerate(call.args))
     return candidate.with_call(index, replace(call, args=changed)).pruned()

@@ -12,18 +12,8 @@ import torch
 
 from reprokit.program.dataflow import contents
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase
-from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.plainness import (
-    MAX_LITERALS,
-    ONES,
-    constant_of,
-    filled,
-    is_number,
-    ladder,
-    largest_of,
-    plainness,
-    rounded,
-)
+from reprokit.program.step import Step, is_number
+from reprokit.shrink.plainness import MAX_LITERALS, ONES, constant_of, filled, ladder, largest_of, plainness, rounded
 from reprokit.shrink.problem import Problem
 
 _MAX_KEPT_INDEXES = 4
@@ -108,7 +98,7 @@ def _lower_constants(problem: Problem) -> None:
                 break
 
 
-def _large_constants(candidate: Candidate) -> dict[int, float]:
+def _large_constants(candidate: Step) -> dict[int, float]:
     found = {}
     for item in candidate.number_inputs:
         constant = constant_of(candidate.tensors[item.value])
