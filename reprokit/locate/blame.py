@@ -420,13 +420,18 @@ class _Walk:
                 continue
             if index is None:
                 origin = self._blame_input(value, way, at)
-                return replace(passed, marker=origin.input_name) if passed is not None else origin
+                return self._through_call(passed, origin.input_name) if passed is not None else origin
             if value == self._through and passed is None:
                 passed = self._blame_call(index, value, way)
             step = self._culprit(index, way)
             if step is None:
                 return self._blame_call(index, value, way)
             value, way, at = *step, index
+
+    def _through_call(self, passed: Failure, marker: str | None) -> Failure:
+        """The failure of the call that lets a marker through; with one operand it shows nothing of what drops it."""
+        read = self._program.calls[passed.call_index or 0].input_refs()
+        return replace(passed, marker=marker, operand=f"{len(read)} operands")
 
     def _culprit(self, index: int, way: str) -> tuple[int, str] | None:
         """The input of a call that explains why its output is bad in this way."""

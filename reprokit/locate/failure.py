@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from reprokit.grammar import Count, Line, Name, Row, Text, left_out, one_of
 from reprokit.program.ir import Call, Phase, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
+ACCUMULATION = "AccumulateGrad"  # the node that adds a gradient into a leaf
 HEALTHY = "none"  # the kind of a step that did not fail, which was asked for
 EVENTS = ("spike", "explosion", "dead", "scale")  # kinds of failures in which every value is finite
 QUANTITIES = ("loss", "gradient norm", "share of zeros", "update")
@@ -81,12 +83,33 @@ class RankDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class Key:
+    """What makes two failures the same. Without the origin in it every reducer slips: "the output is not finite" is
+    kept by a program of no calls and a NaN input. ``input`` says which one was bad already, ``drop`` where dropped
+    NaN values came from, ``cause`` is kind and call of the bad value behind an exception."""
+
+    phase: Phase
+    kind: str
+    call: str | None = None
+    backward_node: str | None = None
+    operand: str | None = None
+    input: str | None = None
+    exception: tuple[str, str] | None = None
+    drop: str | None = None
+    cause: tuple[str, str | None] | None = None
+    rule: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The origin of a failure in a program.
 
     ``kind``: ``nan``, ``inf``, ``exception`` or an event; ``none`` for a healthy step that was asked for; in a
     reduction also ``mismatch`` and ``function`` (the user's own check); ``way`` tells ``+inf`` from ``-inf``, and names
     the reference or the function.
+    ``operand`` is where in the origin's arguments the input with the bad gradient stands, or the one it wrote into
+    (``0``, ``weight``); of a call that lets a marker through, how many tensors it reads. ``rule`` is the local rule
+    that fits, if anybody asked for it: one that looks at the origin's operands only.
     ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already, or when only the
     whole step shows the failure. ``input_name`` is the input that was bad already, or the one that the origin wrote the
     bad value into besides its results (``running_var``). ``is_overflow``: the result, or the derivative, in float64 is
@@ -124,6 +147,29 @@ class Failure:
     event: Predicate | None = left_out()
     marker: Name | None = left_out()
     difference: RankDifference | None = left_out()
+    operand: Line | None = left_out()
+    rule: Name | None = left_out()
+
+    def key(self) -> Key:
+        """Two failures are the same if their keys are equal.
+
+        Gradients that overflow where they are added up have no origin among the calls: any reader of the leaf is
+        named. The node that multiplies zero with a NaN that the origin made may be another one in a smaller program.
+        """
+        drop = ("given" if self.drop.is_given else "made") if self.drop is not None else None
+        is_sum = self.backward_node == ACCUMULATION
+        return Key(
+            self.phase,
+            self.kind,
+            ACCUMULATION if is_sum else self.call,
+            self.backward_node if drop != "made" else None,
+            self.operand if drop != "made" and not is_sum else None,
+            self.input_name if self.call is None and not is_sum else None,
+            _wording(*self.exception) if self.exception is not None else None,
+            drop,
+            (self.cause.kind, self.cause.call) if self.cause is not None else None,
+            self.rule,
+        )
 
     @property
     def is_derivative(self) -> bool:
@@ -156,6 +202,13 @@ class Failure:
     def is_of_whole_step(self) -> bool:
         """True if no single call or input shows it, so that there is no origin to follow it to."""
         return self.kind not in ("nan", "inf", EXCEPTION, HEALTHY) and self.call is None and self.input_name is None
+
+
+def _wording(kind: str, message: str) -> tuple[str, str]:
+    """An exception's type and first line without shapes, addresses and numbers."""
+    first = re.sub(r"\b0x[0-9a-fA-F]+", "#", message.strip().split("\n")[0])
+    first = re.sub(r"[\[(][\d\s,x.-]*[\])]", "#", first)
+    return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)
 
 
 def kind_of(way: str) -> str:

@@ -1,0 +1,156 @@
+"""A program in another dtype or on another device: the same calls on converted tensors.
+
+Random calls stay as they were recorded, between casts, because another dtype or device draws other numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from reprokit.errors import pass_on
+from reprokit.program.interpreter import Tensors, run
+from reprokit.program.ir import Call, Device, Input, Mode, Program, Ref, Symbol, iter_refs, map_leaves, substitute
+
+_REAL = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
+_COMPLEX = frozenset({"complex32", "complex64", "complex128", "cfloat", "cdouble"})
+_CASTS = {
+    torch.float16: "torch.Tensor.half",
+    torch.bfloat16: "torch.Tensor.bfloat16",
+    torch.float32: "torch.Tensor.float",
+    torch.float64: "torch.Tensor.double",
+}
+
+
+def in_dtype(program: Program, tensors: Tensors, dtype: torch.dtype) -> tuple[Program, dict[int, torch.Tensor]]:
+    """The program with everything that is a floating-point number in ``dtype``, and without autocast."""
+    dtypes = _dtypes_read(program, tensors)
+
+    def convert(leaf: Any) -> Any:
+        name = leaf.name.removeprefix("torch.") if isinstance(leaf, Symbol) else ""
+        return Symbol(str(_like(getattr(torch, name), dtype))) if name in _REAL | _COMPLEX else leaf
+
+    def change(call: Call) -> Call:
+        target = _CASTS[dtype] if call.target in _CASTS.values() else call.target
+        args, kwargs = map_leaves((call.args, dict(call.kwargs)), convert)
+        return replace(call, target=target, args=args, kwargs=kwargs, mode=replace(call.mode, autocast=()))
+
+    def before(index: int, value: int) -> Symbol | None:
+        read = dtypes.get((index, value))
+        return Symbol(str(read)) if read is not None and read != _like(read, dtype) else None
+
+    converted = {value: tensor.to(_like(tensor.dtype, dtype)) for value, tensor in tensors.items()}
+    return _converted(program, change, before, Symbol(str(dtype))), converted
+
+
+def on_device(program: Program, tensors: Tensors, kind: str) -> tuple[Program, dict[int, torch.Tensor]]:
+    """The program on the CPU or on CUDA; generator states stay as they are."""
+    states = {item.value for item in program.inputs if item.role == "rng"}
+    device = Device(kind)
+
+    def move(leaf: Any) -> Any:
+        return device if isinstance(leaf, Device) else leaf
+
+    def change(call: Call) -> Call:
+        args, kwargs = map_leaves((call.args, dict(call.kwargs)), move)
+        autocast = tuple((kind, dtype) for _, dtype in call.mode.autocast[:1])
+        return replace(call, args=args, kwargs=kwargs, mode=replace(call.mode, autocast=autocast))
+
+    home = next((t.device.type for v, t in tensors.items() if v not in states), "cpu")
+    moved = {v: tensor if v in states else tensor.to(kind) for v, tensor in tensors.items()}
+    return _converted(program, change, lambda index, value: Device(home), device), moved
+
+
+def exact_results(
+    call: Call, given: Mapping[int, torch.Tensor], made: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """What a call would have ``made`` (results, and what it wrote into) in float64 of what it was ``given``.
+
+    Empty for random calls, which draw other numbers in float64, and where the kernel refuses.
+    """
+    if call.mode.rng is not None:
+        return {}
+    alone = Program((call,), tuple(Input(value, "x") for value in given), tuple(Ref(value) for value in made))
+    try:
+        program, wide = in_dtype(alone, given, torch.float64)
+        with default_dtype(torch.float64), torch.no_grad():
+            return run(program, wide).values
+    except Exception as error:  # kernels refuse in as many ways as there are functions
+        pass_on(error)
+        return {}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The default dtype of new tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _converted(
+    program: Program,
+    change: Callable[[Call], Call],
+    before: Callable[[int, int], Symbol | Device | None],
+    after: Symbol | Device,
+) -> Program:
+    """Every call changed; random calls stay, between casts of what they read and of what they return."""
+    calls: list[Call] = []
+    number = program.next_value()
+    for index, call in enumerate(program.calls):
+        if call.mode.rng is None:
+            calls.append(change(call))
+            continue
+        casts: dict[int, Ref] = {}
+        for value in dict.fromkeys(ref.value for ref in iter_refs((call.args, dict(call.kwargs)))):
+            kind = before(index, value)
+            if kind is not None:
+                casts[value] = Ref(number)
+                calls.append(_cast(Ref(value), kind, casts[value], call.mode))
+                number += 1
+        made = {value: Ref(number + place) for place, value in enumerate(call.output_refs())}
+        number += len(made)
+        args, kwargs = substitute(call.args, casts), substitute(dict(call.kwargs), casts)
+        calls.append(replace(call, args=args, kwargs=kwargs, outputs=substitute(call.outputs, made)))
+        calls += [_cast(raw, after, Ref(value), call.mode) for value, raw in made.items()]
+    return replace(program, calls=tuple(calls))
+
+
+def _cast(source: Ref, kind: Symbol | Device, target: Ref, mode: Mode) -> Call:
+    return Call("torch.Tensor.to", (source, kind), outputs=target, mode=replace(mode, rng=None))
+
+
+def _like(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a number of dtype ``found`` after the conversion; complex64 stands for a complex bfloat16."""
+    if found.is_complex:
+        return dtype.to_complex()
+    return dtype if found.is_floating_point else found
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtypes:
+    """An observer that notes the dtypes of what random calls read."""
+
+    found: dict[tuple[int, int], torch.dtype]
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        if call.mode.rng is not None:
+            self.found.update({(index, v): values[v].dtype for v in call.input_refs() if v != call.mode.rng.value})
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Nothing more."""
+
+
+def _dtypes_read(program: Program, tensors: Tensors) -> dict[tuple[int, int], torch.dtype]:
+    """The dtypes of what random calls read, by call and value."""
+    watch = _Dtypes({})
+    if any(call.mode.rng is not None for call in program.calls):
+        run(program, tensors, observer=watch, keep=frozenset())
+    return watch.found
