@@ -33,13 +33,14 @@ from reprokit.locate.compiled import Compiled, CompiledProgram
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, compare, results_of
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
+from reprokit.program.convert import default_dtype, in_dtype, on_device
 from reprokit.program.interpreter import Outcome, Settings, determinism, run
 from reprokit.program.ir import Phase, Program
 from reprokit.program.step import Step
 from reprokit.shrink import apart
 from reprokit.shrink.apart import Child, NotObserved, Observe, Report, RunLimits, Task, peak_bytes, wait_for
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.checks.mismatch import MismatchCheck, default_dtype, in_dtype, on_device
+from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.predicate import FUNCTION
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.reduction import Answered, Reduction, WhatIfResult

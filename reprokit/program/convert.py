@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from reprokit.errors import pass_on
-from reprokit.program.interpreter import Tensors, run
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Device, Input, Mode, Program, Ref, Symbol, iter_refs, map_leaves, substitute
+from reprokit.program.step import HasProgram, Step
 
 _REAL = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
 _COMPLEX = frozenset({"complex32", "complex64", "complex128", "cfloat", "cdouble"})
@@ -26,9 +27,9 @@ _CASTS = {
 }
 
 
-def in_dtype(program: Program, tensors: Tensors, dtype: torch.dtype) -> tuple[Program, dict[int, torch.Tensor]]:
-    """The program with everything that is a floating-point number in ``dtype``, and without autocast."""
-    dtypes = _dtypes_read(program, tensors)
+def in_dtype(step: HasProgram, dtype: torch.dtype) -> Step:
+    """The step with everything that is a floating-point number in ``dtype``, and without autocast."""
+    dtypes = _dtypes_read(step)
 
     def convert(leaf: Any) -> Any:
         name = leaf.name.removeprefix("torch.") if isinstance(leaf, Symbol) else ""
@@ -43,13 +44,13 @@ def in_dtype(program: Program, tensors: Tensors, dtype: torch.dtype) -> tuple[Pr
         read = dtypes.get((index, value))
         return Symbol(str(read)) if read is not None and read != _like(read, dtype) else None
 
-    converted = {value: tensor.to(_like(tensor.dtype, dtype)) for value, tensor in tensors.items()}
-    return _converted(program, change, before, Symbol(str(dtype))), converted
+    tensors = {value: tensor.to(_like(tensor.dtype, dtype)) for value, tensor in step.tensors.items()}
+    return Step(_converted(step.program, change, before, Symbol(str(dtype))), tensors)
 
 
-def on_device(program: Program, tensors: Tensors, kind: str) -> tuple[Program, dict[int, torch.Tensor]]:
-    """The program on the CPU or on CUDA; generator states stay as they are."""
-    states = {item.value for item in program.inputs if item.role == "rng"}
+def on_device(step: HasProgram, kind: str) -> Step:
+    """The step on the CPU or on CUDA; generator states stay as they are."""
+    states = {item.value for item in step.program.inputs if item.role == "rng"}
     device = Device(kind)
 
     def move(leaf: Any) -> Any:
@@ -60,9 +61,9 @@ def on_device(program: Program, tensors: Tensors, kind: str) -> tuple[Program, d
         autocast = tuple((kind, dtype) for _, dtype in call.mode.autocast[:1])
         return replace(call, args=args, kwargs=kwargs, mode=replace(call.mode, autocast=autocast))
 
-    home = next((t.device.type for v, t in tensors.items() if v not in states), "cpu")
-    moved = {v: tensor if v in states else tensor.to(kind) for v, tensor in tensors.items()}
-    return _converted(program, change, lambda index, value: Device(home), device), moved
+    home = next((t.device.type for v, t in step.tensors.items() if v not in states), "cpu")
+    tensors = {v: tensor if v in states else tensor.to(kind) for v, tensor in step.tensors.items()}
+    return Step(_converted(step.program, change, lambda index, value: Device(home), device), tensors)
 
 
 def exact_results(
@@ -76,9 +77,9 @@ def exact_results(
         return {}
     alone = Program((call,), tuple(Input(value, "x") for value in given), tuple(Ref(value) for value in made))
     try:
-        program, wide = in_dtype(alone, given, torch.float64)
+        wide = in_dtype(Step(alone, given), torch.float64)
         with default_dtype(torch.float64), torch.no_grad():
-            return run(program, wide).values
+            return run(wide.program, wide.tensors).values
     except Exception as error:  # kernels refuse in as many ways as there are functions
         pass_on(error)
         return {}
@@ -148,9 +149,9 @@ class _Dtypes:
         """Nothing more."""
 
 
-def _dtypes_read(program: Program, tensors: Tensors) -> dict[tuple[int, int], torch.dtype]:
+def _dtypes_read(step: HasProgram) -> dict[tuple[int, int], torch.dtype]:
     """The dtypes of what random calls read, by call and value."""
     watch = _Dtypes({})
-    if any(call.mode.rng is not None for call in program.calls):
-        run(program, tensors, observer=watch, keep=frozenset())
+    if any(call.mode.rng is not None for call in step.program.calls):
+        run(step.program, step.tensors, observer=watch, keep=frozenset())
     return watch.found

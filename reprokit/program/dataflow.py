@@ -63,13 +63,39 @@ def prepared(program: Program, among: Set[int]) -> list[int]:
 
 
 def calls_after(calls: Sequence[Call], index: int) -> list[int]:
-    """The later calls that read what call number ``index`` returned or wrote, or what was made of that."""
-    reached, led_to = list[int](), {*calls[index].output_refs(), *written_in_place(calls[index])}
+    """The later calls that read a value that call number ``index`` made, or that was made of one of these."""
+    reached, led_to = list[int](), set(written_by(calls[index]))
     for later in range(index + 1, len(calls)):
         if not led_to.isdisjoint(calls[later].input_refs()):
             reached.append(later)
-            led_to.update(calls[later].output_refs(), written_in_place(calls[later]))
+            led_to.update(written_by(calls[later]))
     return reached
+
+
+def calls_behind(calls: Sequence[Call], values: Iterable[int], before: int | None = None) -> list[int]:
+    """The calls ``before`` one, or of all, that values were made by, directly or through others, in order."""
+    needed, found = set(values), list[int]()
+    for index in range(len(calls) if before is None else before)[::-1]:
+        if not needed.isdisjoint(written_by(calls[index])):
+            found.append(index)
+            needed.update(calls[index].input_refs())
+    return found[::-1]
+
+
+def values_behind(calls: Sequence[Call], values: Iterable[int], before: int | None = None) -> frozenset[int]:
+    """The values, and all that they were made of."""
+    given = tuple(values)
+    return frozenset(given).union(*(calls[index].input_refs() for index in calls_behind(calls, given, before)))
+
+
+def writer_of(calls: Sequence[Call], value: int, before: int) -> int | None:
+    """The last call before ``before`` that returned a value or wrote into it; ``None`` for an input as it was given."""
+    return next((index for index in range(before)[::-1] if value in written_by(calls[index])), None)
+
+
+def written_by(call: Call) -> tuple[int, ...]:
+    """The values that a call returns or writes into, running statistics included."""
+    return tuple(dict.fromkeys((*call.output_refs(), *written_in_place(call))))
 
 
 def written_in_place(call: Call) -> Iterator[int]:

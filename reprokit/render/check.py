@@ -17,13 +17,13 @@ from reprokit.locate.differences import halves_in, tolerances
 from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import observed
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
+from reprokit.program.convert import in_dtype, on_device
 from reprokit.program.functions import is_in_place
 from reprokit.program.interpreter import Outcome, Settings, Tensors, determinism, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
 from reprokit.program.step import Step
 from reprokit.render.code import Code, write_program
 from reprokit.render.expression import fold, quoted
-from reprokit.shrink.checks.mismatch import in_dtype, on_device
 from reprokit.shrink.checks.predicate import loss_of, outcome_of
 from reprokit.words import number_words
 

@@ -155,7 +155,7 @@ DIVISION = [
                "count of nothing.",
         expected="a divisor that is never zero"),
     Rule("zero-by-zero", "Zero divided by zero",
-        kinds="nan", phases="forward optimizer", calls="div", when=[ZERO_BY_ZERO],
+        kinds="nan", phases="forward optimizer", calls="div", is_local=True, when=[ZERO_BY_ZERO],
         why="Numerator and divisor are zero at the same place, and 0 / 0 is NaN.",
         seen=["{count} of {total} elements divide 0 by 0"],
         advice="Say what the quotient should be there: keep the divisor above a small number, or choose the limit "
@@ -164,7 +164,7 @@ DIVISION = [
         fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="eps")),
                Fix("divide by one where the divisor is zero", away_from_zero())]),
     Rule("division-by-zero", "Division by zero", kinds="inf", phases="forward optimizer", calls="div reciprocal",
-        when=[meet(numerator=dict(not_equal=0.0), denominator=dict(equal=0.0))],
+        is_local=True, when=[meet(numerator=dict(not_equal=0.0), denominator=dict(equal=0.0))],
         why="Something that is not zero is divided by zero, which is infinite; normalising it afterwards gives inf / "
             "inf, NaN.",
         seen=["{count} of {total} elements divide a number that is not 0 by 0"],
@@ -173,7 +173,7 @@ DIVISION = [
         fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="eps")),
                Fix("divide by one where the divisor is zero", away_from_zero())]),
     Rule("weight-norm-of-zero", "Weight normalisation of a weight that is zero",
-        phases="forward backward", calls="weight_norm", when=[weight_row_is_zero],
+        phases="forward backward", calls="weight_norm", is_local=True, when=[weight_row_is_zero],
         why="Weight normalisation divides every row of the weight by its length. A row that was pruned or initialised "
             "to zero has length zero, and 0 / 0 is NaN.",
         seen=["{count} of {total} rows of the weight are zero throughout"],
@@ -181,14 +181,14 @@ DIVISION = [
         expected="a weight without rows of zeros", links="pytorch/pytorch/issues/19126",
         fixes=[Fix("keep the norm inside of {call} above a small number", guarded_weight_norm())]),
     Rule("std-of-one", "The unbiased spread of a single element",
-        phases="forward", calls="std var std_mean var_mean", when=[reduces_one],
+        phases="forward", calls="std var std_mean var_mean", is_local=True, when=[reduces_one],
         why="The unbiased estimate divides by n - 1, which is zero for one element: 0 / 0 is NaN.",
         seen=["the argument has shape {shape}: one element for every result"],
         advice="Pass `correction=0`, or skip the normalisation for batches of one (`drop_last=True`).",
         expected="two elements or more", links="DLR-RM/stable-baselines3/issues/325",
         fixes=[Fix("divide by n in place of n - 1", biased())]),
     Rule("mean-of-nothing", "The mean of nothing",
-        phases="forward", calls="mean nanmean std var median", when=[reduces_nothing],
+        phases="forward", calls="mean nanmean std var median", is_local=True, when=[reduces_nothing],
         why="The `{call}` of no elements is NaN. A mask or filter in front of it selected nothing.",
         seen=["the argument has shape {shape}"],
         advice="Divide the sum by `max(count, 1)`, or skip the term when nothing is selected.",
@@ -197,7 +197,7 @@ DIVISION = [
     Rule("loss-over-nothing", "A mean loss over nothing", phases="forward",
         calls="mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
               "cross_entropy nll_loss kl_div",
-        when=[reduces_nothing],
+        is_local=True, when=[reduces_nothing],
         why="The loss averages over its elements, and there are none: 0 / 0 is NaN. A mask or filter in front of it "
             "selected nothing.",
         seen=["the argument has shape {shape}"],

@@ -19,8 +19,10 @@ import torch
 
 from reprokit.locate.domains import DOMAINS, number_named
 from reprokit.locate.spelling import Slot, argument_at, short_name, slot_of
+from reprokit.program.dataflow import writer_of
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Device, Mode, Program, Ref, Symbol, map_leaves
+from reprokit.program.step import Step
 from reprokit.rules.rule import Edited, OfScene, of_scene
 from reprokit.rules.scene import Scene
 
@@ -124,7 +126,7 @@ def _traced(
                 made = at.finish(code(at))
         changed.update([index] if made else [])
         calls += made or [call]
-    return Edited(replace(program, calls=tuple(calls)), scene.tensors) if needed in changed else None
+    return Edited(scene.step.with_calls(calls)) if needed in changed else None
 
 
 def _siblings(program: Program, index: int) -> list[int]:
@@ -227,7 +229,7 @@ def biased(call: EditedCall) -> EditedValue:
 @edit
 def log_softmax(call: EditedCall) -> EditedValue | None:
     """``log_softmax`` in place of the logarithm of a softmax."""
-    writer = call.scene.writer(call[0].ref.value, call.index)
+    writer = writer_of(call.scene.program.calls, call[0].ref.value, call.index)
     made = call.scene.program.calls[writer] if writer is not None else call.call
     if short_name(made) != "softmax":
         return None
@@ -318,7 +320,7 @@ def zeros_for_bad_input(scene: Scene) -> Edited | None:
     if value is None or scene.failure.call is not None:
         return None
     changed = scene.tensors[value].detach().nan_to_num(0.0, 0.0, 0.0)
-    return Edited(scene.program, {**scene.tensors, value: changed}, is_local=False)
+    return Edited(scene.step.with_tensors({value: changed}), is_local=False)
 
 
 @of_scene
@@ -339,4 +341,4 @@ def step_in(scene: Scene, dtype: torch.dtype) -> Edited | None:
     program = replace(scene.program, calls=tuple(calls))
     tensors = {value: t.to(dtype) if t.dtype is torch.float16 else t for value, t in scene.tensors.items()}
     has_half = any(tensor.dtype is torch.float16 for tensor in scene.tensors.values())
-    return Edited(program, tensors, is_local=False) if has_half or program != scene.program else None
+    return Edited(Step(program, tensors), is_local=False) if has_half or program != scene.program else None

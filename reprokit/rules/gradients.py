@@ -62,15 +62,11 @@ def derivative_overflows(scene: Scene) -> Numbers | None:
     return None
 
 
-def equal_values(scene: Scene) -> Numbers | None:
-    """True if a decomposition has eigenvalues or singular values that are equal, or zero, up to rounding."""
+@of_scene
+def spectrum_is(scene: Scene, wanted: str) -> Numbers | None:
+    """True if a decomposition has values that are ``repeated``, or ``zero`` where the matrix is not square."""
     name = short_name(scene.origin.call)
-    found = spectrum_of(name, scene.tensor("x"))
-    if not found:
-        return None
-    values = SPECTRA[name][0]
-    words = f"one of the {values} is zero" if found == "zero" else f"some {values} are equal up to rounding"
-    return {"values": values, "spectrum": words}
+    return {"values": SPECTRA[name][0]} if spectrum_of(name, scene.tensor("x")) == wanted else None
 
 
 def is_not_positive(scene: Scene) -> Numbers | None:
@@ -119,7 +115,7 @@ GRADIENTS = [
         advice="Put a harmless value into the argument of `{call}`, not only into its result.",
         expected="finite numbers in what is dropped", links="pytorch/pytorch/issues/68425"),
     Rule("sqrt-gradient-at-zero", "The derivative of a square root at zero",
-        phases="backward", calls="sqrt", when=[has(equal=0.0)],
+        phases="backward", calls="sqrt", is_local=True, when=[has(equal=0.0)],
         why="The derivative of `sqrt` is 1 / (2 * sqrt(x)), which is infinite at zero. The forward value is a plain "
             "0, so nothing is seen before the backward pass; with a square in front of it 0 * inf makes NaN.",
         seen=["{count} of {total} elements under the square root are zero"],
@@ -129,7 +125,7 @@ GRADIENTS = [
         fixes=[Fix("add a small number under the square root", plus()),
                Fix("clamp the argument of {call} away from zero", clamp(min="eps"))]),
     Rule("pow-gradient-at-zero", "The derivative of a power below one at zero",
-        phases="backward", calls="pow", when=[has("exponent", below=1.0), has("base", equal=0.0)],
+        phases="backward", calls="pow", is_local=True, when=[has("exponent", below=1.0), has("base", equal=0.0)],
         why="The derivative of x ** p is p * x ** (p - 1). For p below one that is infinite at x = 0, although x ** p "
             "itself is 0 there.",
         seen=["the exponent is below 1, and {count} of {total} bases are zero"],
@@ -138,7 +134,7 @@ GRADIENTS = [
         fixes=[Fix("clamp the base of {call} away from zero", clamp("base", min="eps")),
                Fix("add a small number to the base of {call}", plus("base"))]),
     Rule("acos-gradient-at-one", "The derivative of an arc cosine or arc sine at one",
-        phases="backward", calls="acos asin", when=[has(size=True, at_least=1.0)],
+        phases="backward", calls="acos asin", is_local=True, when=[has(size=True, at_least=1.0)],
         why="The derivative of `{call}` is infinite at 1 and -1. Clamping to [-1, 1] keeps the forward value legal "
             "but lets the gradient through at the very edge.",
         seen=["{count} of {total} arguments are at the edge ({highest:.9g} at most)"],
@@ -147,7 +143,8 @@ GRADIENTS = [
         fixes=[Fix("clamp the argument of {call} to slightly less than one",
                    clamp(min="above_minus_one", max="below_one"))]),
     Rule("pole-gradient-at-zero", "The derivative of a logarithm or a division at zero",
-        phases="backward", calls="log log2 log10 div reciprocal", confidence="likely", when=[is_dangerous],
+        phases="backward", calls="log log2 log10 div reciprocal", confidence="likely",
+        is_local=True, when=[is_dangerous],
         why="The derivative of log(x) is 1 / x, and that of a / x holds a / x**2: both are infinite at zero.",
         seen=["{count} of {total} logarithms or divisions are at zero or below"],
         advice="Clamp the argument or the divisor away from zero before the call.",
@@ -156,7 +153,8 @@ GRADIENTS = [
                Fix("divide by one where the divisor is zero", away_from_zero()),
                Fix("clamp the argument of {call} away from zero", clamp("logarithm", min="eps"))]),
     Rule("derivative-overflow", "A derivative beyond the largest number of the dtype",
-        phases="backward", calls="div reciprocal pow", when=[derivative_overflows],
+        phases="backward", calls="div reciprocal pow log log2 log10 sqrt rsqrt", is_local=True,
+        when=[derivative_overflows],
         why="The forward result of `{call}` is finite, but a derivative of it is beyond the largest {dtype} number. "
             "It becomes infinite, and where the gradient that arrives is zero, 0 * inf makes NaN.",
         seen=["{count} of {total} derivatives are beyond {limit:.4g} (the largest is {largest:.3g} in float64)"],
@@ -166,7 +164,8 @@ GRADIENTS = [
         fixes=[Fix("clamp the divisor away from zero", clamp("denominator", min="eps")),
                Fix("clamp the base of {call} away from zero", clamp("base", min="eps"))]),
     Rule("logsumexp-gradient", "The gradient of a log-sum-exp over nothing but -inf",
-        phases="backward", calls="logsumexp logcumsumexp logaddexp", when=[has("result", equal=-math.inf)],
+        phases="backward", calls="logsumexp logcumsumexp logaddexp",
+        is_local=True, when=[has("result", equal=-math.inf)],
         why="Where every argument is `-inf` the result is `-inf`, and the derivative exp(x - result) becomes exp(-inf "
             "+ inf), which is NaN. A mask behind the call takes the value away, not the NaN in the gradient.",
         seen=["{count} of {total} results are `-inf`, because everything that goes into them is"],
@@ -181,15 +180,23 @@ GRADIENTS = [
         advice="Give `eps` a larger value, or leave zero vectors out.",
         fixes=[Fix("give {call} a larger eps", set_argument("eps", 1e-3))]),
     Rule("repeated-eigenvalues", "The gradient of eigenvectors or singular vectors that are not unique",
-        phases="backward", calls="eigh eig svd", when=[equal_values],
+        phases="backward", calls="eigh eig svd", is_local=True, when=[spectrum_is("repeated")],
         why="The vectors of equal {values} can be turned into each other, so they have no derivative: it holds 1 / (a "
-            "- b) for every pair of {values}, and 1 / a where the matrix is not square.",
-        seen=["{spectrum}"],
+            "- b) for every pair of {values}.",
+        seen=["some {values} are equal up to rounding"],
         advice="Break the symmetry with a small diagonal of different entries, use only functions of the values, or "
                "keep the vectors out of the gradient.",
         expected="a matrix with distinct eigenvalues or singular values", links="pytorch/pytorch/pull/50942",
         fixes=[Fix("add a small diagonal of different entries to the argument of {call}", jitter(1e-4, spread=True)),
                Fix("add a diagonal of different entries to the argument of {call}", jitter(1e-2, spread=True))]),
+    Rule("zero-singular-value", "The gradient of singular vectors of a matrix without full rank",
+        phases="backward", calls="svd", is_local=True, when=[spectrum_is("zero")],
+        why="The derivative of the vectors of a matrix that is not square holds 1 / a for every one of the {values}, "
+            "and one of them is zero.",
+        seen=["one of the {values} is zero"],
+        advice="Add a small diagonal of different entries, use only functions of the values, or keep the vectors out "
+               "of the gradient.",
+        expected="a matrix of full rank", links="pytorch/pytorch/pull/50942"),
     Rule("cholesky-not-positive", "A Cholesky decomposition of a matrix that is not positive definite",
         kinds="nan inf exception", calls="cholesky cholesky_ex", when=[is_not_positive],
         why="The decomposition exists for positive definite matrices only. A covariance loses that by rounding or by "

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +26,10 @@ from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome, determinism, run
 from reprokit.program.ir import Phase, Program, iter_refs
+from reprokit.program.step import Step
 from reprokit.rules.diagnosis import UNKNOWN, Also, Diagnosis, TriedFix
 from reprokit.rules.rule import CONFIDENCES, TIERS, Edited, Fix, Numbers, Rule, asked
-from reprokit.rules.scene import Scene, observe
+from reprokit.rules.scene import Scene, observe, observe_origin
 from reprokit.rules.table import RULES
 from reprokit.series.story import StepNumbers
 
@@ -112,6 +114,16 @@ def matches(scene: Scene) -> Found:
     """
     found = [(rule, numbers) for rule in RULES if (numbers := numbers_of(rule, scene)) is not None]
     return sorted(found, key=lambda item: _rank(item[0]))
+
+
+def with_rule(failure: Failure, step: Step, first: str | None = None) -> Failure:
+    """The failure with its local rule: ``first`` if that fits, else the first of the table that does."""
+    if failure.call_index is None or failure.kind not in ("nan", "inf") or failure.phase is Phase.OPTIMIZER:
+        return failure
+    with warnings.catch_warnings(action="ignore"):
+        scene = observe_origin(step, failure)
+        rules = sorted(filter(attrgetter("is_local"), RULES), key=lambda rule: (rule.name != first, _rank(rule)))
+        return replace(failure, rule=next((rule.name for rule in rules if numbers_of(rule, scene) is not None), None))
 
 
 def _rank(rule: Rule) -> tuple[Any, ...]:
@@ -216,9 +228,9 @@ def attempt(
             if num_silent:
                 words = f"the step is finite, but {num_silent} of {len(result.gradients)} gradients became zero"
                 return _tried(changes, False, words)
-            code = write(scene.program, edited.program) if is_local and write is not None else ""
+            code = write(scene.program, edited.step.program) if is_local and write is not None else ""
             is_exception = scene.failure.kind == EXCEPTION
-            outcome, is_plausible = _finite(edited.program, result, scene.timeline)
+            outcome, is_plausible = _finite(edited.step.program, result, scene.timeline)
             outcome = outcome or ("the call returns" if is_exception else "finite")
             is_plausible = True if is_exception and is_plausible is None else is_plausible
             return replace(_tried(changes, True, outcome, code), is_plausible=is_plausible)
@@ -226,7 +238,7 @@ def attempt(
         if result.kind == EXCEPTION or _is_same(result, current.failure) or not budget.take():
             break
         with warnings.catch_warnings(action="ignore"):
-            current = observe(replace(scene, program=edited.program, tensors=edited.tensors, failure=result))
+            current = observe(replace(scene, step=edited.step, failure=result))
         found = ((item, apply(current, item)) for item in next_fixes(current))
         following, edited = next(((item, made) for item, made in found if made is not None), (fix, None))
     return tried
@@ -240,21 +252,27 @@ def apply(scene: Scene, fix: Fix) -> Edited | None:
     edited = asked(fix.edit, scene)
     if edited is None:
         return None
-    program = edited.program
+    program = edited.step.program
     if not program.outputs and not any(call.is_differentiation or call.is_optimizer_step for call in program.calls):
         program = replace(program, outputs=tuple(iter_refs(program.calls[-1].outputs)) if program.calls else ())
-    return replace(edited, program=program)
+    return replace(edited, step=replace(edited.step, program=program))
 
 
 def _result_of(scene: Scene, edited: Edited, is_local: bool) -> Outcome | Failure:
     """The outcome of an edited step with its losses; its failure if a value is not finite, from the first edited call
     on also one that the forward pass hides."""
-    calls, untouched, first = edited.program.calls, set(map(id, scene.program.calls)), scene.failure.call_index or 0
+    calls, untouched, first = (
+        edited.step.program.calls,
+        set(map(id, scene.program.calls)),
+        scene.failure.call_index or 0,
+    )
     if is_local:
         first = next((index for index, call in enumerate(calls) if id(call) not in untouched), 0)
     strict = range(first, len(calls))
     with warnings.catch_warnings(action="ignore"):
-        return outcome_or_failure(edited.program, edited.tensors, frozenset(losses_of(edited.program)), strict)
+        return outcome_or_failure(
+            edited.step.program, edited.step.tensors, frozenset(losses_of(edited.step.program)), strict
+        )
 
 
 def _num_silent(scene: Scene, result: Outcome) -> int:

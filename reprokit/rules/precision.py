@@ -36,7 +36,7 @@ from reprokit.rules.predicates import (
     turns_bad,
 )
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
-from reprokit.rules.scene import Scene, recompute
+from reprokit.rules.scene import Scene
 
 _TAIL = 20  # steps before the failure that are looked at
 
@@ -48,7 +48,8 @@ def overflows(scene: Scene, *, halves: bool) -> Numbers | None:
     The call is done again in float64, to tell by how much. ``halves``: only where half precision is to blame, so that
     float32 could hold the result (bfloat16 ends where float32 does), or only where it is not.
     """
-    result, exact = scene.tensor("result"), recompute(scene.origin)
+    value, result = scene.bad
+    exact = scene.origin.exact.get(value)
     if not result.is_floating_point() or exact is None or exact.shape != result.shape:
         return None
     bad, limit = ~result.isfinite(), torch.finfo(result.dtype).max
@@ -259,7 +260,7 @@ PRECISION = [
         fixes=[Fix("do this {call} in float32", call_in_float32()),
                Fix("use bfloat16 in place of float16", step_in(torch.bfloat16)),
                Fix("use float32 in place of float16", step_in(torch.float32))]),
-    Rule("half-overflow", "Half precision overflow", phases="forward", when=[overflows(halves=True)],
+    Rule("half-overflow", "Half precision overflow", phases="forward", is_local=True, when=[overflows(halves=True)],
         why="`{call}` in {dtype} gives a number beyond the largest one of that type ({limit:.6g}), so it becomes "
             "infinite, and NaN soon after.",
         seen=["the result would be {more}{largest:.6g}, {more}{times:.3g} times the largest {dtype} number "
@@ -353,7 +354,7 @@ PRECISION = [
         fixes=[Fix("keep the divisor of the update above a small number", clamp("denominator", min="eps")),
                Fix("divide by one where the size is zero", away_from_zero())]),
     Rule("exp-overflow", "An exponential that overflows",
-        phases="forward", calls="exp expm1 exp2 sinh cosh", when=[is_dangerous, turns_bad],
+        phases="forward", calls="exp expm1 exp2 sinh cosh", is_local=True, when=[is_dangerous, turns_bad],
         why="exp(x) goes beyond the largest {dtype} number ({limit:.4g}) as soon as x is above its logarithm (88.7 "
             "for float32 and bfloat16, 11.1 for float16).",
         seen=["the largest argument is {largest:.4g}"],
@@ -385,7 +386,7 @@ PRECISION = [
         seen=["{input} holds values up to {largest:.4g}{lr}"],
         advice="Lower the learning rate, warm it up, or clip gradients."),
     Rule("overflow", "A product or sum beyond the largest number",
-        phases="forward", tier="general", when=[overflows(halves=False)],
+        phases="forward", tier="general", is_local=True, when=[overflows(halves=False)],
         why="`{call}` gives a number beyond the largest {dtype} number ({limit:.4g}).",
         seen=["the result would be {more}{largest:.4g}, {more}{times:.3g} times the largest {dtype} number"],
         advice="Look at how the arguments became so large; scale them down before the call.",
@@ -398,7 +399,7 @@ PRECISION = [
         seen=["everything `{call}` was given is finite (at most {largest:.4g}), its gradient is not"],
         advice="Clip gradients, normalise between layers, or lower the learning rate."),
     Rule("log-rate-overflow", "A log rate whose exponential overflows", phases="forward", calls="poisson_nll_loss",
-        when=[option("log_input", equal=1.0), has(above="log_max"), turns_bad],
+        is_local=True, when=[option("log_input", equal=1.0), has(above="log_max"), turns_bad],
         why="With `log_input` the loss takes the exponential of its input, which goes beyond the largest {dtype} "
             "number ({limit:.4g}).",
         seen=["{count} of {total} log rates are too large (up to {highest:.4g})"],
@@ -408,18 +409,20 @@ PRECISION = [
         fixes=[Fix("clamp the argument of {call} from above", clamp(max="log_max")),
                Fix("clamp the argument of {call} at 20", clamp(max=20.0))]),
     Rule("zero-times-infinity", "Zero times infinity",
-        kinds="nan", phases="forward", calls="mul matmul mm bmm linear", when=[multiplies_zero_by_infinity],
+        kinds="nan", phases="forward", calls="mul matmul mm bmm linear",
+        is_local=True, when=[multiplies_zero_by_infinity],
         why="An infinity, often from a mask, is multiplied by zero, and 0 * inf is NaN. A product does not hide an "
             "infinite value.",
         seen=["zero meets an infinity in {count} places"],
         advice="Choose with `torch.where` or `masked_fill` in place of multiplying with a mask.",
         expected="finite operands"),
     Rule("infinity-minus-infinity", "Infinity minus infinity",
-        kinds="nan", phases="forward", calls="sub add sum mean cumsum", when=[adds_opposite_infinities],
+        kinds="nan", phases="forward", calls="sub add sum mean cumsum", is_local=True, when=[adds_opposite_infinities],
         why="Two infinities that were put in on purpose meet and take each other away, and inf - inf is NaN.",
         seen=["opposite infinities meet in {count} places"], advice="Use large finite numbers in place of infinities.",
         expected="finite operands"),
-    Rule("infinity-by-infinity", "Infinity divided by infinity", kinds="nan", phases="forward", calls="div",
+    Rule("infinity-by-infinity", "Infinity divided by infinity",
+        kinds="nan", phases="forward", calls="div", is_local=True,
         when=[meet(numerator=dict(size=True, equal=math.inf), denominator=dict(size=True, equal=math.inf))],
         why="Numerator and divisor are both infinite, and inf / inf is NaN.",
         seen=["{count} of {total} elements divide an infinity by an infinity"],

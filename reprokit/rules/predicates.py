@@ -23,11 +23,12 @@ import torch
 from reprokit.locate.domains import COMPARISONS, DOMAINS, compare
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.spelling import VIEWS, Slot, short_name
-from reprokit.program.dataflow import written_in_place
-from reprokit.program.interpreter import bind_arguments, run
+from reprokit.program.convert import exact_results
+from reprokit.program.dataflow import calls_behind, written_in_place
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Ref
 from reprokit.rules.rule import Numbers, of_scene
-from reprokit.rules.scene import ObservedCall, Scene, recompute
+from reprokit.rules.scene import Scene
 
 
 def places(mask: torch.Tensor, **more: Any) -> Numbers | None:
@@ -177,7 +178,7 @@ def underflowed(scene: Scene, role: Slot = "x", *, makers: str = "") -> Numbers 
     values, argument = scene.tensor(role), scene.recorded(role)
     if not isinstance(argument, Ref) or not bool((values == 0).any()):
         return None
-    watch = _Watch(frozenset(scene.behind(scene.origin.call.input_refs(), scene.index)[-_REACH:]))
+    watch = _Watch(frozenset(calls_behind(scene.program.calls, scene.origin.call.input_refs(), scene.index)[-_REACH:]))
     run(scene.program, scene.tensors, observer=watch, keep=frozenset(), only=range(scene.index))
     found = watch.found[argument.value]
     maker = short_name(scene.program.calls[found.maker])
@@ -211,8 +212,9 @@ class _Watch:
         if index not in self.reach or not refs or call.mode.rng is not None:
             return
         if name in _OTHERS or (name in _SUMS and all(bool((values[v] >= 0).all()) for v in refs)):
-            given = {v: self.exact[v].clone() if v in self.exact else values[v].detach() for v in refs}
-            self._made = recompute(ObservedCall(call, *bind_arguments(call, given)))
+            given = {v: self.exact[v] if v in self.exact else values[v].detach() for v in refs}
+            made = {value: given[refs[0]] for value in call.output_refs()[:1]}
+            self._made = next(iter(exact_results(call, given, made).values()), None)
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Compare with what it made."""

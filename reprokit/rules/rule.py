@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from reprokit.locate.spelling import short_name
-from reprokit.program.ir import Program
+from reprokit.program.step import Step
 from reprokit.rules.scene import Scene
 
 T = TypeVar("T")
@@ -58,13 +58,9 @@ def asked(function: Callable[[Scene], T | None], scene: Scene) -> T | None:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """A program after an edit, and the tensors of its inputs.
+    """A step after an edit. ``is_local``: single calls were edited, and all others are the very same `Call` objects."""
 
-    ``is_local`` means that single calls were edited; what was not touched is the very same `Call` as before.
-    """
-
-    program: Program
-    tensors: Mapping[int, Any]
+    step: Step
     is_local: bool = True
 
 
@@ -105,6 +101,7 @@ class Rule:
     phases: str = ""
     calls: str = ""
     confidence: str = "certain"
+    is_local: bool = False  # looks at the origin's operands only, so that it is part of what a failure is
     tier: str = "origin"  # "context": the story before the origin; "general": fits so much that it is the last resort
     expected: str = ""  # what the function takes for a finite result, where it is defined to return the nan or inf
     is_of_torch: bool = False  # an issue for PyTorch

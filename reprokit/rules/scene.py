@@ -6,22 +6,21 @@ One run of the program is observed. Only the calls near the origin keep their te
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit.errors import pass_on
 from reprokit.locate.failure import Failure
 from reprokit.locate.spelling import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.ways import ways_of
-from reprokit.program.dataflow import calls_after, needed_calls, written_in_place
-from reprokit.program.functions import function_named
-from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
-from reprokit.program.ir import Call, Phase, Program, Ref, iter_refs, map_leaves
+from reprokit.program.convert import exact_results
+from reprokit.program.dataflow import calls_after, copy_of, needed_calls, values_behind, writer_of, written_by
+from reprokit.program.interpreter import Settings, bind_arguments, run
+from reprokit.program.ir import Call, Phase, Program, Ref, iter_refs
+from reprokit.program.step import Step
 from reprokit.series.story import StepNumbers, failing_series
 
 if TYPE_CHECKING:
@@ -30,12 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """A call with the real arguments it was run with, and its results by value number."""
+    """A call with copies of what it was ``given`` and of what it ``made``: results, and what it wrote into."""
 
     call: Call
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    results: dict[int, torch.Tensor] = field(default_factory=dict)
+    given: Mapping[int, torch.Tensor]
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return bind_arguments(self.call, self.given)[0]
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        return bind_arguments(self.call, self.given)[1]
 
     def argument(self, role: Slot) -> Any:
         """One argument, or what the function takes when it is not given; raises `KeyError`."""
@@ -52,7 +58,12 @@ class ObservedCall:
     @property
     def result(self) -> torch.Tensor | None:
         """The first tensor that came out."""
-        return next(iter(self.results.values()), None)
+        return next(iter(self.made.values()), None)
+
+    @property
+    def exact(self) -> dict[int, torch.Tensor]:
+        """What the call would have made in float64."""
+        return exact_results(self.call, self.given, self.made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +85,7 @@ class Branch:
 class Scene:
     """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call."""
 
-    program: Program
-    tensors: Tensors
+    step: Step
     failure: Failure
     timeline: Sequence[StepNumbers] = ()
     settings: Settings = Settings()
@@ -83,6 +93,14 @@ class Scene:
     floats: set[int] = field(default_factory=set)  # values that hold floating-point numbers
     branches: list[Branch] = field(default_factory=list)
     has_failed: bool = False  # a call raised, or the origin's result or gradient was not finite
+
+    @property
+    def program(self) -> Program:
+        return self.step.program
+
+    @property
+    def tensors(self) -> Mapping[int, torch.Tensor]:
+        return self.step.tensors
 
     @property
     def call(self) -> Call | None:
@@ -95,15 +113,24 @@ class Scene:
             raise KeyError("origin")
         return self.failure.call_index
 
-    def recorded(self, role: Slot) -> Any:
-        """An argument of the origin as the program has it: a `Ref` for a tensor; raises `KeyError`."""
-        call = self.program.calls[self.index]
-        return argument_at(call, slot_of(call, role))
-
     @property
     def origin(self) -> ObservedCall:
         """The origin with its real arguments; raises `KeyError` without one, or if the run did not get there."""
         return self.seen[self.index]
+
+    @property
+    def bad(self) -> tuple[int, torch.Tensor]:
+        """The bad value that the origin made, by number: the failure's, else the first result; raises `KeyError`."""
+        made = self.origin.made
+        for value in (self.failure.value, *made):
+            if value in made:
+                return value, made[value]
+        raise KeyError("result")
+
+    def recorded(self, role: Slot) -> Any:
+        """An argument of the origin as the program has it: a `Ref` for a tensor; raises `KeyError`."""
+        call = self.program.calls[self.index]
+        return argument_at(call, slot_of(call, role))
 
     def operand(self, role: Slot) -> Any:
         """An argument of the origin; raises `KeyError`."""
@@ -127,14 +154,8 @@ class Scene:
 
     def arguments(self) -> list[torch.Tensor]:
         """All tensors that the origin is given."""
-        found: list[Any] = []
-        map_leaves((self.origin.args, dict(self.origin.kwargs)), found.append)
-        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
-
-    def writer(self, value: int, before: int) -> int | None:
-        """The last call before ``before`` whose output this value is."""
-        calls = self.program.calls
-        return next((index for index in range(before - 1, -1, -1) if value in calls[index].output_refs()), None)
+        call = self.origin.call
+        return [self.origin.given[ref.value] for ref in dict.fromkeys(iter_refs((call.args, dict(call.kwargs))))]
 
     @cached_property
     def upstream(self) -> frozenset[int]:
@@ -145,7 +166,7 @@ class Scene:
             return frozenset(item.value for item in self.program.inputs)
         if call is None:
             return frozenset() if failure.value is None else frozenset([failure.value])
-        found = self._ancestors(call.input_refs(), self.index)
+        found = values_behind(self.program.calls, call.input_refs(), self.index)
         is_local = failure.phase == Phase.FORWARD and failure.event is None
         return found if is_local else found | self._behind_losses
 
@@ -160,24 +181,10 @@ class Scene:
         own = set(self.call.output_refs()) if self.call is not None else set()
         ends = [(number, call.input_refs()) for number, call in enumerate(calls) if call.is_differentiation]
         for end, values in (*ends, (len(calls), tuple(ref.value for ref in self.program.outputs))):
-            behind = self._ancestors(values, end)
+            behind = values_behind(calls, values, end)
             if self.call is not None and (end <= self.index or not own.isdisjoint(behind)):
                 found |= behind
         return frozenset(found)
-
-    def _ancestors(self, values: Iterable[int], before: int) -> frozenset[int]:
-        calls = (self.program.calls[number] for number in self.behind(values, before))
-        return frozenset(values).union(*(call.input_refs() for call in calls))
-
-    def behind(self, values: Iterable[int], before: int) -> list[int]:
-        """The calls before ``before`` that values depend on, in their order."""
-        needed, found = set(values), list[int]()
-        for number in range(before - 1, -1, -1):
-            call = self.program.calls[number]
-            if not needed.isdisjoint(call.output_refs()):
-                found.append(number)
-                needed.update(call.input_refs())
-        return found[::-1]
 
     def makers(self, role: Slot, depth: int = 1) -> Iterator[tuple[int, Call]]:
         """The calls that an argument of the origin comes from, views and casts skipped, up to ``depth`` back."""
@@ -187,7 +194,7 @@ class Scene:
     def makers_of(self, argument: Any, before: int, depth: int = 1) -> Iterator[tuple[int, Call]]:
         """The calls that an argument of call number ``before`` comes from, in the same way."""
         for ref in iter_refs(argument):
-            index = self.writer(ref.value, before)
+            index = writer_of(self.program.calls, ref.value, before)
             if index is None:
                 continue
             call = self.program.calls[index]
@@ -199,40 +206,32 @@ class Scene:
                 yield from self.makers_of((call.args, dict(call.kwargs)), index, depth - 1)
 
 
-def recompute(seen: ObservedCall) -> torch.Tensor | None:
-    """The first result of a call if it had been made in float64; ``None`` where that cannot be had."""
-    if short_name(seen.call) in ("half", "to", "bfloat16", "type", "type_as", "float"):
-        first = seen.args[0] if seen.args else None
-        return first.double() if isinstance(first, torch.Tensor) and first.is_floating_point() else None
-
-    def doubled(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    try:
-        args, kwargs = map_leaves((seen.args, dict(seen.kwargs)), doubled)
-        kwargs.pop("dtype", None)
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            result = function_named(seen.call.target)(*args, **kwargs)
-    except Exception as error:  # kernels refuse in as many ways as there are functions
-        pass_on(error)
-        return None
-    while isinstance(result, (list, tuple)) and result:
-        result = result[0]
-    return result if isinstance(result, torch.Tensor) else None
-
-
-def observe(step: Snapshot | Scene) -> Scene:
+def observe(content: Snapshot | Scene) -> Scene:
     """The scene of a step's failure, from one run of the calls that lead to it and go on from it."""
-    scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
-    outcome = run(step.program, step.tensors, observer=_Watch(scene), keep=frozenset(), only=_shown(scene))
-    scene.has_failed = scene.has_failed or outcome.error is not None
+    step = content.step if isinstance(content, Scene) else Step.of(content)
+    scene = Scene(step, content.failure, failing_series(content.timeline), content.settings)
+    near = {scene.index} if scene.call is not None else set()
+    if scene.call is not None and not scene.call.is_optimizer_step:
+        arguments = scene.call.args, dict(scene.call.kwargs)
+        near |= {number for number, _ in scene.makers_of(arguments, scene.index, 2)}
+    error = run(step.program, step.tensors, observer=_Watch(scene, near), keep=frozenset(), only=_shown(scene)).error
+    scene.has_failed = scene.has_failed or error is not None
     scene.branches = [branch for branch in scene.branches if scene.leads_to_loss(branch.call)]
     return scene
 
 
+def observe_origin(step: Step, failure: Failure) -> Scene:
+    """A scene of the origin alone, from one run of the calls that lead to it."""
+    scene = Scene(step, failure)
+    if scene.call is not None:
+        only = needed_calls(step.program.calls, {scene.index})
+        only = list(range(scene.index + 1)) if only is None else only
+        run(step.program, step.tensors, observer=_Watch(scene, {scene.index}), keep=frozenset(), only=only)
+    return scene
+
+
 def _shown(scene: Scene) -> list[int] | None:
-    """The origin and what its results get to, in a forward failure up to the backward pass, and what these depend on;
-    ``None`` for all calls."""
+    """The calls that may show the failure or what drops it; ``None`` for all of them."""
     failure, calls = scene.failure, scene.program.calls
     if failure.call_index is None:
         return None
@@ -243,16 +242,16 @@ def _shown(scene: Scene) -> list[int] | None:
 
 
 class _Watch:
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, near: set[int]) -> None:
         self._scene = scene
-        self._near = _near(scene)
+        self._near = near
         self._downstream: set[int] = set()
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Copy what the calls near the origin are given."""
         if index in self._near:
-            args, kwargs = map_leaves(bind_arguments(call, values), _copied)
-            self._scene.seen[index] = ObservedCall(call, args, kwargs)
+            given = {value: copy_of(values[value].detach()) for value in call.input_refs() if value in values}
+            self._scene.seen[index] = ObservedCall(call, given)
         failure = self._scene.failure
         bad = values.get(failure.value) if index == failure.call_index and failure.value is not None else None
         if failure.is_derivative and bad is not None and bad.requires_grad:
@@ -263,29 +262,18 @@ class _Watch:
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Note results near the origin."""
-        made = {value: values[value] for value in call.output_refs() if value in values}
+        made = {value: values[value] for value in written_by(call) if value in values}
         if index in self._near:
-            self._scene.seen[index].results.update(map_leaves(made, _copied))
+            self._scene.seen[index].made.update((value, copy_of(made[value].detach())) for value in made)
         is_origin = index == self._scene.failure.call_index
         if is_origin and not self._scene.failure.is_derivative:
-            self._note_bad(*(values[value] for value in written_in_place(call)), *made.values())
+            self._note_bad(*made.values())
         if is_origin or (self._downstream.intersection(call.input_refs()) and not call.name.endswith("_like")):
-            self._downstream.update(made)
+            self._downstream.update(call.output_refs())
         self._scene.floats.update(value for value, tensor in made.items() if tensor.is_floating_point())
 
     def _note_bad(self, *tensors: torch.Tensor) -> None:
         self._scene.has_failed = self._scene.has_failed or any(map(ways_of, tensors))
-
-
-def _near(scene: Scene) -> set[int]:
-    """The origin, and the calls that its arguments come from."""
-    index, call = scene.failure.call_index, scene.call
-    if index is None or call is None:
-        return set()
-    found = {index}
-    if not call.is_optimizer_step:
-        found.update(number for number, _ in scene.makers_of((call.args, dict(call.kwargs)), index, 2))
-    return found
 
 
 def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) -> Iterator[torch.Tensor]:
@@ -313,7 +301,3 @@ def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) 
     for value, mask in kept:
         if mask is not None and isinstance(value, Ref) and value.value in downstream:
             yield mask.bool()
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -137,7 +137,7 @@ def origin_cuts_graph(scene: Scene) -> Numbers | None:
 # fmt: off
 STEPS = [
     Rule("all-targets-ignored", "All targets are ignored",
-        phases="forward", calls="cross_entropy nll_loss", when=[ignores_all_targets],
+        phases="forward", calls="cross_entropy nll_loss", is_local=True, when=[ignores_all_targets],
         why="The mean of the loss is taken over the targets that count. All of them are `ignore_index`, so 0 is "
             "divided by 0.",
         seen=["all {count} targets are {ignored}"],
@@ -146,7 +146,7 @@ STEPS = [
         fixes=[Fix("divide the sum of the losses by the number of targets that count, at least one",
                    loss_over_count())]),
     Rule("ctc-target-too-long", "A CTC target that is longer than its input",
-        phases="forward", calls="ctc_loss", when=[target_is_longer],
+        phases="forward", calls="ctc_loss", is_local=True, when=[target_is_longer],
         why="CTC needs at least one input step for every label, and one more between two equal labels. There is no "
             "way to align a target that needs more, so its loss is infinite and its gradient NaN.",
         seen=["sample {sample} needs {needed} steps and has {available}"],

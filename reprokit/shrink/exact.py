@@ -17,12 +17,12 @@ from reprokit.locate.domains import spectrum_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import bad_mask, ways_of
+from reprokit.program.convert import default_dtype, in_dtype
 from reprokit.program.dataflow import copy_of, needed_calls, written_in_place
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.step import Step, is_number
-from reprokit.shrink.checks.mismatch import default_dtype, in_dtype
 
 
 class _Stop(Exception):

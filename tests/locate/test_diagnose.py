@@ -108,12 +108,12 @@ def test_a_fix_changes_nothing_but_what_it_says() -> None:
     snapshot = CASES["where-trap"]()
     (rule, _), *_ = matches(observe(snapshot))
     edited = apply(observe(snapshot), rule.fixes[0])
-    assert edited is not None and edited.tensors == snapshot.tensors
-    before, after = snapshot.program.calls, edited.program.calls
+    assert edited is not None and edited.step.tensors == snapshot.tensors
+    before, after = snapshot.program.calls, edited.step.program.calls
     assert [call.target for call in after if call.target in {item.target for item in before}] == [
         call.target for call in before
     ]
-    assert locate(edited.program, edited.tensors) is None
+    assert locate(edited.step.program, edited.step.tensors) is None
     assert locate(snapshot.program, snapshot.tensors) is not None
 
 
