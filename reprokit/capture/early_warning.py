@@ -1,8 +1,12 @@
-"""Early warning: numbers that leave their course become events, and those that matter snapshots of where they began.
+"""Early warning: numbers that leave their course become events, and snapshots of the step where they began.
 
 The numbers are those that a step has left anyway: the loss, the norm that the loop clips its gradients by, the scale of
 a grad scaler; nothing is computed for them. They are looked at in batches of steps: between the kernels of a step the
 caches are cold, so that one look at many costs little more than at one, and a device is waited for once.
+
+An alarm is a verdict like any other. The kept steps are played with their gradient norms and updates measured: the
+event begins with the first step in which one of these, or the number that gave the alarm, is off its course for as long
+as the alarm lasts. That step is compared with the last healthy one, which shows the call, the input and the rows.
 
 An error here ends early warning, not the capture, and never the training.
 """
@@ -11,10 +15,12 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import sys
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,41 +28,73 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from reprokit.capture.event_step import LEAST_SILENT
+from reprokit.capture.calls import Backward, OptimizerStep, Unscale
 from reprokit.capture.failure_text import event_words
-from reprokit.capture.loop import Loop
-from reprokit.capture.meters import is_capturing
+from reprokit.capture.fidelity import Made
+from reprokit.capture.meters import MeasuredStep, Meter, is_capturing
+from reprokit.capture.replay import Replay, quiet_hooks
+from reprokit.capture.save import Case, Describing, NotKept, Verdict
+from reprokit.capture.tape import Op, Segment
+from reprokit.capture.tensor_names import parameter_names
 from reprokit.errors import pass_on
+from reprokit.locate.failure import Failure, Predicate
+from reprokit.locate.gains import Step, blocked, explained
+from reprokit.locate.let_through import let_through
 from reprokit.locate.quantity import norms_of, number_of, numbers_of
-from reprokit.series.course import OF_NORMS, Alarm, Course, EventKind, ScaleFalls
+from reprokit.locate.ways import bad_tensor
+from reprokit.program.interpreter import Tensors
+from reprokit.program.ir import Phase, Program
+from reprokit.series.course import (
+    HIGH,
+    LEAST_PLAYED,
+    OF_NORMS,
+    USUAL,
+    Alarm,
+    Course,
+    EventKind,
+    ScaleFalls,
+    band_before,
+    first_off,
+    is_off,
+)
 from reprokit.series.events import Finding, LineLog, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
 from reprokit.words import visible_line
 
 if TYPE_CHECKING:
     from reprokit.capture.failures import Failures
+    from reprokit.capture.loop import Loop
     from reprokit.capture.session import Session
 
 BATCH = 32  # steps whose numbers are looked at together
 _NORMS_IN_A_ROW = 5  # of gradients: their norm varies more than the loss
 _DELAY = 0.5  # seconds that an event may be reported late: slow steps are looked at in smaller batches
-_UNPAID_SECONDS = 1.0  # of CPU time: a look plays up to 256 steps, three times as slow as training
-LOOKING_SHARE = 0.01  # of the CPU time of the run, beside these
 _FOLLOWED: Mapping[EventKind, tuple[str, Callable[[], Course | ScaleFalls]]] = {
     "spike": ("loss", Course),
     "explosion": ("norm", functools.partial(Course, "explosion", _NORMS_IN_A_ROW, OF_NORMS)),
     "scale": ("scale", ScaleFalls),
 }
-
+_PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
+LEAST_SILENT = 20  # steps with a gradient of zeros
+_MOSTLY = 0.5  # of the elements of a gradient
+_SUDDEN = 8  # steps in which a layer dies that does not fade out by design
+_ABOUT = 0.75  # of the usual share of a gradient that is not zero
+_MOST_BESIDE = 4  # healthy steps that a failing one is compared with
+_SEEN = {  # where a quantity shows
+    "loss": (Phase.FORWARD, "loss"),
+    "gradient norm": (Phase.BACKWARD, "gradient"),
+    "update": (Phase.OPTIMIZER, "parameter"),
+}
+Explain = Callable[[Program, Tensors], Failure | None]
 T = TypeVar("T")
 
 
 class EarlyWarning:
     """Follows the numbers of a run, each optimizer's by themselves. ``on_event`` is called with every event.
 
-    ``_always`` are the parameters that had no gradient, or one of zeros, at every look so far; playing kept steps
-    because of such parameters took ``_spent`` seconds of CPU time since ``_began``. Numbers were looked at up to the
-    step at the place ``_seen``, gradients when there were ``_looked`` steps. In ``_left`` steps is the next look.
+    Numbers were looked at up to the step at the place ``_seen``, gradients when there were ``_looked`` steps. In
+    ``_left`` steps is the next look. ``_silent`` are the parameters that had no gradient, or one of zeros, at the last
+    look, and in how many looks up to it; for those in ``_played`` the kept steps were played.
     """
 
     def __init__(
@@ -75,9 +113,8 @@ class EarlyWarning:
         self._courses: dict[tuple[EventKind, int], Course | ScaleFalls] = {}
         self._is_off = False
         self._left, self._seen, self._batch = 1, -1, 1
-        self._finds_silent, self._looked = "dead" in kinds, 0
-        self._began, self._spent = time.process_time(), 0.0
-        self._always: WeakTensorKeyDictionary | None = None  # an id would be that of another parameter later
+        self._finds_silent, self._looked, self._num_looks = "dead" in kinds, 0, 0
+        self._silent, self._played = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         loop.has_alarm = self._has_alarm
         loop.world.keeps_earlier = True
 
@@ -86,12 +123,7 @@ class EarlyWarning:
         self._is_off = True
         self._alarms.clear()
 
-    @property
-    def pending(self) -> Alarm | None:
-        """The alarm that a failure of now is the end of: numbers are off their course, though not for long enough.
-        `catch_up` comes before."""
-        found = [one for course in self._courses.values() if (one := course.pending) is not None]
-        return min(found, key=lambda one: (one.kind != "spike", one.place), default=None)
+    # -- looking -------------------------------------------------------------------------------------------------
 
     def act(self) -> None:
         """A step is over: after a batch of them report what was seen; raises `CaptureStop` as `act_now` does."""
@@ -121,71 +153,55 @@ class EarlyWarning:
         for alarm in alarms:
             if alarm.shown_by > last:
                 break
-            saved = self._save(alarm, frame) if alarm.severity == "error" and path is None else None
+            saved = self._save(alarm, frame) if path is None else None
             if saved is not None:
                 path, last = saved, alarm.shown_by
             else:
                 self._emit(event_of(alarm))
         return path
 
+    def instead_of(self, verdict: Verdict) -> Path | None:
+        """Save the step where the run left its course, if the failure of now is how that ended: then numbers are off
+        their course, though not for long enough for an alarm."""
+        path = self.catch_up(verdict.frame)
+        found = [one for course in self._courses.values() if (one := course.pending) is not None]
+        alarm = min(found, key=lambda one: (one.kind != "spike", one.place), default=None)
+        if path is not None or alarm is None or verdict.raised is not None:
+            return path
+        return self._save(alarm, verdict.frame)
+
     def look_at_gradients(self, frame: FrameType | None, *, is_last: bool) -> Path | None:
-        """Look for zeros, and play kept steps if there are any; the path of the file, if one was written. ``is_last``:
-        the run is over."""
-        total = self._loop.iterations.total
-        is_early = not is_last and total < self._looked + LEAST_SILENT
-        if self._is_off or not self._finds_silent or self._loop.num_kept < LEAST_SILENT or is_early:
+        """Look for zeros, and play kept steps if a parameter has them; the path of the file, if one was written.
+        ``is_last``: the run is over."""
+        loop = self._loop
+        is_early = not is_last and loop.iterations.total < self._looked + LEAST_SILENT
+        if self._is_off or not self._finds_silent or loop.num_kept < LEAST_SILENT or is_early:
             return None
-        self._looked = total
+        self._looked = loop.iterations.total
         finding = self._guarded(lambda: self._find_silent(is_last=is_last))
         return self._save(finding, frame) if finding is not None else None  # a gradient may be zero by design
 
     def _find_silent(self, *, is_last: bool) -> Finding | None:
-        """Play kept steps if a parameter learns nothing now, and there is time for it."""
-        without = _silent([p for optimizer in self._loop.world.optimizers for p in parameters_of(optimizer)])
-        always = without if self._always is None else [p for p in without if p in self._always]
-        self._always = WeakTensorKeyDictionary({p: 0 for p in always})
-        started = time.process_time()
-        has_time = is_last or self._spent < _UNPAID_SECONDS + LOOKING_SHARE * (started - self._began)
-        if not without or not has_time:
+        """A parameter that learns nothing. Kept steps are played once for each that is silent in two looks in a row:
+        a part of a model may rest in turn with others, all the time."""
+        silent = _silent([p for optimizer in self._loop.world.optimizers for p in parameters_of(optimizer)])
+        before: dict[torch.Tensor, int] = dict(self._silent.items())
+        self._num_looks += 1
+        self._silent = WeakTensorKeyDictionary({p: before.get(p, 0) + 1 for p in silent})
+        new = [p for p in silent if p not in self._played and (is_last or self._silent[p] > 1)]
+        if not new:
             return None
-        finding = self._saver.find_silent({id(p) for p in always})
-        self._spent += time.process_time() - started
-        return finding
-
-    def tell_saved(self, alarm: Alarm | Finding, path: Path, result: dict[str, Any]) -> None:
-        """Report an event whose step was saved."""
-        failure, module = result["failure"], result["failure"]["module"]
-        found = failure.get("event") or {}
-        if isinstance(alarm, Finding):
-            name, is_layer = alarm.name, module is not None and not module.startswith("<")
-            lead = f"`{failure['call']}` lets no gradient through{f' in `{module}`' if is_layer else ''}"
-            what = f"`{name}` gets no gradient" if alarm.is_missing else f"the gradient of `{name}` is zero"
-            words = f"{lead}: {what} in {alarm.num_steps} steps from step {alarm.step} on"
-            place, step = module if is_layer else name.rpartition(".")[0] or name, self._loop.iterations.completed - 1
-            event = TrainingEvent(alarm.kind, max(step, 0), "error", words, place, alarm.step)
-        else:
-            layers = (chapter["module"] for chapter in result["story"])
-            event = replace(event_of(alarm), place=module or found.get("source") or next(layers, None))
-            if found:
-                event = replace(event, evidence=event_words(result))
-            elif failure["call"] is not None:
-                event = replace(event, evidence=f"{event.evidence}; `{failure['call']}` is the origin")
-        known = {field.name: found[field.name] for field in fields(event) if field.name in found}
-        self._emit(replace(event, **known, snapshot=str(path)))
-
-    def _save(self, alarm: Alarm | Finding, frame: FrameType | None) -> Path | None:
-        """Save the step where an event began, and report it."""
-        saved = self._guarded(lambda: self._saver.save_event(alarm, frame))
-        if saved is None:
-            return None
-        self.tell_saved(alarm, *saved)
-        return saved[0]
+        self._played.update({p: True for p in new})
+        always = {id(p) for p in silent if self._silent[p] == self._num_looks}
+        with self._session.replaying(ends=False), suppress(NotKept):
+            return EventStep(self._loop, Verdict("gradient", sys._getframe(1)), ()).find_silent(always)
+        return None
 
     def _has_alarm(self) -> bool:
         """True if one of the steps so far is to be saved; that is done as soon as the running one is over."""
         self._see()
         self._left = 1 if self._alarms else self._left
-        return any(alarm.severity == "error" for alarm in self._alarms)
+        return bool(self._alarms)
 
     def _see(self) -> None:
         """Look at the numbers of the steps since the last look; waits for a device once."""
@@ -212,6 +228,38 @@ class EarlyWarning:
                 alarm = course.add(step.place, step.step, number)
                 if alarm is not None:
                     self._alarms.append(alarm)
+
+    # -- reporting -----------------------------------------------------------------------------------------------
+
+    def _save(self, alarm: Alarm | Finding, frame: FrameType | None) -> Path | None:
+        """Save the step where an event began, and report it; ``None`` if that step was not kept."""
+        if not self._loop.ranks.is_alone:
+            return None
+        path = self._guarded(lambda: self._saver.save(Verdict("loss", frame, alarm=alarm)))
+        if path is not None:
+            self._emit(self._saved(alarm, path, self._saver.results[-1]))
+        return path
+
+    def _saved(self, alarm: Alarm | Finding, path: Path, result: Mapping[str, Any]) -> TrainingEvent:
+        """The event whose step was saved."""
+        failure, module = result["failure"], result["failure"]["module"]
+        found = failure.get("event") or {}
+        if isinstance(alarm, Finding):
+            name, is_layer = alarm.name, module is not None and not module.startswith("<")
+            lead = f"`{failure['call']}` lets no gradient through{f' in `{module}`' if is_layer else ''}"
+            what = f"`{name}` gets no gradient" if alarm.is_missing else f"the gradient of `{name}` is zero"
+            words = f"{lead}: {what} in {alarm.num_steps} steps from step {alarm.step} on"
+            place, step = module if is_layer else name.rpartition(".")[0] or name, self._loop.iterations.completed - 1
+            event = TrainingEvent(alarm.kind, max(step, 0), "error", words, place, alarm.step)
+        else:
+            layers = (chapter["module"] for chapter in result["story"])
+            event = event_of(alarm)
+            cause = f"; `{failure['call']}` is the origin" if failure["call"] is not None else ""
+            words = event_words(result) if found else f"{event.evidence}{cause}"
+            place = module or found.get("source") or next(layers, None)
+            event = replace(event, severity="error", place=place, evidence=words)
+        known = {field.name: found[field.name] for field in fields(event) if field.name in found}
+        return replace(event, **known, snapshot=str(path))
 
     def _emit(self, event: TrainingEvent) -> None:
         self._session.say(visible_line(event.line()))
@@ -250,3 +298,178 @@ def _silent(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         norms = norms_of([p.grad.detach() for p in dense if p.grad is not None])
     return found + [p for p, norm in zip(dense, norms, strict=True) if norm == 0.0]
+
+
+# -- the step where it began ---------------------------------------------------------------------------------------
+
+
+class EventStep(Describing):
+    """Describes the step where an alarm began. Raises `NotKept`."""
+
+    def made(self) -> Made:
+        """The snapshot of that step."""
+        alarm = self.verdict.alarm
+        assert alarm is not None, "an event has an alarm"
+        with self.kept() as steps:
+            number = _position(steps, alarm.place)
+            if number is None:
+                raise NotKept(f"step {alarm.step} is no longer kept")
+            quantity, explain = "gradient norm", None
+            if isinstance(alarm, Finding):
+                explain = self._blocked(steps, number, alarm)
+            elif alarm.kind != "scale":
+                number, quantity, explain = self._at_beginning_of(steps, alarm, number)
+            with self._until_seen(steps, number, quantity) as case:
+                made = self.make(replace(case, explain=explain))
+            if isinstance(alarm, Finding) and made.snapshot.failure.call is None:
+                raise NotKept(f"no call behind `{alarm.name}` keeps its gradient back")
+            return made
+
+    def find_silent(self, always: Set[int]) -> Finding | None:
+        """A parameter that learns nothing: it gets no gradient from a step on.
+
+        The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked.
+        """
+        with self.kept() as steps:
+            names = parameter_names(self.loop.world.modules, self.verdict.frame)
+            return _first_silent(self._measured(steps[:_PLAYED]), names, always)
+
+    def beside_healthy(self, made: Made) -> Made:
+        """``made``, of which an input is bad, with what healthy steps before tell of that: see `let_through`."""
+        snapshot, alive = made.snapshot, self.loop.tape.alive()
+        tensors = {v: tensor.to(made.devices.get(v, tensor.device)) for v, tensor in snapshot.tensors.items()}
+        with self.kept() as steps:
+            given = [bad_tensor(alive[n] for op in step.ops for n in op.ins if n in alive) for step in steps]
+            alike = [n for n, bad in enumerate(given) if bad is not None and steps[n].mark.step < snapshot.step]
+            for number in alike[::-1][:_MOST_BESIDE]:
+                healthy = self._program_of(steps, number, "gradient norm")
+                found = let_through(snapshot.failure, Step(snapshot.program, tensors), healthy)
+                if found is not None:
+                    return replace(made, snapshot=replace(snapshot, failure=found))
+        return made
+
+    def _measured(self, steps: Sequence[Segment]) -> list[MeasuredStep]:
+        """Play the steps and measure them; empty if a played loss differs from the one of training."""
+        world, meter = self.loop.world, Meter(self.loop.tape.alive())
+        replay = Replay(world, self.loop.tape, steps, world.copies[0])
+        with replay.going_back(), quiet_hooks(world.modules, replay.leaves()):
+            replay.play_until(len(steps), meter)
+        return [] if replay.notes else meter.steps
+
+    def _blocked(self, steps: list[Segment], number: int, finding: Finding) -> Explain:
+        """The failure of a step in which a parameter gets no gradient, or one of zeros."""
+        parameters = (p for module in self.loop.world.modules for p in module.parameters())
+        address = next(p.data_ptr() for p in parameters if id(p) == finding.key)
+        before = steps[max(number - 1, 0)].mark.step
+        event = Predicate("share of zeros", 1.0, 1.0, before, steps[number].mark.step, source=finding.name)
+
+        def explain(program: Program, tensors: Tensors) -> Failure:
+            owned = (item.value for item in program.inputs if item.role == "parameter")
+            value = next((value for value in owned if tensors[value].data_ptr() == address), None)
+            failure = Failure(Phase.BACKWARD, "dead", value=value, event=event)
+            return blocked(Step(program, tensors), failure)
+
+        return explain
+
+    def _at_beginning_of(self, steps: list[Segment], alarm: Alarm, number: int) -> tuple[int, str, Explain]:
+        """The position of the step in which a number has left its course, at ``number`` or before, the quantity that
+        shows it, and the failure."""
+        last = _position(steps, alarm.values[-1].place) or number
+        measured = self._measured(steps[: max(number, last) + 1])
+        begun, healthy, predicate = _beginning(steps, measured, alarm, number)
+        quantity = predicate.quantity
+        reference = self._program_of(steps, healthy, quantity)
+
+        def explain(program: Program, tensors: Tensors) -> Failure:
+            failure = Failure(_SEEN[quantity][0], alarm.kind, event=predicate)
+            return explained(Step(program, tensors), reference, failure)
+
+        return begun, quantity, explain
+
+    def _program_of(self, steps: list[Segment], number: int, quantity: str) -> Step:
+        recorded: list[Step] = []
+
+        def keep(program: Program, tensors: Tensors) -> None:
+            recorded.append(Step(program, {value: tensor.detach().clone() for value, tensor in tensors.items()}))
+
+        with self._until_seen(steps, number, quantity) as case:
+            self.replayed(replace(case, explain=keep))
+        return recorded[0]
+
+    @contextmanager
+    def _until_seen(self, steps: list[Segment], number: int, quantity: str) -> Iterator[Case]:
+        """A step of the past up to where a quantity shows, gradients as they are before they are clipped; the live
+        state is where the step began."""
+        kind = OptimizerStep if quantity == "update" else Backward
+        with self.begun(steps[: number + 1], number, 0) as case:
+            last = max((n for n, op in enumerate(case.ops) if op.kind is kind), default=len(case.ops))
+            later: Sequence[Op] = case.ops[last + 1 :] if quantity != "update" else ()
+            ops = [*case.ops[: last + 1], *(op for op in later if op.kind is Unscale)]
+            yield replace(case, where=_SEEN[quantity][1], ops=ops)
+
+
+def _position(steps: Sequence[Segment], place: int) -> int | None:
+    return next((number for number, step in enumerate(steps) if step.mark.place == place), None)
+
+
+def _first_silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: Set[int]) -> Finding | None:
+    """The first parameter that gets no gradient from a step on, for enough steps that gave another one a gradient.
+
+    In the step before less than half of it was zero, and of those that end with it: a layer may fade out by design,
+    unit by unit, as under a decay. Without a step before it has to have been so ``always``. One that has a gradient in
+    some steps and none in others may rest by design, as the head of a task does, so a gradient that is missing has to
+    have been there in every step before.
+    """
+    found: list[Finding] = []
+    faded: set[int] = set()  # the steps in which a layer ended by design
+    for key, name in named.items():
+        shares = [(one.mark, one.zeros[key]) for one in measured if one.norm and key in one.zeros]
+        since = [mark for mark, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
+        before = [share for _, share in shares[: len(shares) - len(since)]]
+        if since and before and _is_fading([share or 0.0 for share in before]):
+            faded.add(since[-1].place)
+        elif len(since) >= LEAST_SILENT and (before or key in always):
+            is_missing = shares[-1][1] is None
+            if not is_missing or (len(before) >= LEAST_PLAYED and all(share not in (None, 1.0) for share in before)):
+                found.append(Finding(name, key, is_missing, len(since), since[-1].place, since[-1].step))
+    return next((one for one in found if one.place not in faded), None)
+
+
+def _is_fading(shares: Sequence[float]) -> bool:
+    """True if at least half of the last gradient was zero, and there is no telling that this came suddenly.
+
+    It did if `_SUDDEN` steps before the end the share of zeros was about what it usually was.
+    """
+    if shares[-1] < _MOSTLY or len(shares) <= 2 * _SUDDEN:
+        return shares[-1] >= _MOSTLY
+    then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
+    return then >= _MOSTLY and 1.0 - then < _ABOUT * (1.0 - usual)
+
+
+def _beginning(
+    steps: list[Segment], measured: list[MeasuredStep], alarm: Alarm, number: int
+) -> tuple[int, int, Predicate]:
+    """Where an alarm begins: the positions of that step and of a healthy one among the kept ones, and the predicate.
+
+    It is the alarm's own first step, or an earlier one that is off in a number that was not followed live.
+
+    That number has to be off in every step from there up to the alarm's last. In the step right before the alarm it
+    may be off alone, if the update is: a learning rate may be wrong once.
+    """
+    healthy = _position(steps, alarm.healthy.place)
+    found = number, max(number - 1, 0) if healthy is None else healthy, Predicate(**alarm.numbers)
+    own_turn = [n for n, played in enumerate(measured) if played.optimizer == measured[number].optimizer]
+    norms, updates = [measured[n].norm for n in own_turn], [measured[n].update for n in own_turn]
+    last = own_turn.index(number) - 1 if measured else -1  # before the alarm
+    for quantity, numbers in (("gradient norm", norms), ("update", updates)):
+        turn = first_off(numbers)
+        if is_off(updates, last) and is_off(numbers, last):
+            turn = last if turn is None else min(turn, last)
+        band = band_before(numbers, turn) if turn is not None and own_turn[turn] < found[0] else None
+        if turn is not None and band is not None:
+            usual = (n for n in range(turn - 1, -1, -1) if (value := numbers[n]) and band.spreads(value) <= USUAL)
+            first, before = own_turn[turn], own_turn[next(usual, turn - 1)]
+            last_usual, step, limit = steps[before].mark.step, steps[first].mark.step, band.number(HIGH)
+            predicate = Predicate(quantity, numbers[turn] or 0.0, limit, last_usual, step, band.number(0.0))
+            found = first, before, predicate
+    return found

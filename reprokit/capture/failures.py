@@ -14,8 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.calls import Backward, OptimizerStep, Root
-from reprokit.capture.event_step import EventStep
+from reprokit.capture.early_warning import EarlyWarning, EventStep
 from reprokit.capture.fidelity import Made, Place, has_origin
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
@@ -44,13 +43,12 @@ from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import is_bad
 from reprokit.program.ir import Phase
 from reprokit.program.sites import kind_of_file, make_site
-from reprokit.series.course import QUANTITIES, Alarm
+from reprokit.series.course import QUANTITIES
 from reprokit.series.events import Finding
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import user_path
 
 if TYPE_CHECKING:
-    from reprokit.capture.early_warning import EarlyWarning
     from reprokit.capture.session import Session
 
 
@@ -60,7 +58,7 @@ class Failures:
     ``snapshots`` are the files written and ``results`` their summaries. ``is_deliberate``: the step was saved because
     the script raised an exception of its own, so that nothing but the script says that it failed. The loop has skipped
     ``num_skipped`` steps. ``_kept`` is the step in which the buffers ``_kept_for`` (ids) became nan or inf, while the
-    training itself was finite.
+    training itself was finite: it is saved if nothing else fails until the block ends.
     """
 
     def __init__(self, session: Session, loop: Loop, place: Place, command: Sequence[str], on: Collection[str]) -> None:
@@ -83,8 +81,7 @@ class Failures:
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
-        self._kept = None
-        self._kept_for = set()
+        self._kept, self._kept_for = None, set()
 
     # -- while the loop runs -------------------------------------------------------------------------------------
 
@@ -117,23 +114,17 @@ class Failures:
         return next((op for op in self._loop.tape.ops() if op.note is pending.note), None)
 
     def keep_bad_buffer(self) -> None:
-        """Keep the step that made a buffer nan or inf; it is saved if nothing else fails until the block ends."""
+        """Keep the step that made a buffer nan or inf."""
         bad = [] if self._kept_for else self._loop.bad_buffers()
         if not bad:
             return
         self._kept_for = {id(buffer) for _, buffer in bad}
-        verdict = Verdict("output", sys._getframe(1), is_late=True)
-        self.session.say(self._announcement(verdict))
+        self.session.say(f"`{bad[0][0]}` became nan or inf, loss and gradients are finite; going back to find the step")
         with self.session.replaying(ends=False):
             try:
-                self._kept = self._made(verdict)
+                self._kept = self._made(Verdict("output", sys._getframe(1), is_late=True))
             except Exception as error:
                 self.session.complain(f"could not keep the step in which `{bad[0][0]}` became nan or inf", error)
-                return
-        self.session.say(
-            f"`{bad[0][0]}` became nan or inf at step {self._kept.snapshot.step}; loss and gradients are finite, "
-            "so the step is saved when the training ends without another failure"
-        )
 
     def note_unseen(self, what: str) -> None:
         """Say what the run does that is not known, and keep it for the notes of a snapshot."""
@@ -226,37 +217,6 @@ class Failures:
             loop.tape.add(op.kind, op.target, op.args, op.kwargs, (), (op.code, op.instruction), op.mode, op.note)
         return self.save(Verdict("exception", frame, raised=described))
 
-    # -- events --------------------------------------------------------------------------------------------------
-
-    def save_event(self, alarm: Alarm | Finding, frame: FrameType | None) -> tuple[Path, dict[str, Any]] | None:
-        """Save the step in which an alarm began; the session is over then. ``None`` if that step was not kept."""
-        if not self._loop.ranks.is_alone:
-            return None
-        path = self.save(Verdict("loss" if alarm.kind == "spike" else "gradient", frame, alarm=alarm))
-        return (path, self.results[-1]) if path is not None else None
-
-    def find_silent(self, always: Set[int]) -> Finding | None:
-        """Play kept steps to find a parameter that learns nothing; ``always`` are those that never got a gradient."""
-        with self.session.replaying(ends=False):
-            try:
-                verdict = Verdict("gradient", sys._getframe(1))
-                return EventStep(self._loop, verdict, self._command).find_silent(always)
-            except NotKept:
-                return None
-
-    def _save_pending(self, verdict: Verdict) -> Path | None:
-        """Save the step where the run left its course, if what has failed now is how that ended."""
-        if self.early is None or verdict.alarm is not None:
-            return None
-        path = self.early.catch_up(verdict.frame)
-        alarm = self.early.pending
-        if path is not None or alarm is None or verdict.raised is not None or not self._loop.ranks.is_alone:
-            return path
-        path = self.save(replace(verdict, alarm=alarm))
-        if path is not None:
-            self.early.tell_saved(alarm, path, self.results[-1])
-        return path
-
     def save_asked(self, before: float = math.inf) -> None:
         """Save the steps before ``before`` that `--at-step` names; training goes on."""
         loop, session = self._loop, self.session
@@ -337,7 +297,8 @@ class Failures:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then, unless it turns out
         that the loop has skipped the step."""
         self.save_asked(self._loop.iterations.completed)
-        path, session = self._save_pending(verdict), self.session
+        session, is_event = self.session, verdict.alarm is not None
+        path = self.early.instead_of(verdict) if self.early is not None and not is_event else None
         if path is not None:
             return path
         with self.until_saved():

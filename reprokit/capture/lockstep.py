@@ -12,7 +12,7 @@ import collections
 import contextlib
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,7 @@ from reprokit.capture.world import DEFAULT_STATE_BYTES
 from reprokit.errors import pass_on
 from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure, RankDifference
-from reprokit.program.ir import Phase, Ref, Site
-from reprokit.program.sites import make_site
+from reprokit.program.ir import Phase, Ref
 
 if TYPE_CHECKING:
     from reprokit.capture.meeting import Replicas
@@ -248,60 +247,30 @@ def _unseen(hook: Any, tracer: Tracer) -> Any:
 
 
 class _Comparison:
-    """Is shown every call that a replay plays, and compares the ranks after every step and before its update.
+    """Compares the ranks before every step that a replay plays.
 
-    ``difference`` is the first one, ``number`` the position of its step, ``-1`` if the copies differ. ``site`` is where
-    an optimizer has stepped, if it ``is_by_update``, or where this rank has written parameters.
+    ``difference`` is the first one, ``number`` the position of the step that made it, ``-1`` if the copies differ.
     """
 
     def __init__(self, together: Meeting, replicas: Replicas, frame: FrameType | None) -> None:
         self.difference: RankDifference | None = None
         self.number = -1
-        self.is_by_update = False
-        self.site: Site | None = None
         self.together, self.replicas, self._frame = together, replicas, frame
         self._mark: Mark | None = None
-        self._digest = ""
 
     def look(self) -> bool:
         """Compare the ranks here; true if they differ, here or before."""
         if self.difference is None:
             self.difference = self.replicas.compare(self.together.meet, self.together.rank, self._frame)
-            if self.difference is None:
-                self._digest, self.is_by_update, self.site = self.replicas.digest(), False, None
         return self.difference is not None
 
     def before(self, mark: Mark, op: Op) -> None:
-        """A new step ends the one before; what differs behind an update was made by that."""
+        """A new step ends the one before."""
         if mark is not self._mark:
             self.number, self._mark = self.number + (not self.look()), mark
-        if op.kind is OptimizerStep and not self.look():
-            self.is_by_update, self.site = True, _site(op)
 
     def after(self, op: Op) -> None:
-        """Note the line that has written parameters."""
-        if self.difference is None and op.kind.writes_state(op):
-            before, self._digest = self._digest, self.replicas.digest()
-            self.site = _site(op) if self._digest != before else self.site
-
-    def dated(self, segments: Sequence[Segment], seen: RankDifference) -> RankDifference:
-        """The difference that was found by playing, with its step and what made it."""
-        found, number = self.difference, self.number
-        assert found is not None
-        began = segments[max(number, 0)].mark.step
-        if number < 0:
-            cause = f"they differ before {f'step {began}' if began else 'the first step'}"
-            return replace(found, equal_after=seen.equal_after, began_at=began, is_exact=not began, cause=cause)
-        before = segments[number - 1].mark.step if number else seen.equal_after
-        cause = "the updates of the optimizers differ" if self.is_by_update else ""
-        if self.site is not None and not self.is_by_update:
-            cause = f"written outside of an optimizer, by rank {found.ranks[0]} at {self.site.place}"
-        return replace(found, equal_after=before, began_at=began, is_exact=True, cause=cause)
-
-
-def _site(op: Op) -> Site | None:
-    library = getattr(op.note, "library", None)
-    return make_site(op.code, op.instruction, library) if op.code is not None else None
+        """The ranks are compared between steps only."""
 
 
 def first_difference(describing: Describing) -> Made:
@@ -312,19 +281,24 @@ def first_difference(describing: Describing) -> Made:
     assert replicas is not None and found is not None, "ranks that differ have met"
     running = Segment(loop.tape.running(), loop.mark())
     step = Segment(running.ops, replace(running.mark, step=found.began_at))
-    phase, site, note = Phase.OPTIMIZER, None, NOT_TOGETHER if loop.world.is_complete else NOT_KEPT
+    note = NOT_TOGETHER if loop.world.is_complete else NOT_KEPT
     if together is not None:
         segments = [*describing.segments(), running]
         comparison = _Comparison(together, replicas, verdict.frame)
         note = _played_by_all(describing, comparison, segments)
-        if note == ONE_PROCESS:
-            step, found = segments[max(comparison.number, 0)], comparison.dated(segments, found)
-            phase, site = Phase.OPTIMIZER if comparison.is_by_update else Phase.FORWARD, comparison.site
+        if note == ONE_PROCESS and comparison.difference is not None:
+            number = comparison.number
+            step = segments[max(number, 0)]
+            began = step.mark.step
+            before = segments[number - 1].mark.step if number > 0 else found.equal_after
+            cause = "" if number >= 0 else f"they differ before {f'step {began}' if began else 'the first step'}"
+            is_exact = number >= 0 or not began
+            found = replace(comparison.difference, equal_after=before, began_at=began, is_exact=is_exact, cause=cause)
     if found.ranks[0] != loop.ranks.rank:
         raise SavedElsewhere(f"`{found.parameter}` differs on rank {found.ranks[0]}, which saves its step")
     mark = replace(step.mark, place=running.mark.place - (running.mark.step - step.mark.step))
     snapshot = describing.without_replay(Case("parameter", step.ops, None, mark, False, verdict.frame, notes=[note]))
-    return Made(replace(snapshot, failure=Failure(phase, MISMATCH, "ranks", site=site, difference=found)))
+    return Made(replace(snapshot, failure=Failure(Phase.OPTIMIZER, MISMATCH, "ranks", difference=found)))
 
 
 def _played_by_all(describing: Describing, comparison: _Comparison, segments: list[Segment]) -> str:

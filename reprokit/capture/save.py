@@ -28,7 +28,6 @@ from reprokit.capture.meters import Meter, layers_of
 from reprokit.capture.replay import (
     Found,
     Missing,
-    Player,
     Replay,
     ReplayedStep,
     TracedPlayer,
@@ -44,7 +43,7 @@ from reprokit.capture.replay import (
 )
 from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf
-from reprokit.capture.tape import Mark, Number, Op, Segment, makers_of, without_graph
+from reprokit.capture.tape import Mark, Number, Op, Segment, makers_of
 from reprokit.capture.tensor_names import Names, names_of, root_names
 from reprokit.capture.world import (
     DEFAULT_STATE_BYTES,
@@ -61,7 +60,7 @@ from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import hidden_writes
-from reprokit.program.interpreter import Modes, Tensors, matmul_precision
+from reprokit.program.interpreter import Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Phase, Program, Ref, Site, iter_refs
 from reprokit.program.trace import InputName, Tracer, current_mode
 from reprokit.series.course import Alarm
@@ -96,7 +95,6 @@ NOT_AGAIN = "the failure did not occur again when the step was replayed"
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
-_MOST_CALLS = 256  # a data set may be prepared by thousands, which become inputs
 _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
 _PHASES = {"gradient": Phase.BACKWARD, "parameter": Phase.OPTIMIZER}
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
@@ -272,24 +270,11 @@ class Describing:
     def now(
         self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]
     ) -> Case:
-        """The running step, from the state of now. Data that very many calls have prepared are values, if not bad."""
-        tape, made, player = self.loop.tape, dict[Number, torch.Tensor](), Player(self.loop.tape)
+        """The running step, from the state of now."""
         kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
-        stateless = [op for op in kept if op.kind is Root and not [*op.target.parameters(), *op.target.buffers()]]
-        known = set(map(id, stateless))
-        plain = [op for op in without_graph(kept, tape.alive()) if op.outs and (name_of(op) or id(op) in known)]
-        if len(plain) > _MOST_CALLS:
-            restored = python_generators_restored(mark.generators)
-            with ignored_errors(), torch.random.fork_rng(), restored, Modes() as modes:
-                for op in plain:
-                    modes.enter(op.mode)
-                    player.play(op)
-                    results = [(number, player.env[number]) for number in op.outs]
-                    made.update((number, tensor.detach().clone()) for number, tensor in results if not ways_of(tensor))
-        made = made if not player.mismatches else {}
-        kept = [op for op in kept if not op.outs or not made.keys() >= set(op.outs)]
-        raised = verdict.raised
-        return Case(verdict.where, kept, pending, mark, True, verdict.frame, made, raised, keep=keep, notes=notes)
+        return Case(
+            verdict.where, kept, pending, mark, True, verdict.frame, raised=verdict.raised, keep=keep, notes=notes
+        )
 
     def _of_now(self, case: Case, segments: list[Segment]) -> Made:
         """The running step, the last of ``segments``: with those that it goes on with, else from the state of now."""

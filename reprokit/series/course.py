@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-Severity = Literal["warning", "error"]
 EventKind = Literal["spike", "explosion", "dead", "scale"]
 QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
 
@@ -36,7 +35,6 @@ LEAST_PLAYED = 8  # healthy steps that a played number is compared with
 _GAP = 8  # steps before a number that it is not compared with: a slow rise would be its own reference
 _RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
 _LEAST_SHARE = 0.05  # of the range of a window with numbers below zero
-_ALONE = 30.0  # spreads of a single value that comes back at once and is worth a warning
 _FALLS = 6  # of a scale in a row; a scaler that has grown its scale once too often makes one or two
 _SETTLED = 20  # steps in which a grad scaler looks for its first scale
 
@@ -54,17 +52,14 @@ class Alarm:
     """A number that has left its course: the ``values`` off it in a row, and what was usual.
 
     ``limit`` is the highest number on the course, ``healthy`` the last usual value. ``shown_by`` is the step of now.
-    ``is_over``: the number has come back.
     """
 
     kind: EventKind
-    severity: Severity
     values: tuple[Value, ...]
     usual: float
     limit: float
     healthy: Value
     shown_by: int
-    is_over: bool = False
 
     @property
     def place(self) -> int:
@@ -136,10 +131,14 @@ class Course:
         if not number <= self._limit or number == math.inf:
             if len(self._streak) < LENGTH:  # a run may go on with nan
                 self._streak.append(value)
-            alarm = self._error() if len(self._streak) >= self._persistence else None
+            band = self._band if len(self._streak) >= self._persistence else None
+            if band is not None and not self._is_told and self._is_beyond(band, _peak(self._streak)):
+                alarm, self._is_told = self._alarm(), True
         else:
-            alarm = self._come_back(step) if self._streak else None
-            self._highest, self._lowest = max(self._highest, number), min(self._lowest, number)
+            peak = _peak(self._streak)  # fewer values than an alarm takes, and the number has come back
+            self._highest = max(self._highest, number, peak if math.isfinite(peak) else number)
+            self._lowest = min(self._lowest, number)
+            self._streak, self._is_told = [], False
         if math.isfinite(number):
             self._window.append(value)
             self._num_new += 1
@@ -153,7 +152,7 @@ class Course:
     def pending(self) -> Alarm | None:
         """The values off the course so far, if there are any that no alarm was made of; for a failure that comes
         before there are enough of them."""
-        return self._alarm("error", self._streak[-1].step) if self._streak and not self._is_told else None
+        return self._alarm() if self._streak and not self._is_told else None
 
     def _learn(self) -> None:
         if len(self._window) >= LEAST:
@@ -161,29 +160,13 @@ class Course:
             self._limit, self._high = self._band.number(SPREADS), self._band.number(HIGH)
             self._num_new = 0
 
-    def _error(self) -> Alarm | None:
-        if self._band is None or self._is_told or not self._is_beyond(self._band, _peak(self._streak)):
-            return None
-        self._is_told = True
-        return self._alarm("error", self._streak[-1].step)
-
-    def _come_back(self, step: int) -> Alarm | None:
-        """End a streak; fewer values than an error takes are a warning if they were far off the course."""
-        alarm, peak, band = None, _peak(self._streak), self._band
-        if band is not None and not self._is_told and band.spreads(peak) > _ALONE and self._is_beyond(band, peak):
-            alarm = self._alarm("warning", step, is_over=True)
-        if math.isfinite(peak):
-            self._highest = max(self._highest, peak)
-        self._streak, self._is_told = [], False
-        return alarm
-
     def _is_beyond(self, band: Band, number: float) -> bool:
         """True if a number is clearly above the highest one so far."""
         if band.is_log and self._lowest > 0:
             return band.spreads(number) > band.spreads(self._highest) + _BEYOND
         return number > self._highest + (self._highest - self._lowest)
 
-    def _alarm(self, severity: Severity, shown_by: int, *, is_over: bool = False) -> Alarm:
+    def _alarm(self) -> Alarm:
         """The streak, with the values right before it that were already high, as with a number that grows slowly."""
         band = self._band or Band(0.0, 1.0, False)
         values, limit = list(self._streak), self._limit
@@ -193,7 +176,7 @@ class Course:
             limit = band.number(HIGH)
         usual = (value for value in reversed(before) if band.spreads(value.number) <= USUAL)
         healthy = next(usual, before[-1] if before else values[0])
-        return Alarm(self._kind, severity, tuple(values), band.number(0.0), limit, healthy, shown_by, is_over)
+        return Alarm(self._kind, tuple(values), band.number(0.0), limit, healthy, values[-1].step)
 
 
 class ScaleFalls:
@@ -217,7 +200,7 @@ class ScaleFalls:
         if len(values) != _FALLS + 1:
             return None
         first = values[0]
-        return Alarm("scale", "error", tuple(values), first.number, first.number, self._healthy or first, step)
+        return Alarm("scale", tuple(values), first.number, first.number, self._healthy or first, step)
 
 
 # -- numbers of steps that were played -----------------------------------------------------------------------------
@@ -256,7 +239,7 @@ def first_off(numbers: Sequence[float | None]) -> int | None:
 
 def _peak(values: Iterable[Value]) -> float:
     """The highest number, a NaN above all."""
-    return max(math.inf if math.isnan(value.number) else value.number for value in values)
+    return max((math.inf if math.isnan(value.number) else value.number for value in values), default=-math.inf)
 
 
 def _deviations(values: Sequence[float], center: float) -> list[float]:

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from reprokit.series.course import QUANTITIES, Alarm, EventKind, Severity
+from reprokit.series.course import QUANTITIES, Alarm, EventKind
 from reprokit.words import json_line, number_words, times_words
 
 _MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold about 8,000 events
@@ -45,7 +45,7 @@ class TrainingEvent:
 
     kind: EventKind
     step: int
-    severity: Severity
+    severity: Literal["warning", "error"]
     evidence: str
     place: str | None = None
     began_at: int | None = None
@@ -67,16 +67,14 @@ class TrainingEvent:
 
 
 def event_of(alarm: Alarm) -> TrainingEvent:
-    """The event of a number that has left its course."""
+    """The event of a number that has left its course, as long as its step is not saved."""
     values = [value.number for value in alarm.values]
     words = f"the {QUANTITIES[alarm.kind]} was {number_words(values[0])}{times_words(values[0], alarm.usual)}"
-    if alarm.is_over:
-        words += ", and came back at once" if len(values) == 1 else ", and came back"
-    elif len(values) > 1:
+    if len(values) > 1:
         highest = max(values, key=lambda number: math.inf if math.isnan(number) else number)
         words += f", and stayed off its course for {len(values)} steps up to {number_words(highest)}"
     words = f"began at step {alarm.step}: {words}"
-    return TrainingEvent(alarm.kind, alarm.shown_by, alarm.severity, words, **alarm.numbers)
+    return TrainingEvent(alarm.kind, alarm.shown_by, "warning", words, **alarm.numbers)
 
 
 class LineLog:

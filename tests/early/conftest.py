@@ -1,4 +1,4 @@
-"""Early warning takes numbers in batches by the time of a step and stops looks that cost much: not in its tests."""
+"""Early warning takes numbers in batches by the time of a step: not in its tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,5 @@ from reprokit.capture import early_warning
 
 @pytest.fixture(autouse=True)
 def whatever_the_machine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches end by their length, and looks are never too many."""
+    """Batches end by their length."""
     monkeypatch.setattr(early_warning, "_DELAY", 1e9)
-    monkeypatch.setattr(early_warning, "_UNPAID_SECONDS", 1e9)
