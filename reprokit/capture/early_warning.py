@@ -38,12 +38,13 @@ from reprokit.capture.tape import Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.errors import pass_on
 from reprokit.locate.failure import Failure, Predicate
-from reprokit.locate.gains import Step, blocked, explained
+from reprokit.locate.gains import blocked, explained
 from reprokit.locate.let_through import let_through
 from reprokit.locate.quantity import norms_of, number_of, numbers_of
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
+from reprokit.program.step import Step
 from reprokit.series.course import (
     HIGH,
     LEAST_PLAYED,
@@ -114,7 +115,8 @@ class EarlyWarning:
         self._is_off = False
         self._left, self._seen, self._batch = 1, -1, 1
         self._finds_silent, self._looked, self._num_looks = "dead" in kinds, 0, 0
-        self._silent, self._played = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._silent: Any = WeakTensorKeyDictionary()
+        self._played: Any = WeakTensorKeyDictionary()
         loop.has_alarm = self._has_alarm
         loop.world.keeps_earlier = True
 
@@ -185,9 +187,8 @@ class EarlyWarning:
         """A parameter that learns nothing. Kept steps are played once for each that is silent in two looks in a row:
         a part of a model may rest in turn with others, all the time."""
         silent = _silent([p for optimizer in self._loop.world.optimizers for p in parameters_of(optimizer)])
-        before: dict[torch.Tensor, int] = dict(self._silent.items())
         self._num_looks += 1
-        self._silent = WeakTensorKeyDictionary({p: before.get(p, 0) + 1 for p in silent})
+        self._silent = WeakTensorKeyDictionary({p: self._silent.get(p, 0) + 1 for p in silent})
         new = [p for p in silent if p not in self._played and (is_last or self._silent[p] > 1)]
         if not new:
             return None
