@@ -6,6 +6,7 @@ user's own check is run from its file beside the repro, on an object with the at
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ import torch
 
 from reprokit.errors import NotReproduced
 from reprokit.locate import quantity
-from reprokit.locate.differences import halves_in, tolerances
+from reprokit.locate.differences import MISMATCH, halves_in, tolerances
 from reprokit.locate.failure import Failure
 from reprokit.locate.quantity import observed
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
@@ -21,14 +22,44 @@ from reprokit.program.convert import in_dtype, on_device
 from reprokit.program.functions import is_in_place
 from reprokit.program.interpreter import Outcome, Settings, Tensors, determinism, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
+from reprokit.render import source
+from reprokit.render.printer import Code, write_program
+from reprokit.render.source import constant, define, fill, path
 from reprokit.program.step import Step
-from reprokit.render.code import Code, write_program
-from reprokit.render.expression import fold, quoted
-from reprokit.shrink.checks.predicate import loss_of, outcome_of
+from reprokit.shrink.checks.predicate import FUNCTION, loss_of, outcome_of
 from reprokit.words import number_words
 
 _MAX_MESSAGE = 70
 _WORDS = {"nan": "nan", "+inf": "inf", "-inf": "-inf"}
+DETERMINISTIC = "torch.use_deterministic_algorithms(True)"
+_WORDS_OF_A_COMPARISON = ("step", "reference", "actual", "expected", "backend", "runpy")
+_WORDS_OF_A_CHECK = ("runpy", "SimpleNamespace", "outcome", "exception", "error", "check", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptParts:
+    """The parts of a script: code with its inputs, the statements, the assertion; ``beside`` names a file of the
+    user's that it runs."""
+
+    code: Code
+    body: Sequence[ast.stmt]
+    check: Sequence[ast.stmt]
+    beside: str | None = None
+
+
+def parts_of(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> ScriptParts:
+    """The script of a program that fails; raises `NotReproduced`. What it asserts depends on the kind of failure."""
+    if failure.kind == MISMATCH:
+        return _mismatch(program, tensors, failure)
+    if failure.kind == FUNCTION:
+        return _function_check(program, tensors, failure)
+    if failure.event is not None:
+        return _event(program, tensors, failure, aside)
+    subject = find_subject(program, tensors, failure)
+    code = write_program(program, tensors, keep=[subject.value] if subject is not None else [], aside=aside)
+    if needs_determinism(failure):
+        code = replace(code, inputs=(*fill(DETERMINISTIC), *code.inputs))
+    return ScriptParts(code, code.body, write_check(subject, failure, code) if subject is not None else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +70,6 @@ class Subject:
     is_gradient: bool
     tensor: torch.Tensor
     way: str
-
-
-DETERMINISTIC = "torch.use_deterministic_algorithms(True)"
 
 
 def needs_determinism(failure: Failure) -> bool:
@@ -55,31 +83,32 @@ def find_subject(program: Program, tensors: Tensors, failure: Failure) -> Subjec
     settings = Settings(deterministic_algorithms=True, deterministic_warn_only=False)
     with determinism(settings if needs_determinism(failure) else None):
         outcome = run(program, tensors, keep=frozenset(wanted))
+    raised = type(outcome.error).__name__ if outcome.error is not None else None
     if failure.kind == "exception":
-        if outcome.error is None or type(outcome.error).__name__ != _exception_name(failure):
-            raise NotReproduced(f"the program does not raise `{_exception_name(failure)}` when it is run again")
+        name = failure.exception[0] if failure.exception is not None else "exception"
+        if raised != name:
+            raise NotReproduced(f"the program does not raise `{name}` when it is run again")
         return None
-    if outcome.error is not None:
-        raise NotReproduced(
-            f"the program raises `{type(outcome.error).__name__}` when it is run again", note=str(outcome.error)
-        )
+    if raised is not None:
+        raise NotReproduced(f"the program raises `{raised}` when it is run again", note=str(outcome.error))
     found = [subject for subject in _subjects(failure, wanted, outcome) if subject.way]
     if found:
         return next((subject for subject in found if subject.way == failure.way), found[0])
     raise NotReproduced(f"nothing in the program is `{failure.way}` when it is run again")
 
 
-def write_check(subject: Subject, failure: Failure, code: Code) -> list[str]:
+def write_check(subject: Subject, failure: Failure, code: Code) -> list[ast.stmt]:
     """The print and the assertion."""
     name = code.names[subject.value]
     text = f"{name}.grad" if subject.is_gradient else name
     is_leaf = not subject.is_gradient and subject.tensor.requires_grad and subject.tensor.is_leaf
-    shown = f"{name}.data" if is_leaf else text
-    condition = f"not {_question(subject.tensor, subject.way)}({text}).any()"
-    return [
-        *fold(f'print("{text} =", {shown})'),
-        *fold(f"assert {condition}, {message(subject, failure, code)}"),
-    ]
+    return fill(
+        f"print(LABEL, SHOWN)\nassert not {_question(subject.tensor, subject.way)}(SUBJECT).any(), MESSAGE",
+        LABEL=constant(f"{text} ="),
+        SHOWN=path(f"{name}.data" if is_leaf else text),
+        SUBJECT=path(text),
+        MESSAGE=constant(_message(subject, failure, code)),
+    )
 
 
 def outcome_words(subject: Subject | None, code: Code, failure: Failure) -> str:
@@ -89,25 +118,19 @@ def outcome_words(subject: Subject | None, code: Code, failure: Failure) -> str:
     return f", which makes {code.names[subject.value]}{'.grad' * subject.is_gradient} {_WORDS[subject.way]}"
 
 
-def message(subject: Subject, failure: Failure, code: Code) -> str:
-    """The assertion's message as a string literal, such as ``"F.softmax(x, dim=0) is nan"``."""
+def _message(subject: Subject, failure: Failure, code: Code) -> str:
+    """The assertion's message, such as ``F.softmax(x, dim=0) is nan``."""
     plain = subject.tensor.detach()
     has_mask = plain.layout is torch.strided and not plain.is_complex()
     is_all_bad = bool(bad_mask(plain, subject.way).all()) if has_mask else plain.numel() == 1
-    verb = "is" if is_all_bad else "contains"
-    text = f"{_about(subject, failure, code)} {verb} {_WORDS[subject.way]}"
-    return f"'{text}'" if '"' in text and "'" not in text and "\\" not in text else quoted(text)
-
-
-def _about(subject: Subject, failure: Failure, code: Code) -> str:
-    """The subject of the message: the expression if it is short, else the variable."""
-    name = code.names[subject.value]
+    about = code.names[subject.value]
     if subject.is_gradient:
-        return f"{name}.grad"
-    if failure.phase == Phase.OPTIMIZER and failure.call is not None and failure.call.startswith("torch.optim."):
-        return f"after {failure.call.split('.')[2]}.step(), {name}"
-    expression = code.expressions.get(subject.value, name)
-    return expression if len(expression) <= _MAX_MESSAGE else name
+        about = f"{about}.grad"
+    elif failure.phase == Phase.OPTIMIZER and failure.call is not None and failure.call.startswith("torch.optim."):
+        about = f"after {failure.call.split('.')[2]}.step(), {about}"
+    elif len(written := code.expressions.get(subject.value, about)) <= _MAX_MESSAGE:
+        about = written
+    return f"{about} {'is' if is_all_bad else 'contains'} {_WORDS[subject.way]}"
 
 
 def _question(tensor: torch.Tensor, way: str) -> str:
@@ -148,136 +171,71 @@ def _subjects(failure: Failure, wanted: list[int], outcome: Outcome) -> list[Sub
     return gradients + values if failure.is_derivative else values + gradients
 
 
-def _exception_name(failure: Failure) -> str:
-    return failure.exception[0] if failure.exception is not None else "exception"
+# -- a mismatch ----------------------------------------------------------------------------------------------------
 
 
-_INDENT = "    "
-_WORDS_OF_A_COMPARISON = ("step", "reference", "actual", "expected", "backend", "runpy")
-_WORDS_OF_A_CHECK = ("runpy", "SimpleNamespace", "outcome", "exception", "error", "check", "verdict")
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptParts:
-    """The parts of a script: code with its inputs, the statements, the assertion.
-
-    ``imports`` replace those of the code, ``beside`` names a file of the user's that it runs.
-    """
-
-    code: Code
-    body: Sequence[str]
-    check: Sequence[str]
-    imports: Sequence[str] = ()
-    beside: str | None = None
-
-
-def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
+def _mismatch(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
     """The program as a function, called as it is and in the way of the reference, and an assertion that both agree."""
     name, option = failure.reference
     given = Step(program, {item.value: tensors[item.value] for item in program.inputs})
     if name == "compile":
-        code = _function("step", given, failure)
+        code = _as_function("step", given, failure)
         file, function = failure.check
-        backend = "backend" if file else quoted(option)
-        calls = [
-            *([f"backend = {_from_file(file, function)}"] if file else []),
-            f"expected = step({_arguments(given, code, '')})",
-            f"actual = torch.compile(step, backend={backend})({_arguments(given, code, '')})",
-        ]
-        parts = _compared(given, failure, [code], calls)
-        own = ("import runpy", "from pathlib import Path")
-        return replace(parts, imports=_with_imports(code.imports, own), beside=file) if file else parts
+        arguments = _arguments(given, code, "")
+        calls = fill(
+            f"expected = step({arguments})\nactual = torch.compile(step, backend=BACKEND)({arguments})",
+            BACKEND=ast.Name("backend") if file else constant(option),
+        )
+        own = fill("backend = FOUND", FOUND=_from_file(file, function)) if file else []
+        return _compared(given, [code], [*own, *calls], beside=file or None)
     if name == "fp64":
-        return _in_two_ways(given, in_dtype(given, torch.float64), failure, "", ".double()", " in float64")
-    return _in_two_ways(on_device(given, "cuda"), on_device(given, "cpu"), failure, ".cuda()", ".cpu()", " on the CPU")
+        return _in_two_ways(given, in_dtype(given, torch.float64), failure, "", ".double()")
+    return _in_two_ways(on_device(given, "cuda"), on_device(given, "cpu"), failure, ".cuda()", ".cpu()")
 
 
-def function_parts(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
-    """The program, the object that the user's function is shown, and an assertion that it sees no bug."""
-    file, function = failure.check
-    given = Step(program, {item.value: tensors[item.value] for item in program.inputs})
-    loss = loss_of(given)
-    graded = outcome_of(given).gradients
-    leaves = [item for item in program.inputs if item.name in graded]
-    outputs = [ref.value for ref in program.outputs]
-    keep = [*outputs, *([loss] if loss is not None else []), *(item.value for item in leaves)]
-    code = write_program(program, tensors, keep=keep, reserved=_WORDS_OF_A_CHECK)
-    raises = failure.exception is not None
-    tuple_of = "".join(f"{code.names[value]}, " for value in outputs).rstrip()
-    gradients = ", ".join(f"{quoted(item.name)}: {code.names[item.value]}.grad" for item in leaves)
-    check = [
-        "outcome = SimpleNamespace(",
-        f"    outputs=({'' if raises else tuple_of}),",
-        f"    loss={code.names[loss] if loss is not None and not raises else None},",
-        f"    gradients={{{gradients}}},",
-        f"    exception={'exception' if raises else None},",
-        ")",
-        f"check = {_from_file(file, function)}",
-        "verdict = check(outcome)",
-        'print("outcome.exception =", repr(exception))' if raises else 'print("outcome.loss =", outcome.loss)',
-        f'assert verdict not in (True, "same"), {quoted(f"{function}(outcome) is true")}',
-    ]
-    own = ("import runpy", "from pathlib import Path", "from types import SimpleNamespace")
-    body: Sequence[str] = code.body
-    if raises:
-        body = ["exception = None", "try:", *(_INDENT + line if line else line for line in body)]
-        body = [*body, "except Exception as error:", f"{_INDENT}exception = error"]
-    return ScriptParts(code, body, check, _with_imports(code.imports, own), file)
-
-
-def _from_file(file: str, name: str) -> str:
-    return f"runpy.run_path(str(Path(__file__).with_name({quoted(file)})))[{quoted(name)}]"
-
-
-def _in_two_ways(one: Step, other: Step, failure: Failure, into: str, into_other: str, words: str) -> ScriptParts:
+def _in_two_ways(one: Step, other: Step, failure: Failure, into: str, into_other: str) -> ScriptParts:
     """As it is and changed; two functions where the change goes beyond the inputs."""
-    code, changed = _function("step", one, failure), _function("step", other, failure)
-    codes = [code]
-    name = "step"
-    if code.body != changed.body:
+    code, changed = _as_function("step", one, failure), _as_function("step", other, failure)
+    codes, name = [code], "step"
+    if list(map(source.text, code.body)) != list(map(source.text, changed.body)):
         name = "reference"
-        codes.append(_function(name, other, failure))
-    calls = [
-        f"actual = step({_arguments(one, code, into)})",
-        f"expected = {name}({_arguments(other, code, into_other)})  # the same{words}",
-    ]
-    return _compared(one, failure, codes, calls)
+        codes.append(_as_function(name, other, failure))
+    calls = f"actual = step({_arguments(one, code, into)})\nexpected = {name}({_arguments(other, code, into_other)})"
+    return _compared(one, codes, fill(calls))
 
 
-def _compared(given: Step, failure: Failure, codes: Sequence[Code], calls: Sequence[str]) -> ScriptParts:
-    body = [line for code in codes for line in (*code.body, "", "")]
-    check = [*calls, 'print("actual =", actual)', 'print("expected =", expected)', _assertion(given, failure)]
-    return ScriptParts(replace(codes[0], inputs=(*codes[0].inputs, "", "")), body[:-1], check)
-
-
-def _assertion(given: Step, failure: Failure) -> str:
-    """Tolerances are spelled out only where they are not the dtype's own."""
-    halves = halves_in(given.program, dict(given.tensors))
-    extra = ""
-    if halves and torch.float32 in {tensor.dtype for tensor in given.tensors.values()}:
+def _compared(
+    given: Step, codes: Sequence[Code], calls: Sequence[ast.stmt], beside: str | None = None
+) -> ScriptParts:
+    halves, extra = halves_in(given.program, dict(given.tensors)), ""
+    if halves and torch.float32 in {tensor.dtype for tensor in given.tensors.values()}:  # not the dtype's own tolerances
         relative, absolute = tolerances(torch.float32, halves)
         extra = f", rtol={relative}, atol={absolute}"
-    return f"torch.testing.assert_close(actual, expected.to(actual), equal_nan=True{extra})"
+    ending = f"""
+print("actual =", actual)
+print("expected =", expected)
+torch.testing.assert_close(actual, expected.to(actual), equal_nan=True{extra})
+"""
+    body = [statement for code in codes for statement in code.body]
+    return ScriptParts(codes[0], body, [*calls, *fill(ending)], beside)
 
 
-def _function(name: str, given: Step, failure: Failure) -> Code:
+def _as_function(name: str, given: Step, failure: Failure) -> Code:
     """The program as a function of all its inputs that returns the result in question."""
     assert failure.value is not None, "a mismatch has a result"
     shown = [item for item in given.program.inputs if item.role != "rng"]
     keep = [failure.value, *(item.value for item in shown)]
     code = write_program(given.program, given.tensors, keep=keep, reserved=_WORDS_OF_A_COMPARISON)
-    is_gradient = failure.phase == Phase.BACKWARD
-    result = code.names[failure.value] + (".grad" if is_gradient else "")
-    head = f"def {name}({', '.join(code.names[item.value] for item in shown)}):"
-    body = [head, *(_INDENT + line if line else line for line in code.body), f"{_INDENT}return {result}"]
-    return replace(code, body=tuple(body))
+    result = code.names[failure.value] + (".grad" if failure.phase == Phase.BACKWARD else "")
+    body = [*code.body, ast.Return(path(result))]
+    return replace(code, body=(define(name, [code.names[item.value] for item in shown], body),))
 
 
 def _arguments(given: Step, code: Code, into: str) -> str:
     """The arguments of one call; copies where it would see what an earlier call has written or added to a gradient."""
     writes = any(is_in_place(call.target) for call in given.program.calls)
 
-    def argument(item: Input) -> str:
+    def written(item: Input) -> str:
         tensor = given.tensors[item.value]
         change = into
         if into == ".double()" and not tensor.is_floating_point():
@@ -287,19 +245,62 @@ def _arguments(given: Step, code: Code, into: str) -> str:
             return f"{name}.detach().clone(){change}.requires_grad_()"
         return f"{name}.clone(){change}" if writes else f"{name}{change}"
 
-    return ", ".join(argument(item) for item in given.program.inputs if item.role != "rng")
+    return ", ".join(written(item) for item in given.program.inputs if item.role != "rng")
 
 
-def _with_imports(imports: Sequence[str], needed: Sequence[str]) -> list[str]:
-    theirs = [line for line in imports if "torch" in line]
-    ours = dict.fromkeys((*needed, *(line for line in imports if line and line not in theirs)))
-    return [*ours, "", *theirs]
+# -- the user's own check ------------------------------------------------------------------------------------------
+
+
+def _function_check(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
+    """The program, the object that the user's function is shown, and an assertion that it sees no bug."""
+    file, function = failure.check
+    given = Step(program, {item.value: tensors[item.value] for item in program.inputs})
+    loss, graded = loss_of(given), outcome_of(given).gradients
+    leaves = [item for item in program.inputs if item.name in graded]
+    outputs = [ref.value for ref in program.outputs]
+    keep = [*outputs, *([loss] if loss is not None else []), *(item.value for item in leaves)]
+    code = write_program(program, tensors, keep=keep, reserved=_WORDS_OF_A_CHECK)
+    raises = failure.exception is not None
+    gradients = [(constant(item.name), path(f"{code.names[item.value]}.grad")) for item in leaves]
+    shown = "exception" if raises else "loss"
+    check = fill(
+        f"""
+outcome = SimpleNamespace(outputs=OUTPUTS, loss=LOSS, gradients=GRADIENTS, exception={"exception" if raises else None})
+check = CHECK
+verdict = check(outcome)
+print("outcome.{shown} =", {"repr(exception)" if raises else "outcome.loss"})
+assert verdict not in (True, "same"), MESSAGE
+""",
+        OUTPUTS=ast.Tuple([path(code.names[value]) for value in outputs if not raises]),
+        LOSS=path(code.names[loss]) if loss is not None and not raises else constant(None),
+        GRADIENTS=ast.Dict([name for name, _ in gradients], [gradient for _, gradient in gradients]),
+        CHECK=_from_file(file, function),
+        MESSAGE=constant(f"{function}(outcome) is true"),
+    )
+    body: Sequence[ast.stmt] = code.body
+    if raises:
+        (none, caught) = fill("exception = None\ntry:\n    pass\nexcept Exception as error:\n    exception = error")
+        assert isinstance(caught, ast.Try)
+        caught.body = list(code.body)
+        body = [none, caught]
+    return ScriptParts(code, body, check, file)
+
+
+def _from_file(file: str, name: str) -> ast.expr:
+    (made,) = fill(
+        "runpy.run_path(str(Path(__file__).with_name(FILE)))[NAME]", FILE=constant(file), NAME=constant(name)
+    )
+    assert isinstance(made, ast.Expr)
+    return made.value
+
+
+# -- an event ------------------------------------------------------------------------------------------------------
 
 
 _VARIABLES = {"gradient norm": "norm", "update": "update"}
 
 
-def event_parts(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int] = ()) -> ScriptParts:
+def _event(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> ScriptParts:
     """The program, the quantity and the assertion; raises `NotReproduced` where it is below the threshold."""
     found, outcome = observed(program, tensors, failure)
     if found is None or found.event is None:
@@ -314,29 +315,31 @@ def event_parts(program: Program, tensors: Tensors, failure: Failure, aside: Col
     reserved = (name, "before", "change", "size") if name else ()
     code = write_program(program, tensors, keep=values, reserved=reserved, aside=aside)
     names = [code.names[value] for value in values]
+    first, measuring = _measuring(event.quantity, names)
     name = name or names[0]
     short = float(f"{event.threshold:.4g}")
-    threshold = repr(event.threshold if event.value < short else short)  # rounding may take it above the value
+    threshold = event.threshold if event.value < short else short  # rounding may take it above the value
     usual = f", and its median in training was {number_words(event.usual)}" if event.usual is not None else ""
-    said = quoted(f"the {event.quantity} is not below {threshold}{usual}")
-    first, measuring = _measuring(event.quantity, names)
-    lines = [*measuring, f'print("{name} =", {name})', f"assert {name} < {threshold}, {said}"]
-    return ScriptParts(code, [*first, *code.body], [part for line in lines for part in fold(line)])
+    said = constant(f"the {event.quantity} is not below {threshold!r}{usual}")
+    check = fill(f'{measuring}print("{name} =", {name})\nassert {name} < LIMIT, SAID', LIMIT=constant(threshold), SAID=said)
+    return ScriptParts(code, [*fill(first), *code.body], check)
 
 
-def _measuring(quantity: str, names: list[str]) -> tuple[list[str], list[str]]:
+def _measuring(quantity: str, names: list[str]) -> tuple[str, str]:
     """The lines before the program and after it that compute the quantity; a loss is there already."""
+
+    def norm(tensors: Sequence[str]) -> str:
+        if len(tensors) == 1:
+            return f"{tensors[0]}.norm()"
+        return f"torch.stack([{', '.join(f'{tensor}.norm()' for tensor in tensors)}]).norm()"
+
     if quantity == "gradient norm":
-        return [], [f"norm = {_norm([f'{name}.grad' for name in names])}"]
+        return "", f"norm = {norm([f'{name}.grad' for name in names])}\n"
     if quantity != "update":
-        return [], []
+        return "", ""
     copies = [f"before[{number}]" for number in range(len(names))]
     changes = [f"({name} - {copy})" for name, copy in zip(names, copies, strict=True)]
-    before = fold(f"before = [{', '.join(f'{name}.detach().clone()' for name in names)}]")
-    return before, [f"change = {_norm(changes)}", f"size = {_norm(copies)}", "update = change / size"]
+    before = f"before = [{', '.join(f'{name}.detach().clone()' for name in names)}]"
+    return before, f"change = {norm(changes)}\nsize = {norm(copies)}\nupdate = change / size\n"
 
 
-def _norm(tensors: list[str]) -> str:
-    if len(tensors) == 1:
-        return f"{tensors[0]}.norm()"
-    return f"torch.stack([{', '.join(f'{tensor}.norm()' for tensor in tensors)}]).norm()"

@@ -11,7 +11,7 @@ from typing import Any
 from reprokit.locate.failure import HEALTHY, Failure, root_of
 from reprokit.program.ir import Phase
 from reprokit.render import wording
-from reprokit.render.call_code import labels
+from reprokit.render.names import labels
 from reprokit.series.story import has_several_optimizers, paragraph
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot

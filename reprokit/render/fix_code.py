@@ -7,6 +7,7 @@ and the comment above says so. Line breaks of the statement are those of `ast.un
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,13 @@ from reprokit.locate.spelling import VIEWS
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Program, Ref, Site, iter_refs
 from reprokit.program.sites import called_name, parsed
-from reprokit.render import call_code, expression
-from reprokit.render.call_code import Leaf, Statement, labels
-from reprokit.render.expression import BINARY, Expr
-from reprokit.render.names import Match, is_inside_another, match_of, operand_nodes, rank_of
+from reprokit.errors import SnapshotError
+from reprokit.render import source
+from reprokit.render.names import BINARY, Match, is_inside_another, labels, match_of, operand_nodes
+from reprokit.render.printer import write_call
+from reprokit.render.source import Leaf, argument, mapped, path
 
-_LAYER = re.compile(r"\.(\d+)(?=\.|$)")  # of a list in the path of a parameter
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # of a list in the path of a parameter
 MAX_LINES = 6  # a fix that takes more lines is not shown as code
 _NOT_TWICE = (ast.Await, ast.Call, ast.NamedExpr, ast.Yield, ast.YieldFrom)
 
@@ -38,15 +40,22 @@ def fix_code(before: Program, after: Program) -> str:
     ends in ``in what it calls`` if these are in a function that the statement calls.
     """
     untouched = set(map(id, before.calls))
-    names = {value: _LAYER.sub(r"[\1]", name) for value, name in {**labels(after), **labels(before)}.items()}
+    names = {value: _as_path(name) for value, name in {**labels(after), **labels(before)}.items()}
     shown: dict[tuple[str, int], str] = {}  # by file and first line
     for call in after.calls:
         site = call.site
         if site is None or id(call) in untouched or call.is_optimizer_step or (site.file, site.first_line) in shown:
             continue
         change = _Change(_on_line(before, site), _on_line(after, site), names)
-        shown[site.file, site.first_line] = change.code(site)
+        with contextlib.suppress(SnapshotError):  # a name that is none in Python
+            shown[site.file, site.first_line] = change.code(site)
     return "\n".join(filter(None, shown.values()))
+
+
+def _as_path(name: str) -> str:
+    """``layers[0].weight`` for ``layers.0.weight``, ``model[1].bias`` for ``1.bias``."""
+    found = _LAYER.sub(r"[\1]", name)
+    return f"model{found}" if found.startswith("[") else found
 
 
 def _on_line(program: Program, site: Site) -> list[Call]:
@@ -71,10 +80,8 @@ class _Change:
         nodes: dict[int, ast.expr] = {}
         for call in before:
             nodes = {**operand_nodes(call), **nodes}
-        paths = {
-            value: ast.unparse(node) for value, node in nodes.items() if isinstance(node, (ast.Name, ast.Attribute))
-        }
-        self._names = {**names, **paths}
+        named = {value: node for value, node in nodes.items() if isinstance(node, (ast.Name, ast.Attribute))}
+        self._names = {**names, **{value: ast.unparse(node) for value, node in named.items()}}
         # in a statement that writes in place, a name may be another value
         self._operands = {} if any(is_in_place(call.target) for call in before) else nodes
         line = parsed(before[0].site.text) if before and before[0].site is not None else None
@@ -114,10 +121,10 @@ class _Change:
         matches = [match_of(call) for call in self._untouched]
         is_shared = any(match is not None and match[0] in self._changed for match in matches)
         # what is elementwise gives the same without autocast; "@" does not
-        is_mixed = bool(heads) and any(BINARY.get(call.name, "@") == "@" for call in self._untouched)
+        is_mixed = bool(heads) and any(BINARY.get(call.name, ast.MatMult) is ast.MatMult for call in self._untouched)
         if line is None or is_shared or is_mixed or set(map(id, used)) != set(map(id, self._new)):
             raise _NotShown
-        text = ast.unparse(_rebuilt(line.tree, self._changed))
+        text = ast.unparse(self._rebuilt(line.tree))
         head = text.removesuffix("\n    pass") if line.after else text
         return f"{line.before}{head}".splitlines()
 
@@ -134,22 +141,18 @@ class _Change:
             raise _NotShown
         operands, here = {**self._operands, **operand_nodes(call)}, list[Call]()
 
-        def operand(value: int) -> Expr:
-            if value not in operands:
-                raise _NotShown
-            return Expr(ast.unparse(_rebuilt(operands[value], self._changed)), rank_of(operands[value]))
-
-        def written(new: Call) -> ast.AST:
+        def written(new: Call) -> ast.expr:
             here.append(new)
             own = self._with_arguments(new, call, leaf) if new.target == call.target else None
-            return own or _tree(self._text(new, leaf))
+            return own or _expression(new, leaf)
 
-        def leaf(ref: Any) -> Expr:
+        def leaf(ref: Any) -> ast.expr:
             maker = self._makers.get(ref.value) if ref != call.outputs else None
-            if maker is None:
-                return operand(ref.value)
-            tree = written(maker)
-            return Expr(ast.unparse(tree), rank_of(tree))
+            if maker is not None:
+                return written(maker)
+            if ref.value not in operands:
+                raise _NotShown
+            return self._rebuilt(operands[ref.value])
 
         tree = written(made[-1])
         used += here
@@ -173,18 +176,15 @@ class _Change:
         can_add = isinstance(node, ast.Call) and all(isinstance(slot, str) for slot in added)
         if had.keys() - wanted.keys() or not other.keys() - added <= nodes.keys() or (added and not can_add):
             return None
-        trees = {slot: _tree(expression.argument(value, leaf)) for slot, value in other.items()}
-        places: dict[ast.AST, ast.AST] = {nodes[slot]: tree for slot, tree in trees.items() if slot not in added}
-        made: ast.AST = _rebuilt(node, {**self._changed, **places})
+        trees = {slot: source.spelled(argument(value, leaf)) for slot, value in other.items()}
+        places = {nodes[slot]: tree for slot, tree in trees.items() if slot not in added}
+        made: ast.expr = mapped(node, {**self._changed, **places}.get)
         if isinstance(made, ast.Call):
             made.keywords += [ast.keyword(str(slot), tree) for slot, tree in trees.items() if slot in added]
         return made
 
-    def _text(self, new: Call, leaf: Leaf) -> Expr:
-        written = call_code.write_call(new, leaf)
-        if isinstance(written, Statement):
-            raise _NotShown
-        return written
+    def _rebuilt(self, node: ast.AST) -> Any:
+        return mapped(node, self._changed.get)
 
     # -- the expressions alone -----------------------------------------------------------------------------------
 
@@ -201,22 +201,23 @@ class _Change:
         written = {ref.value for call in new if is_in_place(call.target) for ref in iter_refs(call.args[:1])}
         inside = {value for value in self._makers.keys() - written if reads[value] == 1}
 
-        def leaf(ref: Any) -> Expr:
-            return self._text(self._makers[ref.value], leaf) if ref.value in inside else Expr(self._names[ref.value])
+        def leaf(ref: Any) -> ast.expr:
+            return _expression(self._makers[ref.value], leaf) if ref.value in inside else path(self._names[ref.value])
 
         lines = dict[str, None]()  # once where a loop goes over the statement several times
         for call in new:
             if not inside.issuperset(call.output_refs()) or not call.output_refs():
                 results = [self._names[value] for value in call.output_refs() if value not in call.input_refs()]
-                text = call_code.write_call(call, leaf).text
+                text = source.text(write_call(call, leaf))
                 lines[f"{', '.join(results)} = {text}" if results else text] = None
         return list(lines)
 
 
-def _tree(text: Expr) -> ast.expr:
-    tree = ast.parse(text.text, mode="eval").body
-    made: ast.expr = _rebuilt(tree, _as_written(tree, text.text))
-    return made
+def _expression(new: Call, leaf: Leaf) -> ast.expr:
+    made = write_call(new, leaf)
+    if not isinstance(made, ast.expr):
+        raise _NotShown
+    return source.spelled(made)
 
 
 def _as_written(tree: ast.AST, source: str) -> dict[ast.AST, ast.AST]:
@@ -225,15 +226,3 @@ def _as_written(tree: ast.AST, source: str) -> dict[ast.AST, ast.AST]:
     constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in in_texts]
     spelled = {node: ast.get_source_segment(source, node) or "" for node in constants}
     return {node: ast.Name(text) for node, text in spelled.items() if text and "\n" not in text}
-
-
-def _rebuilt(node: Any, new: Mapping[ast.AST, ast.AST]) -> Any:
-    """A tree with some of its nodes replaced. It is a copy, because trees of statements are shared."""
-    if isinstance(node, list):
-        return [_rebuilt(item, new) for item in node]
-    if not isinstance(node, ast.AST):
-        return node
-    if node in new:
-        return new[node]
-    fields = {name: _rebuilt(value, new) for name, value in ast.iter_fields(node)}
-    return ast.copy_location(type(node)(**fields), node)

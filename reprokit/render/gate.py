@@ -19,13 +19,12 @@ from reprokit.program.functions import UnknownFunction, allowed_names, layer_cla
 _IMPORTS = frozenset(
     {"import torch", "import torch.nn.functional as F", "from torch import nn", "from pathlib import Path"}
 )
-_OF_A_CHECK = frozenset({"import runpy", "from types import SimpleNamespace"})
 _PREFIXES = {"F": "torch.nn.functional", "nn": "torch.nn", "torch": "torch"}
-_STATEMENTS = (ast.Assign, ast.AugAssign, ast.Expr, ast.Assert, ast.Return, ast.Pass)
-_EXPRESSIONS = (
-    ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Subscript, ast.Slice, ast.BinOp,
-    ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Starred, ast.keyword, ast.withitem, ast.arguments, ast.arg, ast.operator,
-    ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context,
+_NODES = (
+    ast.Module, ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.arguments, ast.arg, ast.Assign,
+    ast.AugAssign, ast.Expr, ast.Assert, ast.Return, ast.Pass, ast.With, ast.withitem, ast.For, ast.Name, ast.Attribute,
+    ast.Call, ast.keyword, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Subscript, ast.Slice, ast.BinOp,
+    ast.UnaryOp, ast.Compare, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context,
 )  # fmt: skip
 _BUILTINS = frozenset({"print", "float", "complex", "slice", "super", "list", "dict", "tuple", "repr", "range"})
 # What a script uses besides functions of the list: constructors, constants, settings and assertions of torch.
@@ -35,13 +34,14 @@ _TORCH = frozenset(
         "Size", "Tensor", "autocast", "autograd.backward", "compile", "cuda.set_rng_state", "device", "e",
         "enable_grad", "finfo", "inf", "inference_mode", "manual_seed", "nan", "nn.Parameter", "nn.init.constant_",
         "nn.init.ones_", "nn.init.zeros_", "no_grad", "pi", "set_float32_matmul_precision", "set_num_threads",
+        "nn.utils.rnn.PackedSequence", "nn.utils.rnn.pack_padded_sequence", "nn.utils.rnn.pad_packed_sequence",
         "set_rng_state", "sparse_bsc_tensor", "sparse_bsr_tensor", "sparse_coo_tensor", "sparse_csc_tensor",
         "sparse_csr_tensor", "tensor", "testing.assert_close", "use_deterministic_algorithms",
     )
 )  # fmt: skip
 _ATTRIBUTES = frozenset(
     (
-        "backward", "data", "device", "dtype", "eps", "eval", "grad", "is_leaf", "param_groups", "register_buffer",
+        "backward", "batch_sizes", "data", "device", "dtype", "eps", "eval", "grad", "is_leaf", "param_groups", "register_buffer",
         "requires_grad", "requires_grad_", "shape", "smallest_normal", "state", "step", "tiny", "train", "update",
         "zero_grad",
     )
@@ -63,7 +63,8 @@ def require_closed(text: str, *, check: tuple[str, str] | None = None) -> None:
     ``check``: the file and the function of a check of the user's own, which the script may run from beside it.
     """
     try:
-        _Reader(ast.parse(text), check).read()
+        tree = ast.parse(text)
+        _Reader(tree, check).read(tree)
     except (SyntaxError, ValueError, MemoryError) as error:
         raise _refused(f"it is no Python ({type(error).__name__})") from error
     except RecursionError as error:
@@ -100,118 +101,69 @@ class _Reader:
     """Reads one script. ``made`` are the names that it defines, ``members`` what it puts into modules of its own."""
 
     def __init__(self, tree: ast.Module, check: tuple[str, str] | None) -> None:
-        self._tree = tree
-        self._check = check
+        self.tree = tree
         nodes = list(ast.walk(tree))
-        self._made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        self.members = set(_members(nodes))
+        self.imports, self.names, self.nodes = _IMPORTS, _BUILTINS - {"super"}, _NODES
+        self.attributes = _ATTRIBUTES | self.members
+        self.whole = {ast.unparse(ast.parse(_SIDE_LOAD)), "super().__init__()"}  # what belongs only as it stands
+        taken = {*_PREFIXES, *_BUILTINS, "Path"}
+        if check is not None:
+            self.imports |= {"import runpy", "from types import SimpleNamespace"}
+            self.names |= {"exception", "Exception", "SimpleNamespace"}
+            self.nodes = (*_NODES, ast.Try, ast.ExceptHandler)
+            self.attributes |= {"outputs", "loss", "gradients", "exception"}
+            self.whole.add(f"runpy.run_path(str(Path(__file__).with_name({check[0]!r})))[{check[1]!r}]")
+            taken |= {"runpy", "SimpleNamespace"}
         methods = {id(part) for node in nodes if isinstance(node, ast.ClassDef) for part in node.body}
         defined = (node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
-        self._made |= {node.name for node in defined if id(node) not in methods}
-        self._made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        self._made |= {str(node.name) for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
-        self._members = set(_members(nodes))
-
-    def read(self) -> None:
-        """Raise `RefusedScript` at the first thing that does not belong."""
-        taken = {*_PREFIXES, *_BUILTINS, "Path"}
-        taken |= {"runpy", "SimpleNamespace"} if self._check is not None else set()
-        for name in sorted(self._made | self._members):
+        made = {node.name for node in defined if id(node) not in methods}
+        made |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        made |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+        for name in sorted(made | self.members):
             if name.startswith("__") or name in taken:
                 raise _refused(f"it defines `{name}`")
-        for statement in self._tree.body:
-            self._top(statement)
+        self.names |= made
 
-    def _top(self, node: ast.stmt) -> None:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            known = _IMPORTS | _OF_A_CHECK if self._check is not None else _IMPORTS
-            if ast.unparse(node) not in known:
-                raise _refused(f"it holds `{ast.unparse(node):.80}`")
-        elif isinstance(node, ast.ClassDef):
-            self._class(node)
-        else:
-            self._statement(node)
-
-    def _class(self, node: ast.ClassDef) -> None:
-        if [ast.unparse(base) for base in node.bases] != ["nn.Module"] or node.keywords or node.decorator_list:
-            raise _refused(f"it holds a class `{node.name}` that is no plain module")
-        for part in node.body:
-            if not isinstance(part, ast.FunctionDef):
-                raise _refused(f"`{node.name}` holds more than functions")
-            self._function(part, ("__init__", "forward"))
-
-    def _function(self, node: ast.FunctionDef, names: tuple[str, ...] = ()) -> None:
-        given = node.args
-        if node.decorator_list or given.defaults or given.kw_defaults or given.vararg or given.kwarg or node.returns:
-            raise _refused(f"the function `{node.name}` has more than arguments")
-        if any(item.annotation is not None for item in given.args) or (names and node.name not in names):
-            raise _refused(f"it holds the function `{node.name}`")
-        for statement in node.body:
-            self._statement(statement)
-
-    def _statement(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.FunctionDef):
-            self._function(node)
-        elif isinstance(node, (ast.With, ast.For)):
-            for child in ast.iter_child_nodes(node):
-                if isinstance(child, ast.stmt):
-                    self._statement(child)
-                else:
-                    self._expression(child)
-        elif self._check is not None and isinstance(node, ast.Try):
-            self._caught(node)
-        elif isinstance(node, _STATEMENTS):
-            for child in ast.iter_child_nodes(node):
-                self._expression(child)
-        else:
-            raise _refused(f"it holds `{ast.unparse(node):.80}`")
-
-    def _caught(self, node: ast.Try) -> None:
-        """The statements of a check of the user's that sees an exception: ``except Exception as error``."""
-        if node.orelse or node.finalbody or [ast.unparse(h.type) for h in node.handlers if h.type] != ["Exception"]:
-            raise _refused(f"it holds `{ast.unparse(node):.80}`")
-        for statement in (*node.body, *(line for handler in node.handlers for line in handler.body)):
-            self._statement(statement)
-
-    def _expression(self, node: ast.AST) -> None:
-        if isinstance(node, ast.expr) and self._is_whole(node):
+    def read(self, node: ast.AST) -> None:
+        """Raise `RefusedScript` at the first thing that does not belong."""
+        if isinstance(node, ast.expr) and ast.unparse(node) in self.whole:
             return
-        if not isinstance(node, _EXPRESSIONS):
-            shown = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+        if not isinstance(node, self.nodes) or not self._belongs(node):
+            shown = ast.unparse(node) if isinstance(node, (ast.expr, ast.stmt)) else type(node).__name__
             raise _refused(f"it holds `{shown:.80}`")
-        if isinstance(node, ast.Attribute):
-            self._attribute(node)
-        elif isinstance(node, ast.Name):
-            self._name(node)
-        else:
-            for child in ast.iter_child_nodes(node):
-                self._expression(child)
-
-    def _is_whole(self, node: ast.expr) -> bool:
-        """True for what belongs only as it stands: the load of the side file, and the run of the user's check."""
-        text = ast.unparse(node)
-        allowed = [ast.unparse(ast.parse(_SIDE_LOAD, mode="eval")), "super().__init__()"]
-        if self._check is not None:
-            file, function = self._check
-            allowed.append(f"runpy.run_path(str(Path(__file__).with_name({file!r})))[{function!r}]")
-            allowed += ["SimpleNamespace"]
-        return text in allowed
-
-    def _name(self, node: ast.Name) -> None:
-        is_known = node.id in self._made or (node.id in _BUILTINS - {"super"})
-        if not is_known and not (self._check is not None and node.id == "exception"):
-            raise _refused(f"it uses `{node.id:.80}`")
-
-    def _attribute(self, node: ast.Attribute) -> None:
-        name = _dotted(node)
-        if name is not None:
-            if not _is_of_torch(name):
-                raise _refused(f"it uses `{name:.80}`")
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or (isinstance(node, ast.Attribute) and _dotted(node)):
             return
-        known = node.attr in _ATTRIBUTES | self._members or bool(_STATE.fullmatch(node.attr))
-        known = known or any(f"torch.Tensor.{node.attr}{end}" in allowed_names() for end in ("", ".__get__"))
-        if not known and not (self._check is not None and node.attr in ("outputs", "loss", "gradients", "exception")):
-            raise _refused(f"it uses the attribute `{node.attr:.80}`")
-        self._expression(node.value)
+        for child in ast.iter_child_nodes(node):
+            self.read(child)
+
+    def _belongs(self, node: ast.AST) -> bool:
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                return node in self.tree.body and ast.unparse(node) in self.imports
+            case ast.ClassDef():
+                is_plain = not node.keywords and not node.decorator_list and node in self.tree.body
+                methods = [part.name if isinstance(part, ast.FunctionDef) else "" for part in node.body]
+                return is_plain and [ast.unparse(base) for base in node.bases] == ["nn.Module"] and {
+                    *methods
+                } <= {"__init__", "forward"}
+            case ast.FunctionDef(args=given):
+                more = (node.decorator_list, given.defaults, given.kw_defaults, given.vararg, given.kwarg, node.returns)
+                return not any(more) and not any(item.annotation for item in given.args)
+            case ast.Try():
+                return not node.orelse and not node.finalbody
+            case ast.ExceptHandler():
+                return node.type is not None and ast.unparse(node.type) == "Exception"
+            case ast.Name():
+                return node.id in self.names
+            case ast.Attribute():
+                name = _dotted(node)
+                if name is not None:
+                    return _is_of_torch(name)
+                known = node.attr in self.attributes or bool(_STATE.fullmatch(node.attr))
+                return known or any(f"torch.Tensor.{node.attr}{end}" in allowed_names() for end in ("", ".__get__"))
+        return True
 
 
 def _members(nodes: list[ast.AST]) -> Iterator[str]:

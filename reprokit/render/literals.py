@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from reprokit.program.dataflow import same_bits
-from reprokit.render.expression import constant, float_text
+from reprokit.render.source import constant, float_text, text
 
 MAX_LITERALS = 64
 _LARGE = 65_536
@@ -232,7 +232,7 @@ def number_text(value: Any, dtype: torch.dtype) -> str:
         return float_text(_shortest(value, dtype))
     if isinstance(value, complex):
         part = torch.float64 if dtype == torch.complex128 else torch.float32
-        return constant(complex(_shortest(value.real, part), _shortest(value.imag, part))).text
+        return text(constant(complex(_shortest(value.real, part), _shortest(value.imag, part))))
     return repr(value)
 
 

@@ -6,6 +6,7 @@ Modules keep the names they have in the user's code. Torch's layers are layers; 
 
 from __future__ import annotations
 
+import ast
 import builtins
 import keyword
 import re
@@ -17,14 +18,13 @@ from typing import Any, TypeGuard
 import torch
 
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
-from reprokit.render import expression, names
+from reprokit.render import names, source
 from reprokit.render.check import Subject, find_subject, outcome_words, write_check
-from reprokit.render.code import Code, needed_mode, write_program
-from reprokit.render.expression import WIDTH, Expr, fold
 from reprokit.render.gate import require_closed
 from reprokit.render.literals import Literal, is_same, literal, number_text
 from reprokit.render.names import identifier, input_words, name_for_input, numbered, operand_words, result_words
-from reprokit.render.templates import render_template
+from reprokit.render.printer import Code, expression, needed_mode, write_program
+from reprokit.render.source import argument, assign, constant, define, fill, method, path
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.step import is_container
 from reprokit.shrink.context.tree import (
@@ -197,6 +197,10 @@ def write_module_script(
     return _Writer(context, context.tree).write(num_calls_before, torch_version or torch.__version__)
 
 
+class _NeedsFile(Exception):
+    """A tensor or a random state has no short expression."""
+
+
 class _Writer:
     def __init__(self, context: Context, tree: Tree) -> None:
         self._context = context
@@ -207,38 +211,32 @@ class _Writer:
         words = {**input_words(context.program), **result_words(context.program)}
         self._nouns = {**_words_for_unnamed(tree, words), **words}
         self._classes: dict[Key, str] = {}
-        self._texts: dict[str, list[str]] = {}
+        self._definitions: dict[str, ast.ClassDef | ast.FunctionDef] = {}
 
     def write(self, num_calls_before: int | None, version: str) -> ModuleScript | None:
-        start = self._random_start()
-        if start is None:
-            return None
         seen = {ref.value for ref in self._context.program.outputs} | self._inputs.keys()
         failure = self._context.failure
         failure = failure if failure.value in seen else replace(failure, value=None)
         subject = find_subject(self._context.program, self._context.tensors, failure)
-        if not self._write_classes():
+        try:
+            start = self._random_start()
+            for block in reversed(modules_in_order(self._tree.root)):
+                if block.layer is None and not is_container(block.scope):
+                    self._define_class(block)
+            for block in self._tree.root.items:
+                if isinstance(block, Block) and block.is_function:
+                    name = function_name(block.scope.cls)
+                    self._definitions.setdefault(name, self._function(block, name, ()))
+            setup = self._setup()
+        except _NeedsFile:
             return None
-        for block in self._tree.root.items:
-            if isinstance(block, Block) and block.is_function:
-                name = function_name(block.scope.cls)
-                self._texts.setdefault(name, self._body(block, name, ()))
-        setup = self._setup()
         code = self._script_code(subject)
-        if setup is None or code.side:
+        if code.side:
             return None
         check = write_check(subject, self._context.failure, code) if subject is not None else []
-        outcome, classes = outcome_words(subject, code, self._context.failure), list(self._texts.values())
-        lines = [line for block in (*classes, setup, code.inputs, code.body) for line in block]
-        text = render_template(
-            "repro_module.py.j2",
-            header=list(map(visible_line, self._header(num_calls_before, version, outcome))),
-            imports=_imports(lines),
-            classes=classes,
-            setup=[*setup, *code.inputs, *start],
-            body=code.body,
-            check=check,
-        )
+        header = self._header(num_calls_before, version, outcome_words(subject, code, self._context.failure))
+        body = [*self._definitions.values(), *setup, *code.inputs, *start, *code.body]
+        text = source.script(list(map(visible_line, header)), body, check)
         require_closed(text)
         return ModuleScript(text, self._tree.num_modules, self._context.program.num_calls)
 
@@ -247,59 +245,51 @@ class _Writer:
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
         what = redact_text(headline(self._context.failure))
         yield f"{what} {phase_words(self._context.failure)}{outcome} (torch {version})."
-        was = f"{counted(num_calls_before, 'torch call')} of " if num_calls_before is not None else ""
-        yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."
+        was = f"a training step of {counted(num_calls_before, 'torch call')}" if num_calls_before is not None else "a step"
+        yield f"This is the part of the model where it happens, cut out of {was} by reprokit."
         if not self._context.is_ordinary:
-            yield "Not all inputs are ordinary numbers: no piece of the step was found that fails with such alone."
-        yield "Ends with exit code 1 while the failure is there, and with 0 once it is gone."
+            yield "Some inputs are not ordinary numbers: no part of the model fails with ordinary inputs alone."
+        yield "Exit code 1: the failure is there. Exit code 0: it is gone."
 
-    def _random_start(self) -> list[str] | None:
-        """The line that seeds the generator before the one call that is random; ``None`` when there are more."""
+    def _random_start(self) -> list[ast.stmt]:
+        """The line that seeds the generator before the one call that is random."""
         states = [call.mode.rng.value for call in self._context.program.calls if call.mode.rng is not None]
         if not states:
             return []
         seed = seed_of(self._context.tensors[states[0]]) if len(states) == 1 else None
-        return None if seed is None else [f"torch.manual_seed({seed})"]
+        if seed is None:
+            raise _NeedsFile
+        return fill("torch.manual_seed(SEED)", SEED=constant(seed))
 
-    def _setup(self) -> list[str] | None:
-        modules = _children(self._tree.root)
-        made = [f"{self._names.attributes[block.key]} = {self._made(block)}" for block in modules]
-        changed = self._changed_parameters()
-        if changed is None:
-            return None
-        numbers = (start for value, start in self._start.items() if is_same(start, self._context.tensors[value]))
-        needs_seed = any(n.is_floating_point() and n.numel() > 0 and constant_of(n) not in (0, 1) for n in numbers)
-        seed = [f"torch.manual_seed({SEED})"] if needs_seed else []
-        return [*seed, *(piece for line in made for piece in fold(line)), *changed]
-
-    def _changed_parameters(self) -> list[str] | None:
-        lines: list[str] = []
+    def _setup(self) -> list[ast.stmt]:
+        made = [
+            assign(ast.Name(self._names.attributes[block.key]), self._made(block)) for block in _children(self._tree.root)
+        ]
+        changed: list[ast.stmt] = []
         for block in self._tree.layers():
             for name, value in block.layer.state.items() if block.layer is not None else ():
                 tensor = self._context.tensors[value]
                 if name == "num_batches_tracked" or is_same(self._start[value].contiguous(), tensor.contiguous()):
                     continue
-                path = self._names.value_path(value, ROOT_KEY)
-                line = _assignment(path, tensor) if path is not None else None
-                if line is None:
-                    return None
-                lines += fold(line)
-        return lines
+                place = self._names.value_path(value, ROOT_KEY)
+                if place is None:
+                    raise _NeedsFile
+                changed.append(_set_to(path(place), tensor))
+        numbers = (start for value, start in self._start.items() if is_same(start, self._context.tensors[value]))
+        needs_seed = any(n.is_floating_point() and n.numel() > 0 and constant_of(n) not in (0, 1) for n in numbers)
+        return [*(fill("torch.manual_seed(SEED)", SEED=constant(SEED)) if needs_seed else []), *made, *changed]
 
     def _script_code(self, subject: Subject | None) -> Code:
         root = self._tree.root
-        written = {value: _drawn(self._context.tensors[value]) for value in self._context.drawn}
-        keep = [] if subject is None else [subject.value]
         program = self._statements(root, ROOT_KEY, self._context.program.inputs, ())
-        reserved = {*_RESERVED, *(self._names.attributes[b.key] for b in _children(root)), *self._texts}
         return write_program(
             program,
             self._context.tensors,
-            keep=keep,
+            keep=[] if subject is None else [subject.value],
             given=self._paths(ROOT_KEY),
-            written=written,
+            written={value: _drawn(self._context.tensors[value]) for value in self._context.drawn},
             nouns=self._nouns,
-            reserved=reserved,
+            reserved={*_RESERVED, *(self._names.attributes[b.key] for b in _children(root)), *self._definitions},
         )
 
     def _paths(self, inside: Key) -> dict[int, str]:
@@ -309,43 +299,37 @@ class _Writer:
 
     # -- classes -------------------------------------------------------------------------------------------------
 
-    def _write_classes(self) -> bool:
-        """The classes, innermost first; ``False`` when one keeps a tensor that no short expression makes."""
-        for block in reversed(modules_in_order(self._tree.root)):
-            if block.layer is not None or is_container(block.scope):
-                continue
-            own = [self._own_line(value) for value in own_values(self._tree, block.key)]
-            if None in own:
-                return False
-            self._write_class(block, [line for line in own if line is not None])
-        return True
-
-    def _own_line(self, value: int) -> str | None:
-        tensor, item = self._context.tensors[value], self._inputs[value]
-        found = _drawn(tensor) if value in self._context.drawn else literal(tensor)
-        if found is None:
-            return None
-        name = self._names.own[value]
-        if item.role == "parameter" and tensor.is_floating_point():
-            return f"self.{name} = nn.Parameter({found.text})"
-        return f'self.register_buffer("{name}", {found.text})'
-
-    def _write_class(self, block: Block, own: list[str]) -> None:
-        children = [f"self.{self._names.attributes[b.key]} = {self._made(b)}" for b in _children(block)]
-        body = [*own, *children]
-        lines = []
-        if body:
-            lines += ["    def __init__(self):", "        super().__init__()"]
-            lines += [piece for line in body for piece in fold(f"        {line}")]
-            lines.append("")
-        lines += [f"    {line}" for line in self._body(block, "forward", ("self",))]
-        for name in names.numbered(class_name(block.scope.cls)):
-            text = [f"class {name}(nn.Module):", *lines]
-            if self._texts.setdefault(name, text) == text:
+    def _define_class(self, block: Block) -> None:
+        """The class of a module, innermost first; modules with the same text share one."""
+        own = [self._own_line(value) for value in own_values(self._tree, block.key)]
+        children = [
+            assign(path(f"self.{self._names.attributes[child.key]}"), self._made(child)) for child in _children(block)
+        ]
+        body: list[ast.stmt] = []
+        if own or children:
+            first = ast.parse("super().__init__()").body
+            body.append(define("__init__", ["self"], [*first, *own, *children]))
+        body.append(self._function(block, "forward", ("self",)))
+        for name in numbered(class_name(block.scope.cls)):
+            made = ast.parse(f"class {source.text(path(name))}(nn.Module): pass").body[0]
+            assert isinstance(made, ast.ClassDef)
+            made.body = body
+            known = self._definitions.setdefault(name, made)
+            if source.lines(known) == source.lines(made):
                 self._classes[block.key] = name
                 return
 
-    def _body(self, block: Block, function: str, first: tuple[str, ...]) -> list[str]:
+    def _own_line(self, value: int) -> ast.stmt:
+        tensor, item, name = self._context.tensors[value], self._inputs[value], self._names.own[value]
+        found = _drawn(tensor) if value in self._context.drawn else literal(tensor)
+        if found is None:
+            raise _NeedsFile
+        made = expression(found.text)
+        if item.role == "parameter" and tensor.is_floating_point():
+            return assign(path(f"self.{name}"), source.call("nn.Parameter", [made]))
+        return ast.Expr(source.call("self.register_buffer", [constant(name), made]))
+
+    def _function(self, block: Block, name: str, first: tuple[str, ...]) -> ast.FunctionDef:
         arguments = dict(self._argument_names(block))
         program = self._statements(block, block.key, [], block.makes)
         given = {**({} if block.is_function else self._paths(block.key)), **arguments}
@@ -354,14 +338,14 @@ class _Writer:
             program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED, indent=indent
         )
         body = list(code.body)
-        returned = ", ".join(code.names[value] for value in block.makes)
-        if body and returned and body[-1].startswith(f"{returned} = ") and len(block.makes) == 1:
-            shorter = f"return {body[-1].removeprefix(f'{returned} = ')}"
-            body[-1:] = fold(shorter, WIDTH - indent)
-        elif returned:
-            body.append(f"return {returned}")
-        head = f"def {function}({', '.join((*first, *arguments.values()))}):"
-        return [head, *(f"    {line}" for line in body or ["pass"])]
+        returned = [code.names[value] for value in block.makes]
+        match body[-1:]:
+            case [ast.Assign([ast.Name(target)], value)] if returned == [target]:
+                body[-1] = ast.Return(value)
+            case _ if returned:
+                shown = ast.Name(", ".join(source.text(path(word)) for word in returned))
+                body.append(ast.Return(shown))
+        return define(name, (*first, *arguments.values()), body or [ast.Pass()])
 
     def _argument_names(self, block: Block) -> Iterator[tuple[int, str]]:
         known = names.Identifiers(_RESERVED)
@@ -393,16 +377,19 @@ class _Writer:
         outputs: Any = made[0] if len(made) == 1 else made or None
         return Call(target, tuple(Ref(value) for value in block.reads), {}, outputs, mode=mode)
 
-    def _made(self, block: Block) -> str:
+    def _made(self, block: Block) -> ast.expr:
         if block.layer is not None:
             layer = block.layer
-            arguments = [expression.argument(value, _no_tensor) for value in layer.arguments]
-            options = {name: expression.argument(value, _no_tensor) for name, value in layer.options.items()}
-            ending = ".eval()" if not layer.training and layer.cls.startswith(_MODE_MATTERS) else ""
-            return f"{expression.call(f'nn.{layer.cls}', arguments, options).text}{layer.suffix}{ending}"
+            arguments = [argument(value, _no_tensor) for value in layer.arguments]
+            options = {name: argument(value, _no_tensor) for name, value in layer.options.items()}
+            made = source.call(f"nn.{layer.cls}", arguments, options)
+            (filled,) = fill(f"LAYER{layer.suffix}", LAYER=made)
+            assert isinstance(filled, ast.Expr)
+            is_off = not layer.training and layer.cls.startswith(_MODE_MATTERS)
+            return method(filled.value, "eval") if is_off else filled.value
         if is_container(block.scope):
-            return f"nn.Sequential({', '.join(self._made(child) for child in _children(block))})"
-        return f"{self._classes[block.key]}()"
+            return source.call("nn.Sequential", [self._made(child) for child in _children(block)])
+        return source.call(self._classes[block.key])
 
 
 def _words_for_unnamed(tree: Tree, words: Mapping[int, str]) -> dict[int, str]:
@@ -429,30 +416,23 @@ def _uniform_mode(block: Block) -> Mode | None:
     return modes.pop() if len(modes) == 1 else None
 
 
-def _no_tensor(value: Any) -> Expr:
+def _no_tensor(value: Any) -> ast.expr:
     raise TypeError(f"a constructor argument cannot be `{type(value).__name__}`")
 
 
-def _assignment(path: str, tensor: torch.Tensor) -> str | None:
+def _set_to(place: ast.expr, tensor: torch.Tensor) -> ast.stmt:
     constant = constant_of(tensor)
     if constant is None:
         numbers = literal(tensor)
-        return f"{path}.data = {numbers.text}" if numbers is not None else None
+        if numbers is None:
+            raise _NeedsFile
+        return assign(ast.Attribute(place, "data"), expression(numbers.text))
     if constant in (0, 1):
-        return f"nn.init.{'ones' if constant else 'zeros'}_({path})"
-    return f"nn.init.constant_({path}, {number_text(constant, tensor.dtype)})"
+        return ast.Expr(source.call(f"nn.init.{'ones' if constant else 'zeros'}_", [place]))
+    return ast.Expr(source.call("nn.init.constant_", [place, expression(number_text(constant, tensor.dtype))]))
 
 
 def _drawn(tensor: torch.Tensor) -> Literal:
     sizes = tuple(str(size) for size in tensor.shape)
     dtype = () if tensor.dtype == torch.float32 else (f"dtype={tensor.dtype}",)
     return Literal("randn", (*sizes, *dtype))
-
-
-def _imports(lines: list[str]) -> list[str]:
-    found = ["import torch"]
-    if any(re.search(r"\bF\.", line) for line in lines):
-        found.append("import torch.nn.functional as F")
-    if any(re.search(r"\bnn\.(?!functional)", re.sub(r"torch\.nn\.", "", line)) for line in lines):
-        found.append("from torch import nn")
-    return found

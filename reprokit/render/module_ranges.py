@@ -16,7 +16,7 @@ from reprokit.locate.blame import GRAD_SCALER
 from reprokit.locate.failure import Failure
 from reprokit.locate.ranges import FrameRow, Range, Role
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Phase, Program, Scope, iter_refs
-from reprokit.render.call_code import labels
+from reprokit.render.names import labels
 from reprokit.render.survey import Survey, survey, written_by
 from reprokit.snapshot.format import Snapshot
 

@@ -3,7 +3,7 @@
 Parameters and batch tensors keep the last part of their own name; anything else is named after the parameter of the
 first function that takes it (``weight``, ``target``), and results after what was done. Names are unique.
 
-The spelling of a call in the user's statement: names of its operands and results, operator or method.
+The user's statement says how a call is spelled: names of operands and results, operator or method.
 
 The column span of a call names the expression that made it. Where that expression is the call itself, and not something
 that makes it, its parts are the call's operands.
@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import keyword
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,6 @@ from reprokit import torch_private
 from reprokit.program.functions import UnknownFunction, function_named, is_torch_function
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
 from reprokit.program.sites import called_name, parsed, parts, variables
-from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, SYMBOLS, UNARY, Rank
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import item_name
 
@@ -196,6 +196,34 @@ def identifier(text: str) -> str | None:
     return None if base.lower() in _ROLE_WORDS or base in _RESERVED else word
 
 
+_NUMBERED = re.compile(r"_\d+$")
+
+
+def labels(program: Program) -> dict[int, str]:
+    """A name in texts for every value: of a result the variable that the user's lines assign it to, or read it from."""
+    last_reads = {value: index for index, call in enumerate(program.calls) for value in call.input_refs()}
+    written = result_words(program)
+    found: dict[int, str] = {}
+    busy: dict[str, float] = {}  # until which call a name is taken
+
+    def give(value: int, base: str, index: float, until: float) -> None:
+        name = next(name for name in numbered(base) if busy.get(name, -math.inf) <= index)
+        found[value], busy[name] = name, until
+
+    for item in program.inputs:
+        is_state = item.role in ("parameter", "buffer")
+        base = item.name if is_state else _NUMBERED.sub("", name_for_input(item, program))
+        give(item.value, base, -1, math.inf if is_state else last_reads.get(item.value, -1))
+    for index, call in enumerate(program.calls):
+        for value in call.output_refs():
+            if value not in found:
+                noun = name_for_output(call)
+                if call.name == "__get__":
+                    noun = identifier(call.target.removesuffix(".__get__")) or "view"
+                give(value, written.get(value) or noun, index, last_reads.get(value, index))
+    return found
+
+
 def parameter_taking(call: Call, value: int) -> str | None:
     """The name of the parameter of ``call`` that takes a value, ``x`` for a plain operand, ``None`` if none does."""
     for name, argument in call.kwargs.items():
@@ -273,6 +301,23 @@ def _readable(parameter: str) -> str:
 
 
 _METHOD = "torch.Tensor."
+_OPERATORS: Sequence[tuple[type[ast.operator | ast.cmpop], str, str]] = (  # special method, plain method
+    (ast.Add, "add", "add"), (ast.Sub, "sub", "sub"), (ast.Mult, "mul", "mul"), (ast.Div, "truediv", "div"),
+    (ast.FloorDiv, "floordiv", ""), (ast.Mod, "mod", "remainder"), (ast.MatMult, "matmul", "matmul"),
+    (ast.Pow, "pow", ""), (ast.LShift, "lshift", ""), (ast.RShift, "rshift", ""), (ast.BitAnd, "and", ""),
+    (ast.BitXor, "xor", ""), (ast.BitOr, "or", ""), (ast.Lt, "lt", "lt"), (ast.LtE, "le", "le"),
+    (ast.Gt, "gt", "gt"), (ast.GtE, "ge", "ge"), (ast.Eq, "eq", "eq"), (ast.NotEq, "ne", "ne"),
+)  # fmt: skip
+# Methods of a tensor that are written as operators.
+UNARY = {"neg": ast.USub, "positive": ast.UAdd, "__invert__": ast.Invert}
+BINARY = {name: node for node, special, plain in _OPERATORS for name in (f"__{special}__", plain) if name}
+REFLECTED = {f"__r{special}__": node for node, special, _ in _OPERATORS if issubclass(node, ast.operator)}
+AUGMENTED = {"floor_divide_": ast.FloorDiv} | {
+    name: node
+    for node, special, plain in _OPERATORS
+    for name in (f"__i{special}__", f"{plain}_")
+    if issubclass(node, ast.operator) and node is not ast.MatMult and name != "_"
+}
 _UNNAMED = re.compile(r"input(_\d+)?")
 # What these return is still called what they were given.
 _SAME_THING = frozenset(
@@ -280,7 +325,6 @@ _SAME_THING = frozenset(
      "permute", "repeat", "requires_grad_", "reshape", "squeeze", "t", "to", "transpose", "type", "unsqueeze", "view"]
 )  # fmt: skip
 _SAME_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "data", "real"])
-_ATOMS = (ast.Attribute, ast.Call, ast.Constant, ast.Dict, ast.List, ast.Name, ast.Subscript)
 MODULES = frozenset(["torch", "F", "nn", "functional", "np", "linalg", "fft", "special"])
 
 Match = tuple[ast.AST, Sequence[ast.expr]]
@@ -353,14 +397,14 @@ def _operands(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     match node:
         case ast.BinOp(left, op, right) if is_method:
             is_swapped = isinstance(left, ast.Constant) and isinstance(call.args[0], Ref)  # `2 * x` is `x.mul(2)`
-            reflected = (right, left) if REFLECTED.get(name) == SYMBOLS[type(op)] else None
+            reflected = (right, left) if REFLECTED.get(name) is type(op) else None
             plain = (right, left) if is_swapped else (left, right)
-            return plain if BINARY.get(name) == SYMBOLS[type(op)] else reflected
-        case ast.AugAssign(target, op, value) if is_method and AUGMENTED.get(name) == f"{SYMBOLS[type(op)]}=":
+            return plain if BINARY.get(name) is type(op) else reflected
+        case ast.AugAssign(target, op, value) if is_method and AUGMENTED.get(name) is type(op):
             return target, value
-        case ast.Compare(left, [op], [right]) if is_method and BINARY.get(name) == SYMBOLS.get(type(op), ""):
+        case ast.Compare(left, [comparison], [right]) if is_method and BINARY.get(name) is type(comparison):
             return left, right
-        case ast.UnaryOp(op, operand) if is_method and UNARY.get(name) == SYMBOLS.get(type(op), ""):
+        case ast.UnaryOp(sign, operand) if is_method and UNARY.get(name) is type(sign):
             return (operand,)
         case ast.Subscript(value, _) if call.target == f"{_METHOD}__getitem__":
             return (value,)
@@ -383,14 +427,6 @@ def _of_call(node: ast.Call, call: Call) -> Sequence[ast.expr] | None:
     if owner is None or is_method == is_of_module:
         return None
     return [owner, *node.args] if is_method else node.args
-
-
-def rank_of(node: ast.AST) -> Rank:
-    if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
-        operators = node.ops if isinstance(node, ast.Compare) else [node.op]
-        symbol = SYMBOLS.get(type(operators[0]), "")
-        return Rank.UNARY if isinstance(node, ast.UnaryOp) and symbol else BINARY_RANKS.get(symbol, Rank.TUPLE)
-    return Rank.ATOM if isinstance(node, _ATOMS) else Rank.TUPLE
 
 
 def _name(node: ast.expr) -> str | None:

@@ -12,25 +12,14 @@ from pathlib import Path
 import torch
 
 from reprokit.errors import UsageError
-from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
-from reprokit.render.check import (
-    DETERMINISTIC,
-    ScriptParts,
-    event_parts,
-    find_subject,
-    function_parts,
-    mismatch_parts,
-    needs_determinism,
-    write_check,
-)
-from reprokit.render.code import SIDE_FILE, write_program
+from reprokit.render import source
+from reprokit.render.check import parts_of
 from reprokit.render.gate import require_closed
-from reprokit.render.templates import render_template
+from reprokit.render.printer import SIDE_FILE
 from reprokit.render.wording import headline, phase_words
-from reprokit.shrink.checks.predicate import FUNCTION
 from reprokit.snapshot.files import REPRO_FILE, replaced, write_text
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted, visible_line
@@ -115,32 +104,11 @@ def write_script(
     Inputs in ``aside`` go to the side file.
     """
     header = _header(program, failure, num_calls_before, torch_version or torch.__version__)
-    parts = _parts(program, tensors, failure, aside)
-    text = render_template(
-        "repro.py.j2",
-        header=header,
-        imports=parts.imports or parts.code.imports,
-        inputs=(*([DETERMINISTIC] if needs_determinism(failure) else []), *parts.code.inputs),
-        body=parts.body,
-        check=parts.check,
-    )
+    parts = parts_of(program, tensors, failure, aside)
+    text = source.script(header, [*parts.code.inputs, *parts.body], parts.check)
     require_closed(text, check=failure.check if parts.beside is not None else None)
     names = {item.name: parts.code.names[item.value] for item in program.inputs if item.value in parts.code.names}
     return Script(text, parts.code.side, names, parts.beside)
-
-
-def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> ScriptParts:
-    """The sections of the script; what a repro asserts depends on the kind of the failure."""
-    if failure.kind == MISMATCH:
-        return mismatch_parts(program, tensors, failure)
-    if failure.kind == FUNCTION:
-        return function_parts(program, tensors, failure)
-    if failure.event is not None:
-        return event_parts(program, tensors, failure, aside)
-    subject = find_subject(program, tensors, failure)
-    code = write_program(program, tensors, keep=[subject.value] if subject is not None else [], aside=aside)
-    check = write_check(subject, failure, code) if subject is not None else []
-    return ScriptParts(code, code.body, check)
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:

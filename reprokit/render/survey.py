@@ -28,7 +28,8 @@ from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
 from reprokit.program.dataflow import calls_after, needed_calls
 from reprokit.program.interpreter import determinism, run
 from reprokit.program.ir import OPAQUE, Call, Program, Ref
-from reprokit.render.call_code import call_text, labels
+from reprokit.render.names import labels
+from reprokit.render.printer import call_text
 from reprokit.shrink.exact import written_by as written_values
 from reprokit.snapshot.format import Snapshot
 

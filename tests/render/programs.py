@@ -12,7 +12,7 @@ import torch
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.program.trace import Tracer
-from reprokit.render.code import SIDE_FILE, Code
+from reprokit.render.printer import SIDE_FILE, Code
 from reprokit.render.verify import VerifyResult
 from reprokit.series.story import StepNumbers
 from reprokit.snapshot.environment import Environment

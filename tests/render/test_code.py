@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from reprokit.program import functions
 from reprokit.program.interpreter import run
 from reprokit.program.ir import ZERO_GRAD, Call, Input, Mode, Program, Ref, Site, Slice, Symbol
-from reprokit.render.call_code import callee
-from reprokit.render.code import write_program
+from reprokit.render.printer import callee
+from reprokit.render.printer import write_program
 from reprokit.render.literals import is_same
 from tests.render.programs import Case, execute, half_precision_adam, one_call, record
 

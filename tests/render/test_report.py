@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Symbol
-from reprokit.render.call_code import labels
+from reprokit.render.names import labels
 from reprokit.render.report import MAX_TEXT, heat_map, plot, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.survey import (

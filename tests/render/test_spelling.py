@@ -10,8 +10,8 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.program.sites import variables
-from reprokit.render.call_code import labels
-from reprokit.render.code import write_program
+from reprokit.render.names import labels
+from reprokit.render.printer import write_program
 from reprokit.render.names import in_users_words, operand_words
 from reprokit.snapshot.format import Snapshot
 from tests.render.programs import site_of

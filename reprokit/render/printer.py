@@ -1,0 +1,621 @@
+"""A program as the Python that a person would have written for it: what runs is exactly what `program.run` runs.
+
+Operators instead of ``torch.Tensor.add``, methods and attributes on their tensor, ``F.`` for functionals, public
+functions for torch's private ones, and no argument that only repeats a default. Defaults are trusted only where the
+function is written in Python. A value that only one later call reads is written into that call where the user wrote
+both on one line, or one right after the other. Tensors that no short expression describes go to a side file.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from reprokit.locate.spelling import exact_signature_of
+from reprokit.program.functions import all_written, hidden_writes, is_in_place
+from reprokit.program.interpreter import Tensors
+from reprokit.program.ir import (
+    AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs, map_leaves,
+)  # fmt: skip
+from reprokit.render import names, source
+from reprokit.render.literals import Literal, as_given, is_same, literal, number_text
+from reprokit.render.names import AUGMENTED, BINARY, REFLECTED, UNARY, Identifiers, match_of, schemas_of, signature_of
+from reprokit.render.source import WIDTH, Leaf, argument, assign, constant, fill, method, path, subscript
+from reprokit.shrink.plainness import seed_of
+
+_METHOD = "torch.Tensor."
+_FUNCTIONAL = "torch.nn.functional."
+_PACK, _UNPACK = "torch._pack_padded_sequence", "torch._pad_packed_sequence"
+_RNN = "nn.utils.rnn"
+
+
+def expression(text: str) -> ast.expr:
+    """The node of an expression of ours, such as that of a literal."""
+    return ast.parse(text, mode="eval").body
+
+
+def write_call(call: Call, leaf: Leaf) -> ast.expr | ast.stmt:
+    """The call as an expression, or as a statement where it has no value, such as ``x += 1`` or ``x[mask] = 0``."""
+    call = as_method(call)
+    if call.target.startswith(_METHOD) and call.args and isinstance(call.args[0], Ref):
+        match = match_of(call)  # the user may have written ``x.add(y)`` where ``x + y`` would do
+        is_method = match is not None and isinstance(match[0], ast.Call)
+        short = (None if is_method else _operator(call, leaf)) or _access(call, leaf)
+        if short is not None:
+            return short
+    if call.target == _UNPACK:
+        call = replace(call, target=f"{_RNN}.pad_packed_sequence", args=(Call(f"{_RNN}.PackedSequence", call.args[:2]), *call.args[2:]))  # noqa: E501
+    arguments, keywords = _flags_by_name(call, *_needed_arguments(call))
+    args = [write_call(a, leaf) if isinstance(a, Call) else argument(a, leaf) for a in arguments]
+    kwargs = {name: argument(value, leaf) for name, value in keywords.items()}
+    if call.target.startswith(_METHOD) and args and isinstance(call.args[0], Ref):
+        return method(args[0], call.name, args[1:], kwargs)  # type: ignore[arg-type]
+    return source.call(callee(call.target), args, kwargs)  # type: ignore[arg-type]
+
+
+def callee(target: str) -> str:
+    if target == _PACK:
+        return f"{_RNN}.pack_padded_sequence"
+    return f"F.{target[len(_FUNCTIONAL) :]}" if target.startswith(_FUNCTIONAL) else target
+
+
+def call_text(call: Call, labels: Mapping[int, str]) -> str:
+    """A call in one line for texts, with the labels of its tensors."""
+    if call.target == OPAQUE:
+        return f"{call.kwargs.get('name', 'opaque')}(...)"
+    if call.is_optimizer_step:
+        return f"{'.'.join(call.target.split('.')[2:])}()"
+    written = write_call(call, lambda ref: ast.Name(labels[ref.value]))
+    targets = [labels[value] for value in call.output_refs() if value not in call.input_refs()]
+    is_named = targets and isinstance(written, ast.expr)
+    return f"{', '.join(targets)} = {source.text(written)}" if is_named else source.text(written)
+
+
+def as_method(call: Call) -> Call:
+    """``torch.autograd.backward`` of one tensor as that tensor's method."""
+    names = ("grad_tensors", "retain_graph", "create_graph")
+    if call.target != AUTOGRAD_BACKWARD or not 0 < len(call.args) <= 1 + len(names):
+        return call
+    keywords = {**dict(zip(names, call.args[1:], strict=False)), **call.kwargs}
+    only = _only(call.args[0])
+    if not isinstance(only, Ref) or not keywords.keys() <= {*names, "inputs"}:
+        return call
+    gradient = _only(keywords.pop("grad_tensors", None))
+    args = (only,) if gradient is None else (only, gradient)
+    return replace(call, target=BACKWARD, args=args, kwargs=keywords, outputs=None)
+
+
+def _only(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+
+def _operator(call: Call, leaf: Leaf) -> ast.expr | ast.stmt | None:
+    owner = leaf(call.args[0])
+    if call.name in UNARY and len(call.args) == 1 and not call.kwargs:
+        return ast.UnaryOp(UNARY[call.name](), owner)
+    values = [*call.args[1:], *call.kwargs.values()]
+    if len(values) != 1 or not call.kwargs.keys() <= {"other"} or not isinstance(values[0], (int, float, complex, Ref)):
+        return None
+    written = argument(values[0], leaf)
+    if call.name in BINARY:
+        operator = BINARY[call.name]()
+        if isinstance(operator, ast.cmpop):
+            return ast.Compare(owner, [operator], [written])
+        return ast.BinOp(owner, operator, written)
+    if call.name in REFLECTED and not isinstance(values[0], Ref):
+        return ast.BinOp(written, REFLECTED[call.name](), owner)  # type: ignore[arg-type]
+    if call.name in AUGMENTED and call.outputs in (None, call.args[0]):
+        return ast.AugAssign(owner, AUGMENTED[call.name](), written)  # type: ignore[arg-type]
+    return None
+
+
+def _access(call: Call, leaf: Leaf) -> ast.expr | ast.stmt | None:
+    if call.kwargs:
+        return None
+    owner, rest = leaf(call.args[0]), call.args[1:]
+    attribute = call.target[len(_METHOD) :].partition(".")[0]
+    match call.name, len(rest):
+        case "__getitem__", 1:
+            return subscript(owner, rest[0], leaf)
+        case "__setitem__", 2:
+            return assign(subscript(owner, rest[0], leaf), argument(rest[1], leaf))
+        case "__get__", 0:
+            return ast.Attribute(owner, attribute)
+        case "__set__", 1:
+            return assign(ast.Attribute(owner, attribute), argument(rest[0], leaf))
+    return None
+
+
+def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments without those that only repeat a default."""
+    parameters = exact_signature_of(call.target)
+    if not parameters:  # a builtin: of the defaults only ``None`` can be relied on
+        described, empty = signature_of(call.target), inspect.Parameter.empty
+        parameters = {n: p if p.default is None else p.replace(default=empty) for n, p in described.items()}
+    keywords = {n: v for n, v in call.kwargs.items() if n != "_stacklevel" and not _is_default(v, parameters.get(n))}
+    arguments, positional = list(call.args), list(parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
+        return arguments, keywords
+    while 0 < len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
+        count = len(arguments) - 1  # `random_(1, None)` is not `random_(1)`: that is another overload
+        if len({tuple(n for n, _ in schema[:count]) for schema in schemas_of(call.target) if len(schema) >= count}) > 1:
+            break
+        arguments.pop()
+    return arguments, keywords
+
+
+def _flags_by_name(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Passes the first ``True`` or ``False``, and all arguments behind it, by keyword."""
+    first = next((place for place, value in enumerate(arguments) if place and isinstance(value, bool)), None)
+    if first is None:
+        return arguments, keywords
+    names = _parameter_names(call, arguments)
+    if names is None or set(names[first:]) & keywords.keys():
+        return arguments, keywords
+    return arguments[:first], {**dict(zip(names[first:], arguments[first:], strict=True)), **keywords}
+
+
+def _parameter_names(call: Call, arguments: list[Any]) -> list[str] | None:
+    """The names of the parameters that take these arguments, if they are known for certain."""
+    count = len(arguments)
+    exact = exact_signature_of(call.target)
+    if exact:
+        plain = [name for name, item in exact.items() if item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        return plain[:count] if len(plain) >= count else None
+    fitting = {
+        tuple(name for name, _ in schema[:count])
+        for schema in schemas_of(call.target)
+        if len(schema) >= count and all(isinstance(v, bool) == t for v, (_, t) in zip(arguments, schema, strict=False))
+    }
+    return list(fitting.pop()) if len(fitting) == 1 else None
+
+
+def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
+    if parameter is None or parameter.default is inspect.Parameter.empty or type(value) is not type(parameter.default):
+        return False
+    return isinstance(value, (bool, int, float, str, type(None))) and bool(value == parameter.default)
+
+
+def write_step(call: Call, leaf: Leaf, opt: str, tensors: Tensors) -> Iterator[ast.stmt]:
+    """The statements of a ``torch.optim.<Class>.step`` call: gradients, the optimizer with its unusual options and
+    its state, the step."""
+    groups = [call.kwargs[part] for part in ("params", "grads", "options", "state")]
+    cls, optimizer = call.target.rpartition(".")[0], ast.Name(opt)
+    for params, grads, _, _ in zip(*groups, strict=True):
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                yield assign(ast.Attribute(leaf(param), "grad"), _gradient(param, grad, leaf, tensors))
+    defaults = optimizer_defaults(cls)
+    unusual = [{n: v for n, v in o.items() if n in defaults and not _is_equal(v, defaults[n])} for o in groups[2]]
+    given = [options if _is_accepted(cls, options, tensors) else {} for options in unusual]
+    if len(given) == 1:
+        made = source.call(cls, [argument(groups[0][0], leaf)], {n: argument(v, leaf) for n, v in given[0].items()})
+    else:
+        parts = [{"params": params, **options} for params, options in zip(groups[0], given, strict=True)]
+        made = source.call(cls, [argument(parts, leaf)])
+    yield assign(optimizer, made)
+    for place, (options, accepted) in enumerate(zip(unusual, given, strict=True)):
+        if options != accepted:
+            changed = {name: argument(value, leaf) for name, value in options.items()}
+            yield ast.Expr(source.call(path(f"{opt}.param_groups[{place}].update"), [], changed))
+    for params, _, _, states in zip(*groups, strict=True):
+        for param, state in zip(params, states, strict=True):
+            if state:
+                held = ast.Subscript(ast.Attribute(optimizer, "state"), leaf(param))
+                yield assign(held, argument(dict(state), leaf))
+    yield ast.Expr(method(optimizer, "step"))
+
+
+def _gradient(param: Ref, grad: Ref, leaf: Leaf, tensors: Tensors) -> ast.expr:
+    written = leaf(grad)
+    if isinstance(written, ast.Name) or grad.value not in tensors or param.value not in tensors:
+        return written
+    like, value = as_given(tensors[param.value]), as_given(tensors[grad.value])
+    for function in (torch.zeros_like, torch.ones_like):
+        if is_same(function(like), value):
+            return source.call(f"torch.{function.__name__}", [leaf(param)])
+    first = value.reshape(-1)[0].item() if value.numel() else 0.0
+    if value.is_floating_point() and is_same(torch.full_like(like, first), value):
+        return source.call("torch.full_like", [leaf(param), expression(number_text(first, value.dtype))])
+    return written
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple)):
+        return list(value) == list(default)
+    return type(value) is type(default) and bool(value == default)
+
+
+def _is_accepted(cls: str, options: Mapping[str, Any], tensors: Tensors) -> bool:
+    given = map_leaves(options, lambda leaf: tensors.get(leaf.value) if isinstance(leaf, Ref) else leaf)
+    try:
+        _make(cls, **given)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+    return True
+
+
+@functools.cache
+def optimizer_defaults(cls: str) -> Mapping[str, Any]:
+    return dict(_make(cls).defaults)
+
+
+def _make(cls: str, **options: Any) -> Any:
+    made: Any = getattr(torch.optim, cls.rpartition(".")[2])
+    return made([torch.zeros(1, 1)], **options)  # a matrix, because some optimizers take nothing else
+
+
+class Reads:
+    """The readers of a program's values; those in ``keep`` are also read from outside, at the end.
+
+    ``uses`` says how often each value is read, repeats within a call included.
+    """
+
+    def __init__(self, program: Program, keep: frozenset[int]) -> None:
+        self._calls, self._keep, self._last = program.calls, keep, dict[int, int]()
+        for index, call in enumerate(program.calls):
+            self._last.update(dict.fromkeys((*call.input_refs(), *call.output_refs()), index))
+        self._last.update({ref.value: len(program.calls) for ref in program.outputs})
+        self.uses = Counter(ref.value for call in program.calls for ref in iter_refs((call.args, call.kwargs)))
+
+    def is_unused(self, value: int) -> bool:
+        return not self.uses[value] and value not in self._keep
+
+    def is_done(self, value: int, index: int) -> bool:
+        """True if nobody asks for a value after call number ``index``."""
+        return value not in self._keep and self._last.get(value, -1) <= index
+
+    def only_reader(self, value: int, index: int) -> Call | None:
+        """The one call that the expression of call number ``index`` can stand in: the next one, or a later one on the
+        same line if all between go into it."""
+        if value in self._keep or self.uses[value] != 1:
+            return None
+        made = self._calls[index]
+        for call in self._calls[index + 1 :]:
+            if value in call.input_refs():
+                return call if _may_hold(call, value) else None
+            is_whole_value = isinstance(call.outputs, Ref) and self.uses[call.outputs.value] == 1
+            if not (is_one_line(made, call) and is_whole_value and _is_pure(made) and _is_pure(call)):
+                return None
+        return None
+
+
+def _may_hold(reader: Call, value: int) -> bool:
+    """True if the expression of a value can stand in the call that reads it."""
+    if reader.is_differentiation:
+        owner = as_method(reader)
+        return owner.target == BACKWARD and owner.args[0] == Ref(value)
+    if reader.target in (OPAQUE, ZERO_GRAD) or reader.is_optimizer_step or reader.mode.rng is not None:
+        return False
+    written = iter_refs(all_written(reader.target, reader.args, reader.kwargs))
+    return Ref(value) not in written and value not in reader.output_refs()
+
+
+def _is_pure(call: Call) -> bool:
+    """True if it makes no difference when the call runs."""
+    is_special = call.target in (OPAQUE, ZERO_GRAD) or call.is_differentiation or call.is_optimizer_step
+    if is_special or call.mode.rng is not None:
+        return False
+    return not any(list(iter_refs(list(find(call.target, call.args, call.kwargs)))) for find in (all_written, hidden_writes))  # noqa: E501
+
+
+def is_one_line(one: Call, other: Call) -> bool:
+    """True if the user wrote both calls in one statement of one function."""
+    if one.site is None or other.site is None:
+        return False
+    lines = [(site.file, site.first_line, site.function) for site in (one.site, other.site)]
+    return lines[0] == lines[1] and one.scope == other.scope
+
+
+def needed_mode(call: Call) -> Mode:
+    """The call's modes, less those that make no difference to it."""
+    mode = replace(call.mode, rng=None)
+    sets_its_own = call.is_differentiation and call.target != "torch.autograd.grad"
+    if sets_its_own or call.is_optimizer_step or call.target == ZERO_GRAD:
+        return replace(mode, grad=not mode.inference)
+    return mode
+
+
+Line = tuple[ast.stmt, Mode]
+
+
+def under_modes(lines: Sequence[Line]) -> Iterator[ast.stmt]:
+    """The statements in ``with`` blocks; neighbours in the same autocast share a block, as they share its cache."""
+
+    def block(around: list[ast.expr], body: list[ast.stmt]) -> list[ast.stmt]:
+        return [ast.With([ast.withitem(item) for item in around], body)] if around else body
+
+    for (autocast, inference), part in groupby(lines, key=lambda line: (line[1].autocast, line[1].inference)):
+        outer = [source.call("torch.inference_mode")] * inference
+        outer += [source.call("torch.autocast", [constant(device)], {"dtype": path(name)}) for device, name in autocast]
+        runs = [(grad, [line for line, _ in run]) for grad, run in groupby(part, key=lambda line: line[1].grad)]
+        modes = [[source.call(f"torch.{'enable' if grad else 'no'}_grad")] * (grad == inference) for grad, _ in runs]
+        if outer and len(runs) == 1:
+            outer, modes = outer + modes[0], [[]]
+        body = [made for mode, (_, run) in zip(modes, runs, strict=True) for made in block(list(mode), run)]
+        yield from block(list(outer), body)
+
+
+MAX_INLINE = 48
+_MAX_INLINE_IN_LINE = 64
+MAX_INPUT_LINES = 24
+_MAX_PARTS = 6
+SIDE_FILE = "repro_inputs.pt"
+_CONVERSIONS = frozenset(["bool", "contiguous", "double", "float", "half", "int", "long", "to", "type", "type_as"])
+_LISTS = {"where": "places", "nonzero": "places", "chunk": "chunks"}
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A program in Python.
+
+    ``names`` has the variable of every value that has one, ``expressions`` what a value was last assigned.
+    ``side`` holds the tensors that the side file must provide, by name.
+    """
+
+    inputs: tuple[ast.stmt, ...]
+    body: tuple[ast.stmt, ...]
+    names: Mapping[int, str]
+    expressions: Mapping[int, str]
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def write_program(
+    program: Program,
+    tensors: Tensors,
+    *,
+    keep: Iterable[int] = (),
+    given: Mapping[int, str] | None = None,
+    written: Mapping[int, Literal] | None = None,
+    nouns: Mapping[int, str] | None = None,
+    reserved: Iterable[str] = (),
+    aside: Iterable[int] = (),
+    indent: int = 0,
+) -> Code:
+    """The program in Python; ``keep`` lists values that must have a variable at the end.
+
+    Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
+    expression than their numbers. ``nouns`` are variables that values, and inputs without a name of their own, had in
+    the user's code (none if empty); one is used again once the value before is done with. ``reserved`` are names to
+    stay away from, inputs in ``aside`` go to the side file whatever they are. The body will be indented by ``indent``.
+    """
+    # A conversion that returned the very tensor that it was given changes nothing.
+    calls = (call for call in program.calls if call.name not in _CONVERSIONS or call.outputs not in call.args[:1])
+    program = replace(program, calls=tuple(calls))
+    known = Identifiers(frozenset(reserved))
+    for value, name in (given or {}).items():
+        known.adopt(value, name)
+    words = {value: word for value, word in {**names.result_words(program), **(nouns or {})}.items() if word}
+    return _Printer(program, tensors, frozenset(keep), known, written or {}, words, frozenset(aside), WIDTH - indent).print()
+
+
+@dataclass
+class _Printer:
+    program: Program
+    tensors: Tensors
+    keep: frozenset[int]
+    names: Identifiers
+    written: Mapping[int, Literal]
+    nouns: Mapping[int, str]
+    aside: frozenset[int]
+    width: int
+    side: dict[str, torch.Tensor] = field(default_factory=dict)
+    inlined: dict[int, ast.expr] = field(default_factory=dict)
+    waiting: dict[int, tuple[int, Call]] = field(default_factory=dict)  # inlined so far, as long as the line has room
+    lines: list[Line] = field(default_factory=list)
+    expressions: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        self.input_words = names.names_for_inputs(program, {**names.input_words(program), **self.nouns})
+        self.reads = Reads(program, self.keep)
+        # values that optimizers step and that nothing differentiates are written as parameters
+        groups = [call.kwargs["params"] for call in program.calls if call.is_optimizer_step]
+        others = {value for call in program.calls if not call.is_optimizer_step for value in call.input_refs()}
+        self.plain_params = frozenset(ref.value for ref in iter_refs(groups)) - others
+        places = (all_written(call.target, call.args, call.kwargs) for call in program.calls)
+        self.overwritten = {ref for place in places for ref in iter_refs(place)}
+
+    def print(self) -> Code:
+        for item in self.program.inputs:
+            if item.role == "rng" and seed_of(self.tensors[item.value]) is None:
+                self.side[self.names.give(item.value, "rng")] = self.tensors[item.value].detach().cpu()
+        returned = {ref.value for ref in self.program.outputs}
+        needed = (i for i in self.program.inputs if i.value in returned or not self.reads.is_unused(i.value))
+        given = [item for item in needed if item.role != "rng" and item.value not in self.names]
+        inputs = [line for item in given if (line := self._input(item)) is not None]
+        for index, call in enumerate(self.program.calls):
+            self._call(index, call)
+        load = fill(f'saved = torch.load(Path(__file__).with_name("{SIDE_FILE}"), weights_only=True)') if self.side else []
+        body = tuple(under_modes(self.lines))
+        return Code((*load, *inputs), body, self.names.as_dict(), self.expressions, self.side)
+
+    # -- inputs --------------------------------------------------------------------------------------------------
+
+    def _input(self, item: Input) -> ast.stmt | None:
+        """The line that makes an input, ``None`` when it reads best where it is used."""
+        found = self.written.get(item.value)
+        if found is None and item.value not in self.aside:
+            found = literal(self.tensors[item.value])
+        if found is not None and self._is_inlinable_input(item, found):
+            self.inlined[item.value] = expression(found.text)
+            return None
+        name = self.names.give(item.value, self.input_words[item.value])
+        if found is not None:
+            line = self._made(item, found, name)
+            if len(source.lines(line)) <= MAX_INPUT_LINES:
+                return line
+        return self._made(item, None, name)
+
+    def _made(self, item: Input, found: Literal | None, name: str) -> ast.stmt:
+        if found is None:
+            self.side[name] = as_given(self.tensors[item.value])
+        text = found.text if found is not None else f'saved["{name}"]'
+        if item.value in self.plain_params:
+            text = f"torch.nn.Parameter({text})"
+        elif item.requires_grad:
+            text = found.requiring_grad() if found is not None else f"{text}.requires_grad_()"
+        return assign(ast.Name(name), expression(text))
+
+    def _is_inlinable_input(self, item: Input, found: Literal) -> bool:
+        """True if the input is only a gradient or optimizer state that reads best where it is used."""
+        value = item.value
+        if item.requires_grad or value in self.keep or self.reads.uses[value] != 1 or len(found.text) > MAX_INLINE:
+            return False
+        user = next(call for call in self.program.calls if value in call.input_refs())
+        return (user.is_differentiation or user.is_optimizer_step) and value not in self.plain_params
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _call(self, index: int, call: Call) -> None:
+        if call.target == OPAQUE:
+            return
+        mode = needed_mode(call)
+        if call.mode.rng is not None:
+            self._seed(call.mode.rng, mode)
+        if call.is_optimizer_step:
+            opt = self.names.unique("opt")
+            self.lines += [(line, mode) for line in write_step(call, self._leaf, opt, self.tensors)]
+            return
+        if call.target == ZERO_GRAD:
+            owners = [self._leaf(ref) for ref in iter_refs(call.args)]
+            if len(owners) > 2:
+                made = fill("for parameter in OWNERS:\n    parameter.grad = None", OWNERS=ast.List(list(owners)))
+            else:
+                made = [assign(ast.Attribute(owner, "grad"), constant(None)) for owner in owners]
+            self.lines += [(line, mode) for line in made]
+            return
+        written, text = self._written_to_fit(call, mode)
+        if is_in_place(call.target):
+            for value in call.input_refs()[:1]:
+                self.expressions.pop(value, None)
+        elif isinstance(written, ast.expr) and isinstance(call.outputs, Ref):
+            self.expressions[call.outputs.value] = text
+        if isinstance(written, ast.expr) and self._is_inlinable(index, call, text):
+            self.inlined[call.output_refs()[0]] = written
+            self.waiting[call.output_refs()[0]] = (index, call)
+            return
+        for value in call.input_refs():
+            self.waiting.pop(value, None)
+        self._assign(index, call, written, mode)
+
+    def _seed(self, rng: Ref, mode: Mode) -> None:
+        state = self.tensors[rng.value]
+        seed = seed_of(state)
+        if seed is not None:
+            made = source.call("torch.manual_seed", [constant(seed)])
+        else:
+            setter = "torch.cuda.set_rng_state" if state.numel() <= 64 else "torch.set_rng_state"
+            made = source.call(setter, [expression(f'saved["{self.names[rng.value]}"]')])
+        self.lines.append((ast.Expr(made), mode))
+
+    def _written_to_fit(self, call: Call, mode: Mode) -> tuple[ast.expr | ast.stmt, str]:
+        """The call, with what was to be written into it in lines of its own as long as the line is too long."""
+        call = self._without_unit_gradient(call)
+        noun = self.nouns.get(call.outputs.value) if isinstance(call.outputs, Ref) else None
+        indent = 4 * (bool(mode.autocast or mode.inference) + (mode.grad == mode.inference))
+        while True:
+            written = write_call(call, self._leaf)
+            text = source.text(written)
+            name = len(noun or names.name_for_output(call)) + len(" = ") if isinstance(written, ast.expr) else 0
+            waiting = [value for value in call.input_refs() if value in self.waiting]
+            if not waiting or name + len(text) + indent <= self.width:
+                return written, text
+            longest = max(waiting, key=lambda value: len(source.text(self.inlined[value])))
+            index, made = self.waiting.pop(longest)
+            self._assign(index, made, self.inlined.pop(longest), mode)
+
+    def _without_unit_gradient(self, call: Call) -> Call:
+        """``backward`` of a real scalar without the gradient that it starts from by itself."""
+        given = as_method(call)
+        if given.target != BACKWARD or len(given.args) != 2 or not isinstance(given.args[1], Ref):
+            return call
+        gradient = self.tensors.get(given.args[1].value)
+        if gradient is None or gradient.numel() != 1 or gradient.is_complex() or gradient.item() != 1:
+            return call
+        return replace(given, args=given.args[:1])
+
+    def _leaf(self, value: Any) -> ast.expr:
+        if not isinstance(value, Ref):
+            raise TypeError(f"a program cannot hold `{type(value).__name__}`")
+        return self.inlined[value.value] if value.value in self.inlined else path(self.names[value.value])
+
+    def _is_inlinable(self, index: int, call: Call, text: str) -> bool:
+        """True if only one later call reads the result, so that it can be written there."""
+        if not isinstance(call.outputs, Ref) or is_in_place(call.target) or call.mode.rng is not None:
+            return False
+        value = call.outputs.value
+        reader = self.reads.only_reader(value, index) if value not in self.names else None
+        if reader is None or needed_mode(call) != needed_mode(reader):
+            return False
+        if value in self.nouns and not reader.is_differentiation:
+            return False
+        return len(text) <= (_MAX_INLINE_IN_LINE if is_one_line(call, reader) else MAX_INLINE)
+
+    def _assign(self, index: int, call: Call, written: ast.expr | ast.stmt, mode: Mode) -> None:
+        target = self._target(index, call)
+        if isinstance(written, ast.stmt):
+            line = written
+        elif target is not None:
+            line = assign(target, written)
+        elif isinstance(written, ast.Call):
+            line = ast.Expr(written)
+        else:  # an expression that raises, or whose result is nothing
+            line = assign(ast.Name(self.names.unique("out")), written)
+        self.lines.append((line, mode))
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def _target(self, index: int, call: Call) -> ast.expr | None:
+        """What stands left of the equals sign, ``None`` if nothing needs to."""
+        outputs = call.outputs
+        if isinstance(outputs, Ref):
+            if outputs.value not in self.names:
+                is_result = outputs.value in self.keep and not self.reads.uses[outputs.value]
+                return self._named(outputs.value, "out" if is_result else names.name_for_output(call), index)
+            return None if is_in_place(call.target) else path(self.names[outputs.value])
+        if not call.output_refs() or not isinstance(outputs, (list, tuple)):
+            return None
+        if call.target == _PACK:
+            return self._as_parts(outputs, "packed", (".data", ".batch_sizes"))
+        nouns = names.names_for_parts(call, len(outputs))
+        if self._is_indexable(outputs, nouns):
+            return self._as_parts(outputs, _LISTS.get(call.name, "parts"), [f"[{n}]" for n in range(len(outputs))])
+        return self._unpacked(outputs, iter(nouns), index)
+
+    def _as_parts(self, outputs: Sequence[Ref], noun: str, ends: Sequence[str]) -> ast.expr:
+        name = self.names.unique(noun)
+        for part, end in zip(outputs, ends, strict=True):
+            self.names.adopt(part.value, f"{name}{end}")
+        return ast.Name(name)
+
+    def _is_indexable(self, outputs: Sequence[Any], nouns: Sequence[str]) -> bool:
+        """True if there are too many parts for a name each, and none is written in place."""
+        is_plain = all(isinstance(part, Ref) and part.value not in self.names for part in outputs)
+        is_named = len(set(nouns)) > 1 or any(ref.value in self.nouns for ref in iter_refs(outputs))
+        return len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not self.overwritten.intersection(outputs)
+
+    def _unpacked(self, outputs: Sequence[Any], nouns: Iterator[str], index: int) -> ast.expr:
+        def target(part: Any) -> ast.expr:
+            noun = next(nouns, "part")
+            if isinstance(part, (list, tuple)):
+                return self._unpacked(part, iter(()), index)
+            if not isinstance(part, Ref) or self.reads.is_unused(part.value):
+                return ast.Name("_")
+            return path(self.names[part.value]) if part.value in self.names else self._named(part.value, noun, index)
+
+        return ast.Tuple(list(map(target, outputs)))
+
+    def _named(self, value: int, noun: str, index: int) -> ast.expr:
+        own = names.identifier(self.nouns.get(value, ""))
+        if own is None:
+            return ast.Name(self.names.give(value, noun))
+        return ast.Name(self.names.reuse(value, own, lambda other: self.reads.is_done(other, index)))
