@@ -22,6 +22,7 @@ from reprokit.program.convert import in_dtype, on_device
 from reprokit.program.functions import is_in_place
 from reprokit.program.interpreter import Outcome, Settings, Tensors, determinism, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
+from reprokit.program.step import Step
 from reprokit.render import source
 from reprokit.render.printer import Code, write_program
 from reprokit.render.source import constant, define, fill, path
@@ -204,11 +205,11 @@ def _in_two_ways(one: Step, other: Step, failure: Failure, into: str, into_other
     return _compared(one, codes, fill(calls))
 
 
-def _compared(
-    given: Step, codes: Sequence[Code], calls: Sequence[ast.stmt], beside: str | None = None
-) -> ScriptParts:
+def _compared(given: Step, codes: Sequence[Code], calls: Sequence[ast.stmt], beside: str | None = None) -> ScriptParts:
     halves, extra = halves_in(given.program, dict(given.tensors)), ""
-    if halves and torch.float32 in {tensor.dtype for tensor in given.tensors.values()}:  # not the dtype's own tolerances
+    if halves and torch.float32 in {
+        tensor.dtype for tensor in given.tensors.values()
+    }:  # not the dtype's own tolerances
         relative, absolute = tolerances(torch.float32, halves)
         extra = f", rtol={relative}, atol={absolute}"
     ending = f"""
@@ -321,7 +322,9 @@ def _event(program: Program, tensors: Tensors, failure: Failure, aside: Collecti
     threshold = event.threshold if event.value < short else short  # rounding may take it above the value
     usual = f", and its median in training was {number_words(event.usual)}" if event.usual is not None else ""
     said = constant(f"the {event.quantity} is not below {threshold!r}{usual}")
-    check = fill(f'{measuring}print("{name} =", {name})\nassert {name} < LIMIT, SAID', LIMIT=constant(threshold), SAID=said)
+    check = fill(
+        f'{measuring}print("{name} =", {name})\nassert {name} < LIMIT, SAID', LIMIT=constant(threshold), SAID=said
+    )
     return ScriptParts(code, [*fill(first), *code.body], check)
 
 
@@ -341,5 +344,3 @@ def _measuring(quantity: str, names: list[str]) -> tuple[str, str]:
     changes = [f"({name} - {copy})" for name, copy in zip(names, copies, strict=True)]
     before = f"before = [{', '.join(f'{name}.detach().clone()' for name in names)}]"
     return before, f"change = {norm(changes)}\nsize = {norm(copies)}\nupdate = change / size\n"
-
-

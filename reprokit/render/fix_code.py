@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reprokit.errors import SnapshotError
 from reprokit.locate.spelling import VIEWS
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Program, Ref, Site, iter_refs
 from reprokit.program.sites import called_name, parsed
-from reprokit.errors import SnapshotError
 from reprokit.render import source
 from reprokit.render.names import BINARY, Match, is_inside_another, labels, match_of, operand_nodes
 from reprokit.render.printer import write_call
@@ -152,7 +152,8 @@ class _Change:
                 return written(maker)
             if ref.value not in operands:
                 raise _NotShown
-            return self._rebuilt(operands[ref.value])
+            made: ast.expr = self._rebuilt(operands[ref.value])
+            return made
 
         tree = written(made[-1])
         used += here
@@ -165,7 +166,7 @@ class _Change:
                 raise _NotShown
         return tree
 
-    def _with_arguments(self, new: Call, old: Call, leaf: Leaf) -> ast.AST | None:
+    def _with_arguments(self, new: Call, old: Call, leaf: Leaf) -> ast.expr | None:
         """The user's expression with other arguments; ``None`` where these have no place in it."""
         node, given = self._part(old)
         keywords = node.keywords if isinstance(node, ast.Call) else []
@@ -177,7 +178,7 @@ class _Change:
         if had.keys() - wanted.keys() or not other.keys() - added <= nodes.keys() or (added and not can_add):
             return None
         trees = {slot: source.spelled(argument(value, leaf)) for slot, value in other.items()}
-        places = {nodes[slot]: tree for slot, tree in trees.items() if slot not in added}
+        places: dict[ast.AST, ast.AST] = {nodes[slot]: tree for slot, tree in trees.items() if slot not in added}
         made: ast.expr = mapped(node, {**self._changed, **places}.get)
         if isinstance(made, ast.Call):
             made.keywords += [ast.keyword(str(slot), tree) for slot, tree in trees.items() if slot in added]
@@ -217,7 +218,8 @@ def _expression(new: Call, leaf: Leaf) -> ast.expr:
     made = write_call(new, leaf)
     if not isinstance(made, ast.expr):
         raise _NotShown
-    return source.spelled(made)
+    spelled: ast.expr = source.spelled(made)
+    return spelled
 
 
 def _as_written(tree: ast.AST, source: str) -> dict[ast.AST, ast.AST]:

@@ -20,7 +20,7 @@ _IMPORTS = frozenset(
     {"import torch", "import torch.nn.functional as F", "from torch import nn", "from pathlib import Path"}
 )
 _PREFIXES = {"F": "torch.nn.functional", "nn": "torch.nn", "torch": "torch"}
-_NODES = (
+_NODES: tuple[type[ast.AST], ...] = (
     ast.Module, ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.arguments, ast.arg, ast.Assign,
     ast.AugAssign, ast.Expr, ast.Assert, ast.Return, ast.Pass, ast.With, ast.withitem, ast.For, ast.Name, ast.Attribute,
     ast.Call, ast.keyword, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Subscript, ast.Slice, ast.BinOp,
@@ -41,7 +41,8 @@ _TORCH = frozenset(
 )  # fmt: skip
 _ATTRIBUTES = frozenset(
     (
-        "backward", "batch_sizes", "data", "device", "dtype", "eps", "eval", "grad", "is_leaf", "param_groups", "register_buffer",
+        "backward", "batch_sizes", "data", "device", "dtype", "eps", "eval", "grad", "is_leaf", "param_groups",
+        "register_buffer",
         "requires_grad", "requires_grad_", "shape", "smallest_normal", "state", "step", "tiny", "train", "update",
         "zero_grad",
     )
@@ -145,9 +146,11 @@ class _Reader:
             case ast.ClassDef():
                 is_plain = not node.keywords and not node.decorator_list and node in self.tree.body
                 methods = [part.name if isinstance(part, ast.FunctionDef) else "" for part in node.body]
-                return is_plain and [ast.unparse(base) for base in node.bases] == ["nn.Module"] and {
-                    *methods
-                } <= {"__init__", "forward"}
+                return (
+                    is_plain
+                    and [ast.unparse(base) for base in node.bases] == ["nn.Module"]
+                    and {*methods} <= {"__init__", "forward"}
+                )
             case ast.FunctionDef(args=given):
                 more = (node.decorator_list, given.defaults, given.kw_defaults, given.vararg, given.kwarg, node.returns)
                 return not any(more) and not any(item.annotation for item in given.args)

@@ -223,10 +223,10 @@ class _Writer:
             for block in reversed(modules_in_order(self._tree.root)):
                 if block.layer is None and not is_container(block.scope):
                     self._define_class(block)
-            for block in self._tree.root.items:
-                if isinstance(block, Block) and block.is_function:
-                    name = function_name(block.scope.cls)
-                    self._definitions.setdefault(name, self._function(block, name, ()))
+            for item in self._tree.root.items:
+                if isinstance(item, Block) and item.is_function:
+                    name = function_name(item.scope.cls)
+                    self._definitions.setdefault(name, self._function(item, name, ()))
             setup = self._setup()
         except _NeedsFile:
             return None
@@ -245,7 +245,11 @@ class _Writer:
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
         what = redact_text(headline(self._context.failure))
         yield f"{what} {phase_words(self._context.failure)}{outcome} (torch {version})."
-        was = f"a training step of {counted(num_calls_before, 'torch call')}" if num_calls_before is not None else "a step"
+        was = (
+            f"a training step of {counted(num_calls_before, 'torch call')}"
+            if num_calls_before is not None
+            else "a step"
+        )
         yield f"This is the part of the model where it happens, cut out of {was} by reprokit."
         if not self._context.is_ordinary:
             yield "Some inputs are not ordinary numbers: no part of the model fails with ordinary inputs alone."
@@ -263,7 +267,8 @@ class _Writer:
 
     def _setup(self) -> list[ast.stmt]:
         made = [
-            assign(ast.Name(self._names.attributes[block.key]), self._made(block)) for block in _children(self._tree.root)
+            assign(ast.Name(self._names.attributes[block.key]), self._made(block))
+            for block in _children(self._tree.root)
         ]
         changed: list[ast.stmt] = []
         for block in self._tree.layers():

@@ -23,7 +23,17 @@ from reprokit.locate.spelling import exact_signature_of
 from reprokit.program.functions import all_written, hidden_writes, is_in_place
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import (
-    AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs, map_leaves,
+    AUTOGRAD_BACKWARD,
+    BACKWARD,
+    OPAQUE,
+    ZERO_GRAD,
+    Call,
+    Input,
+    Mode,
+    Program,
+    Ref,
+    iter_refs,
+    map_leaves,
 )  # fmt: skip
 from reprokit.render import names, source
 from reprokit.render.literals import Literal, as_given, is_same, literal, number_text
@@ -48,22 +58,32 @@ def write_call(call: Call, leaf: Leaf) -> ast.expr | ast.stmt:
     if call.target.startswith(_METHOD) and call.args and isinstance(call.args[0], Ref):
         match = match_of(call)  # the user may have written ``x.add(y)`` where ``x + y`` would do
         is_method = match is not None and isinstance(match[0], ast.Call)
-        short = (None if is_method else _operator(call, leaf)) or _access(call, leaf)
+        short = (None if is_method else _operator(call, leaf)) or (None if call.kwargs else _access(call, leaf))
         if short is not None:
             return short
-    if call.target == _UNPACK:
-        call = replace(call, target=f"{_RNN}.pad_packed_sequence", args=(Call(f"{_RNN}.PackedSequence", call.args[:2]), *call.args[2:]))  # noqa: E501
+    if call.target in (_PACK, _UNPACK):
+        return _of_packed(call, leaf)
     arguments, keywords = _flags_by_name(call, *_needed_arguments(call))
-    args = [write_call(a, leaf) if isinstance(a, Call) else argument(a, leaf) for a in arguments]
+    args = [argument(value, leaf) for value in arguments]
     kwargs = {name: argument(value, leaf) for name, value in keywords.items()}
     if call.target.startswith(_METHOD) and args and isinstance(call.args[0], Ref):
-        return method(args[0], call.name, args[1:], kwargs)  # type: ignore[arg-type]
-    return source.call(callee(call.target), args, kwargs)  # type: ignore[arg-type]
+        return method(args[0], call.name, args[1:], kwargs)
+    return source.call(callee(call.target), args, kwargs)
+
+
+def _of_packed(call: Call, leaf: Leaf) -> ast.expr:
+    """The public functions of packed sequences, for the private ones that they call."""
+    defaults = {"batch_first": False, "padding_value": 0.0, "total_length": None}
+    first, second = (leaf(value) for value in call.args[:2])
+    options = {name: value for name, value in zip(defaults, call.args[2:], strict=False) if value != defaults[name]}
+    kwargs = {name: argument(value, leaf) for name, value in options.items()}
+    if call.target == _PACK:
+        return source.call(f"{_RNN}.pack_padded_sequence", [first, second], kwargs)
+    packed = source.call(f"{_RNN}.PackedSequence", [first, second])
+    return source.call(f"{_RNN}.pad_packed_sequence", [packed], kwargs)
 
 
 def callee(target: str) -> str:
-    if target == _PACK:
-        return f"{_RNN}.pack_padded_sequence"
     return f"F.{target[len(_FUNCTIONAL) :]}" if target.startswith(_FUNCTIONAL) else target
 
 
@@ -98,39 +118,38 @@ def _only(value: Any) -> Any:
 
 
 def _operator(call: Call, leaf: Leaf) -> ast.expr | ast.stmt | None:
-    owner = leaf(call.args[0])
-    if call.name in UNARY and len(call.args) == 1 and not call.kwargs:
-        return ast.UnaryOp(UNARY[call.name](), owner)
+    """The call with an operator, ``None`` if it has none; then ``leaf`` was not asked."""
+    name, owner = call.name, call.args[0]
+    if name in UNARY and len(call.args) == 1 and not call.kwargs:
+        return ast.UnaryOp(UNARY[name](), leaf(owner))
     values = [*call.args[1:], *call.kwargs.values()]
     if len(values) != 1 or not call.kwargs.keys() <= {"other"} or not isinstance(values[0], (int, float, complex, Ref)):
         return None
-    written = argument(values[0], leaf)
-    if call.name in BINARY:
-        operator = BINARY[call.name]()
+    if name in BINARY:
+        operator, left, right = BINARY[name](), leaf(owner), argument(values[0], leaf)
         if isinstance(operator, ast.cmpop):
-            return ast.Compare(owner, [operator], [written])
-        return ast.BinOp(owner, operator, written)
-    if call.name in REFLECTED and not isinstance(values[0], Ref):
-        return ast.BinOp(written, REFLECTED[call.name](), owner)  # type: ignore[arg-type]
-    if call.name in AUGMENTED and call.outputs in (None, call.args[0]):
-        return ast.AugAssign(owner, AUGMENTED[call.name](), written)  # type: ignore[arg-type]
+            return ast.Compare(left, [operator], [right])
+        return ast.BinOp(left, operator, right)
+    if name in REFLECTED and not isinstance(values[0], Ref):
+        return ast.BinOp(argument(values[0], leaf), REFLECTED[name](), leaf(owner))
+    if name in AUGMENTED and call.outputs in (None, owner):
+        target: Any = leaf(owner)
+        return ast.AugAssign(target, AUGMENTED[name](), argument(values[0], leaf))
     return None
 
 
 def _access(call: Call, leaf: Leaf) -> ast.expr | ast.stmt | None:
-    if call.kwargs:
-        return None
-    owner, rest = leaf(call.args[0]), call.args[1:]
+    owner, rest = call.args[0], call.args[1:]
     attribute = call.target[len(_METHOD) :].partition(".")[0]
     match call.name, len(rest):
         case "__getitem__", 1:
-            return subscript(owner, rest[0], leaf)
+            return subscript(leaf(owner), rest[0], leaf)
         case "__setitem__", 2:
-            return assign(subscript(owner, rest[0], leaf), argument(rest[1], leaf))
+            return assign(subscript(leaf(owner), rest[0], leaf), argument(rest[1], leaf))
         case "__get__", 0:
-            return ast.Attribute(owner, attribute)
+            return ast.Attribute(leaf(owner), attribute)
         case "__set__", 1:
-            return assign(ast.Attribute(owner, attribute), argument(rest[0], leaf))
+            return assign(ast.Attribute(leaf(owner), attribute), argument(rest[0], leaf))
     return None
 
 
@@ -304,7 +323,9 @@ def _is_pure(call: Call) -> bool:
     is_special = call.target in (OPAQUE, ZERO_GRAD) or call.is_differentiation or call.is_optimizer_step
     if is_special or call.mode.rng is not None:
         return False
-    return not any(list(iter_refs(list(find(call.target, call.args, call.kwargs)))) for find in (all_written, hidden_writes))  # noqa: E501
+    return not any(
+        list(iter_refs(list(find(call.target, call.args, call.kwargs)))) for find in (all_written, hidden_writes)
+    )
 
 
 def is_one_line(one: Call, other: Call) -> bool:
@@ -349,6 +370,7 @@ _MAX_INLINE_IN_LINE = 64
 MAX_INPUT_LINES = 24
 _MAX_PARTS = 6
 SIDE_FILE = "repro_inputs.pt"
+_LOAD = f'saved = torch.load(Path(__file__).with_name("{SIDE_FILE}"), weights_only=True)'
 _CONVERSIONS = frozenset(["bool", "contiguous", "double", "float", "half", "int", "long", "to", "type", "type_as"])
 _LISTS = {"where": "places", "nonzero": "places", "chunk": "chunks"}
 
@@ -394,7 +416,9 @@ def write_program(
     for value, name in (given or {}).items():
         known.adopt(value, name)
     words = {value: word for value, word in {**names.result_words(program), **(nouns or {})}.items() if word}
-    return _Printer(program, tensors, frozenset(keep), known, written or {}, words, frozenset(aside), WIDTH - indent).print()
+    return _Printer(
+        program, tensors, frozenset(keep), known, written or {}, words, frozenset(aside), WIDTH - indent
+    ).print()
 
 
 @dataclass
@@ -434,7 +458,7 @@ class _Printer:
         inputs = [line for item in given if (line := self._input(item)) is not None]
         for index, call in enumerate(self.program.calls):
             self._call(index, call)
-        load = fill(f'saved = torch.load(Path(__file__).with_name("{SIDE_FILE}"), weights_only=True)') if self.side else []
+        load = fill(_LOAD) if self.side else []
         body = tuple(under_modes(self.lines))
         return Code((*load, *inputs), body, self.names.as_dict(), self.expressions, self.side)
 
@@ -601,7 +625,9 @@ class _Printer:
         """True if there are too many parts for a name each, and none is written in place."""
         is_plain = all(isinstance(part, Ref) and part.value not in self.names for part in outputs)
         is_named = len(set(nouns)) > 1 or any(ref.value in self.nouns for ref in iter_refs(outputs))
-        return len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not self.overwritten.intersection(outputs)
+        return (
+            len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not self.overwritten.intersection(outputs)
+        )
 
     def _unpacked(self, outputs: Sequence[Any], nouns: Iterator[str], index: int) -> ast.expr:
         def target(part: Any) -> ast.expr:

@@ -18,9 +18,9 @@ from reprokit.locate.ranges import range_text
 from reprokit.locate.ways import MINUS, NAN, PLUS
 from reprokit.program.step import Step
 from reprokit.render import facts, findings, wording
-from reprokit.render.names import labels
 from reprokit.render.issue import cut, rate, shown_output, title_of
 from reprokit.render.module_ranges import calls_in_frames, frames
+from reprokit.render.names import labels
 from reprokit.render.script import Script
 from reprokit.render.survey import survey, ways
 from reprokit.render.templates import render_template

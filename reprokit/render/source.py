@@ -22,6 +22,11 @@ WIDTH = 88
 Leaf = Callable[[Any], ast.expr]
 _INDENT = "    "
 _MAX_ROWS = 12
+_STANDARD = {
+    "runpy": "import runpy",
+    "Path": "from pathlib import Path",
+    "SimpleNamespace": "from types import SimpleNamespace",
+}
 _SKIP = "  # fmt: skip"
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*|\[\d+\])*")
 _TAIL = re.compile(r"(?:\.\w+\([\w, -]*\))?")
@@ -84,13 +89,16 @@ def subscript(owner: ast.expr, index: Any, leaf: Leaf) -> ast.expr:
     return ast.Subscript(owner, ast.Tuple(list(map(part, index))) if isinstance(index, tuple) else part(index))
 
 
-def call(callee: str | ast.expr, args: Sequence[ast.expr] = (), kwargs: Mapping[str, ast.expr] | None = None) -> ast.Call:
+Keywords = Mapping[str, ast.expr]
+
+
+def call(callee: str | ast.expr, args: Sequence[ast.expr] = (), kwargs: Keywords | None = None) -> ast.Call:
     """``callee(args, name=value)``."""
     function = path(callee) if isinstance(callee, str) else callee
     return ast.Call(function, list(args), [ast.keyword(name, value) for name, value in (kwargs or {}).items()])
 
 
-def method(owner: ast.expr, name: str, args: Sequence[ast.expr] = (), kwargs: Mapping[str, ast.expr] | None = None) -> ast.Call:  # noqa: E501
+def method(owner: ast.expr, name: str, args: Sequence[ast.expr] = (), kwargs: Keywords | None = None) -> ast.Call:
     """``owner.name(args)``."""
     return call(ast.Attribute(owner, name), args, kwargs)
 
@@ -143,6 +151,8 @@ def spelled(node: ast.AST) -> Any:
                 return ast.Name(quoted(value))
             case ast.Constant(float() as value):
                 return ast.Name(float_text(value))
+            case ast.UnaryOp(operator, ast.BinOp(_, ast.Pow()) as power):
+                return ast.UnaryOp(operator, ast.Name(f"({text(power)})"))
         return None
 
     return mapped(node, change)
@@ -166,9 +176,8 @@ def quoted(text: str) -> str:
 def imports_of(statements: Iterable[ast.AST]) -> list[str]:
     """The imports that statements need, in ruff's order."""
     used = {node.id for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    own = {"runpy": "import runpy", "Path": "from pathlib import Path", "SimpleNamespace": "from types import SimpleNamespace"}
-    first = [line for name, line in own.items() if name in used]
-    lines = [*first, "" * bool(first), "import torch"] if first else ["import torch"]
+    found = [line for name, line in _STANDARD.items() if name in used]
+    lines = [*found, *([""] if found else []), "import torch"]
     lines += ["import torch.nn.functional as F"] if "F" in used else []
     return [*lines, *(["from torch import nn"] if "nn" in used else [])]
 
@@ -196,7 +205,7 @@ def lines(node: ast.stmt, indent: str = "", width: int = WIDTH) -> list[str]:
             return [f"{indent}class {node.name}({', '.join(map(text, node.bases))}):", *joined]
         case ast.FunctionDef():
             given = [ast.Name(item.arg) for item in node.args.args]
-            head = _folded(f"def {node.name}", "(", [("", name) for name in given], ")", ":", indent, width, is_call=True)
+            head = _folded(f"def {node.name}(", [("", name) for name in given], "):", indent, width, is_call=True)
         case ast.With():
             head = [f"{indent}with {', '.join(text(item.context_expr) for item in node.items)}:"]
         case ast.For():
@@ -246,17 +255,16 @@ def _expression(prefix: str, node: ast.expr, suffix: str, indent: str, width: in
     if _TAIL.fullmatch(tail) is None or not parts:
         raise _UnknownShape
     is_call = isinstance(inside, ast.Call)
-    return _folded(f"{prefix}{opened[:-1]}", opened[-1], parts, f"{closed}{tail}", suffix, indent, width, is_call=is_call)
+    return _folded(f"{prefix}{opened}", parts, f"{closed}{tail}{suffix}", indent, width, is_call=is_call)
 
 
 def _folded(
-    prefix: str, opened: str, parts: Sequence[tuple[str, ast.expr]], closed: str, suffix: str, indent: str, width: int,
-    *, is_call: bool,
-) -> list[str]:  # fmt: skip
+    opened: str, parts: Sequence[tuple[str, ast.expr]], closed: str, indent: str, width: int, *, is_call: bool
+) -> list[str]:
     """A bracket with its parts: in one line, else in one of their own, else in one each."""
     inner = indent + _INDENT
     joined = ", ".join(f"{name}{text(value)}" for name, value in parts)
-    whole = f"{indent}{prefix}{opened}{joined}{closed}{suffix}"
+    whole = f"{indent}{opened}{joined}{closed}"
     if len(whole) <= width:
         return [whole]
     if is_call and len(inner) + len(joined) <= width:
@@ -264,7 +272,7 @@ def _folded(
     else:
         comma = "" if is_call and len(parts) == 1 else ","
         body = [line for name, value in parts for line in _expression(name, value, comma, inner, width)]
-    return [f"{indent}{prefix}{opened}", *body, f"{indent}{closed}{suffix}"]
+    return [f"{indent}{opened}", *body, f"{indent}{closed}"]
 
 
 def _pieces(node: ast.expr) -> tuple[str, Sequence[tuple[str, ast.expr]], str]:

@@ -17,14 +17,10 @@ from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, Snapshot
 from reprokit.program.dataflow import contents
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program, Ref, map_leaves
-<<<<<<< HEAD
 from reprokit.program.step import Step
-from reprokit.render.code import needed_mode
-=======
-from reprokit.render.printer import needed_mode
->>>>>>> dad52c3 (wip: programs printed by way of ast)
 from reprokit.render.literals import MAX_LITERALS, is_same, literal
 from reprokit.render.module import ModuleScript, write_module_script
+from reprokit.render.printer import needed_mode
 from reprokit.render.script import Script, require_repro, write_script
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.checks.choice import require_reproducible

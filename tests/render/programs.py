@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.program.trace import Tracer
 from reprokit.render.printer import SIDE_FILE, Code
+from reprokit.render.source import lines, script
 from reprokit.render.verify import VerifyResult
 from reprokit.series.story import StepNumbers
 from reprokit.snapshot.environment import Environment
@@ -44,12 +46,17 @@ def record(function: Callable[[], Any]) -> tuple[Program, dict[int, torch.Tensor
     return tracer.program(tuple(values)), tracer.tensors
 
 
+def shown(statements: Iterable[ast.stmt]) -> list[str]:
+    """The lines of statements."""
+    return [line for statement in statements for line in lines(statement)]
+
+
 def execute(code: Code, folder: Path) -> dict[str, Any]:
     """Run written code; its variables."""
     if code.side:
         torch.save(dict(code.side), folder / SIDE_FILE)
     variables: dict[str, Any] = {"__file__": str(folder / "repro.py"), "__name__": "repro"}
-    exec(compile("\n".join((*code.imports, *code.inputs, *code.body)), "repro.py", "exec"), variables)
+    exec(compile(script([], [*code.inputs, *code.body]), "repro.py", "exec"), variables)
     return variables
 
 

@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from reprokit.program import functions
 from reprokit.program.interpreter import run
 from reprokit.program.ir import ZERO_GRAD, Call, Input, Mode, Program, Ref, Site, Slice, Symbol
-from reprokit.render.printer import callee
-from reprokit.render.printer import write_program
 from reprokit.render.literals import is_same
-from tests.render.programs import Case, execute, half_precision_adam, one_call, record
+from reprokit.render.printer import callee, write_program
+from tests.render.programs import Case, execute, half_precision_adam, one_call, record, shown
 
 Operation = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def lines_of(program: Program, tensors: dict[int, torch.Tensor], keep: tuple[int, ...] = ()) -> list[str]:
     code = write_program(program, tensors, keep=keep)
-    return [*code.inputs, *code.body]
+    return shown([*code.inputs, *code.body])
 
 
 def assert_same_bits(case: Case, folder: Path) -> None:

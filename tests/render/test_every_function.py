@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from reprokit.program import functions
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Program, Ref, Symbol, iter_refs, map_leaves
-from reprokit.render.printer import write_program
 from reprokit.render.literals import is_same
+from reprokit.render.printer import write_program
 from tests.render.arguments import case_for, make_float, make_index, make_positive_definite, program_of
 from tests.render.programs import Case, execute
 

@@ -10,11 +10,10 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.program.sites import variables
-from reprokit.render.names import labels
+from reprokit.render.names import in_users_words, labels, operand_words
 from reprokit.render.printer import write_program
-from reprokit.render.names import in_users_words, operand_words
 from reprokit.snapshot.format import Snapshot
-from tests.render.programs import site_of
+from tests.render.programs import shown, site_of
 
 
 def body(code: str, *calls: tuple[str, str, tuple[Any, ...]], inputs: int = 2) -> list[str]:
@@ -25,7 +24,7 @@ def body(code: str, *calls: tuple[str, str, tuple[Any, ...]], inputs: int = 2) -
     given = tuple(Input(value, "xyz"[value]) for value in range(inputs))
     program = Program(tuple(made), given, (Ref(9 + len(calls)),))
     tensors = {value: torch.ones(2, 2) for value in range(inputs)}
-    return list(write_program(program, tensors, keep=[9 + len(calls)]).body)
+    return shown(write_program(program, tensors, keep=[9 + len(calls)]).body)
 
 
 @pytest.mark.parametrize(
