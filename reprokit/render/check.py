@@ -26,7 +26,6 @@ from reprokit.program.step import Step
 from reprokit.render import source
 from reprokit.render.printer import Code, write_program
 from reprokit.render.source import constant, define, fill, path
-from reprokit.program.step import Step
 from reprokit.shrink.checks.predicate import FUNCTION, loss_of, outcome_of
 from reprokit.words import number_words
 
