@@ -28,9 +28,9 @@ from typing import cast
 import torch
 
 from reprokit import torch_private
+from reprokit.compare.compiled import Compiled, CompiledProgram
+from reprokit.compare.difference import MISMATCH, NOT_FINITE, compare, results_of
 from reprokit.errors import UsageError
-from reprokit.locate.compiled import Compiled, CompiledProgram
-from reprokit.locate.differences import MISMATCH, NOT_FINITE, compare, results_of
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.convert import default_dtype, in_dtype, on_device

@@ -27,7 +27,7 @@ from reprokit.capture.structure import is_leaf, iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, version_of
 from reprokit.capture.transformed import begin_call
 from reprokit.capture.variables import names_in, owners_in
-from reprokit.locate.compiled import Compiled, registered
+from reprokit.compare.compiled import Compiled, registered
 from reprokit.program.sites import kind_of_file, line_of
 
 

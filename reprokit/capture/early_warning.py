@@ -36,11 +36,10 @@ from reprokit.capture.replay import Replay, quiet_hooks
 from reprokit.capture.save import Case, Describing, NotKept, Verdict
 from reprokit.capture.tape import Op, Segment
 from reprokit.capture.tensor_names import parameter_names
+from reprokit.compare.healthy import blocked, explained, let_through
+from reprokit.compare.quantity import norms_of, number_of, numbers_of
 from reprokit.errors import pass_on
 from reprokit.locate.failure import Failure, Predicate
-from reprokit.locate.gains import blocked, explained
-from reprokit.locate.let_through import let_through
-from reprokit.locate.quantity import norms_of, number_of, numbers_of
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program

@@ -38,8 +38,8 @@ from reprokit.capture.save import (
     backward_from,
 )
 from reprokit.capture.tape import Number, Op, Tape
+from reprokit.compare.quantity import number_of
 from reprokit.errors import chain, has_arrived, tb_entries
-from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import is_bad
 from reprokit.program.ir import Phase
 from reprokit.program.sites import kind_of_file, make_site

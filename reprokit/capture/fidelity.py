@@ -24,12 +24,12 @@ import torch
 
 from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import ReplayedStep, describe_mismatch, is_close, is_same
+from reprokit.compare.compiled import Compiled, run_compiled
+from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, LoneCalls, Reference, compare, mismatch
+from reprokit.compare.quantity import observed
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
-from reprokit.locate.compiled import Compiled, run_compiled
-from reprokit.locate.differences import MISMATCH, NOT_FINITE, Difference, LoneCalls, Reference, compare, mismatch
 from reprokit.locate.failure import EXCEPTION, Failure
-from reprokit.locate.quantity import observed
 from reprokit.program.dataflow import prepared, same_bits
 from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.ir import Input, Phase

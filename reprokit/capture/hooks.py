@@ -29,8 +29,8 @@ from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.structure import repeatable
 from reprokit.capture.transformed import MAKES, PULLS, RUNS, TransformCalls
 from reprokit.capture.world import owned_by
+from reprokit.compare.compiled import DEFAULT
 from reprokit.errors import has_arrived
-from reprokit.locate.compiled import DEFAULT
 from reprokit.program.functions import name_of
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode

@@ -28,8 +28,8 @@ from reprokit.capture.save import NOT_ALL, NOT_KEPT, Case, NothingFound, why_not
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Mark, Op, Segment
 from reprokit.capture.world import DEFAULT_STATE_BYTES
+from reprokit.compare.difference import MISMATCH
 from reprokit.errors import pass_on
-from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure, RankDifference
 from reprokit.program.ir import Phase, Ref
 

@@ -35,8 +35,8 @@ from reprokit.capture.structure import TENSORS, is_leaf, iter_tensors, repeatabl
 from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op, address_of
 from reprokit.capture.tensor_names import names_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
+from reprokit.compare.compiled import Compiled
 from reprokit.errors import pass_on
-from reprokit.locate.compiled import Compiled
 from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
 from reprokit.program.ir import Call
 from reprokit.program.trace import current_mode

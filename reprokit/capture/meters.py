@@ -23,8 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from reprokit.capture.calls import Backward, Clip, OptimizerStep, Unscale
 from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Mark, Number, Op
+from reprokit.compare.quantity import norm_of, norms_of, numbers_of, share_of_zeros, update_of
 from reprokit.errors import UsageError, ignored_errors
-from reprokit.locate.quantity import norm_of, norms_of, numbers_of, share_of_zeros, update_of
 from reprokit.locate.ranges import Range, measure
 from reprokit.locate.ways import local_part
 from reprokit.series.story import LayerNumbers, RecordedStep, StepNumbers

@@ -53,10 +53,10 @@ from reprokit.capture.world import (
     owned_by,
     python_generators_restored,
 )
+from reprokit.compare.quantity import number_of
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
-from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import hidden_writes

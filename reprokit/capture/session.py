@@ -42,8 +42,8 @@ from reprokit.capture.recorder import Recorder
 from reprokit.capture.save import SkippedLoss
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.world import World
+from reprokit.compare.quantity import number_of
 from reprokit.errors import UsageError, ignored_errors, pass_on
-from reprokit.locate.quantity import number_of
 from reprokit.series.events import LineLog, TrainingEvent
 from reprokit.series.story import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.source import Source

@@ -154,12 +154,9 @@ def _as_csv(rows: Sequence[Numbers]) -> str:
 
 
 def _recorded_lines(recorded: Sequence[RecordedStep]) -> Iterator[str]:
-    from reprokit.locate.gradient_patterns import gradient_patterns
-
     if recorded:
         steps = counted(len(recorded), "step")
         yield f"\n{counted(len(recorded[-1].weight_norm), 'parameter')} recorded in {steps}: --to csv prints them"
-        yield from (f"pattern: {found.text}" for found in gradient_patterns(recorded))
 
 
 def _as_table(rows: Sequence[Numbers]) -> str:

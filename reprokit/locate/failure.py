@@ -34,7 +34,7 @@ class Drop(Row):
 class Predicate:
     """An event of a run as data: the ``quantity`` of a step has a ``value`` that is not below the ``threshold``.
 
-    The quantities are those of `locate.quantity`. ``began_at`` is the step, ``reference_step`` the last healthy one
+    The quantities are those of `compare.quantity`. ``began_at`` is the step, ``reference_step`` the last healthy one
     before it, ``usual`` the median of the steps before. ``source`` names the input of the step that carries it, if one
     does, and ``rows`` the rows of the batch: ``rows 0-7``. That input, or the ``argument`` of a call
     (``target of mse_loss``), is up to ``largest`` in magnitude, in the reference step up to ``largest_usual``.

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from reprokit.compare import quantity
+from reprokit.compare.difference import MISMATCH, halves_in, tolerances
+from reprokit.compare.quantity import observed
 from reprokit.errors import NotReproduced
-from reprokit.locate import quantity
-from reprokit.locate.differences import MISMATCH, halves_in, tolerances
 from reprokit.locate.failure import Failure
-from reprokit.locate.quantity import observed
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.convert import in_dtype, on_device
 from reprokit.program.functions import is_in_place

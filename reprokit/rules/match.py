@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reprokit.compare.quantity import losses_of
 from reprokit.locate.blame import locate, outcome_or_failure
 from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
-from reprokit.locate.quantity import losses_of
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome, determinism, run

@@ -7,9 +7,8 @@ from dataclasses import asdict
 
 import torch
 
-from reprokit.locate.gains import blocking_bias
+from reprokit.compare.quantity import measured
 from reprokit.locate.spelling import short_name
-from reprokit.program.step import Step
 from reprokit.rules.edits import loss_over_count, set_argument, zeros_for_bad_input
 from reprokit.rules.predicates import dtype_name, has, raises
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
@@ -111,12 +110,16 @@ def rate_jump(timeline: Sequence[StepNumbers], began_at: int) -> Numbers | None:
 
 def bias_blocks_gradient(scene: Scene) -> Numbers | None:
     """True if the parameter gets a gradient once a bias in front of the origin is zero."""
-    value = blocking_bias(Step.of(scene), scene.failure) if scene.failure.event else None
-    if value is None:
-        return None
-    name = next(item.name for item in scene.program.inputs if item.value == value)
-    low, high = (float(edge) for edge in torch.aminmax(scene.tensors[value].detach()))
-    return {"bias": f"`{name}`", "low": low, "high": high}
+    event, maker = scene.failure.event, next(scene.makers("x"), None)
+    for item in scene.program.inputs if event is not None and maker is not None else ():
+        bias = scene.tensors[item.value]
+        if item.role == "parameter" and bias.dim() == 1 and item.value in maker[1].input_refs():
+            without = {**scene.tensors, item.value: torch.zeros_like(bias)}
+            share = measured(scene.program, without, scene.failure)
+            if share is not None and share < event.threshold:
+                low, high = (float(edge) for edge in torch.aminmax(bias.detach()))
+                return {"bias": f"`{item.name}`", "low": low, "high": high}
+    return None
 
 
 def argument_blocks_gradient(scene: Scene) -> Numbers | None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reprokit import torch_private
-from reprokit.locate.quantity import number_of
+from reprokit.compare.quantity import number_of
 from reprokit.series.story import StepNumbers
 
 TIMELINE_STEPS = 100

@@ -16,8 +16,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from reprokit.compare.compiled import Compiled
 from reprokit.errors import NotReproduced, ReprokitError
-from reprokit.locate.compiled import Compiled
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import determinism
 from reprokit.program.sites import variables

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from reprokit.capture.session import Session
+from reprokit.compare.compiled import Compiled, run_compiled
 from reprokit.errors import UsageError
-from reprokit.locate.compiled import Compiled, run_compiled
 from reprokit.render.sources import reduction_script
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.reducer import shrink

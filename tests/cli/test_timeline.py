@@ -64,7 +64,7 @@ def test_numbers_of_a_run_without_a_failure(tmp_path: Path, run_reprokit: Run) -
     assert [row["step"] for row in rows] == list(range(12)) and "grad_norm/weight" in rows[0]
     table = run_reprokit("timeline", "run.jsonl").stdout
     assert table.split()[:2] == ["step", "loss"]
-    assert "2 parameters recorded in 12 steps" in table and "pattern: total over 100: " in table
+    assert "2 parameters recorded in 12 steps" in table
     again = run_reprokit("timeline", "run.jsonl", "--to", "jsonl").stdout
     assert [json.loads(line) for line in again.splitlines()] == rows
     assert run_reprokit("capture", "--numbers", "run.jsonl", "train.py").returncode == 2  # it exists

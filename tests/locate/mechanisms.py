@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from reprokit.compare.quantity import measured
 from reprokit.locate.failure import Failure, Predicate
-from reprokit.locate.quantity import measured
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.series.story import StepNumbers
 from reprokit.snapshot.format import Snapshot

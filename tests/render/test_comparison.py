@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprokit.locate.differences import MISMATCH
+from reprokit.compare.difference import MISMATCH
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.render.script import write_script

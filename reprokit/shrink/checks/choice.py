@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reprokit.compare.compiled import Compiled
+from reprokit.compare.difference import MISMATCH, NOT_FINITE, Reference
 from reprokit.errors import NotReproduced, UsageError
-from reprokit.locate.compiled import Compiled
-from reprokit.locate.differences import MISMATCH, NOT_FINITE, Reference
 from reprokit.locate.failure import EVENTS, HEALTHY, Failure
 from reprokit.locate.failure import EXCEPTION as RAISED
 from reprokit.program.step import Step

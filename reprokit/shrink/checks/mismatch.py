@@ -1,6 +1,6 @@
-"""Mismatch: the results of a candidate differ from those of a reference (`locate.differences`).
+"""Mismatch: the results of a candidate differ from those of a reference (`compare.difference`).
 
-A reference is the same program in float64 or on the other kind of device (compiled: `locate.compiled`). Each runs a
+A reference is the same program in float64 or on the other kind of device (compiled: `compare.compiled`). Each runs a
 candidate twice, as it is and in the other way, on the same inputs. Random calls run as they were recorded in both, on
 inputs cast for them, because another dtype or device draws other numbers.
 """
@@ -12,8 +12,8 @@ from typing import Self
 
 import torch
 
+from reprokit.compare.difference import MISMATCH, LoneCalls, Reference, compare, mismatch
 from reprokit.errors import UsageError
-from reprokit.locate.differences import MISMATCH, LoneCalls, Reference, compare, mismatch
 from reprokit.locate.failure import Failure
 from reprokit.program.convert import default_dtype, in_dtype, on_device
 from reprokit.program.interpreter import Outcome, run

@@ -19,11 +19,11 @@ from typing import Any, Self
 
 import torch
 
+from reprokit.compare.compiled import variable_of
+from reprokit.compare.difference import results_of
+from reprokit.compare.quantity import observed
 from reprokit.errors import ReprokitError, UsageError
-from reprokit.locate.compiled import variable_of
-from reprokit.locate.differences import results_of
 from reprokit.locate.failure import Failure
-from reprokit.locate.quantity import observed
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Phase, Program
 from reprokit.program.step import Step

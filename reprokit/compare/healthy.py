@@ -1,0 +1,342 @@
+"""The first call of a step that is unlike the same call of a healthy step: where an event begins inside its step.
+
+Both steps are run under observation. A value is off if its largest magnitude is several times that of the healthy step.
+Forward, the first call on the way to the loss whose result is off is the origin; a result of the data alone only if
+the event ends with the healthy result in its place, because batches differ. Backward, it is the first call, from the
+loss on, that turns a gradient like the healthy one into one that is off.
+
+An input that is bad may mark what is missing, such as a label: then healthy steps have it too, and a call drops it
+there (`let_through`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from reprokit.compare.quantity import at_call, at_optimizer, loss_of, measured
+from reprokit.locate.blame import locate
+from reprokit.locate.failure import Failure
+from reprokit.locate.notes import Notes
+from reprokit.locate.spelling import argument_at, short_name, slot_of
+from reprokit.locate.ways import largest_finite, ways_of
+from reprokit.program.dataflow import calls_behind, node_of, values_behind, writer_of, written_by
+from reprokit.program.interpreter import run
+from reprokit.program.ir import Call, Input, Phase, Program, Ref, Site
+from reprokit.program.step import Step
+
+_LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
+_BY_DESIGN = frozenset({"mul", "where", "masked_fill"})  # make zeros because somebody asks for them
+
+
+@dataclass
+class _Sizes:
+    """Observes a run: the largest magnitude of every value and of its gradient, by value number.
+
+    ``made`` and ``passed`` have those of every result as its call left it, by the index of the call and the value: a
+    value that is written in place has several. ``graphless`` are the calls with floating-point results and no graph.
+    """
+
+    values: dict[int, float] = field(default_factory=dict)
+    made: dict[tuple[int, int], float] = field(default_factory=dict)
+    gradients: dict[int, float] = field(default_factory=dict)
+    passed: dict[tuple[int, int], float] = field(default_factory=dict)
+    graphless: set[int] = field(default_factory=set)
+    _versions: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: Step) -> _Sizes:
+        sizes = cls()
+        outcome = run(step.program, step.tensors, observer=sizes, keep=frozenset())
+        sizes.gradients.update((value, _size(gradient)) for value, gradient in outcome.gradients.items())
+        return sizes
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Note what the call reads, if that is new or was written since."""
+        for value in call.input_refs():
+            if self._versions.get(value) != values[value]._version:
+                self._versions[value] = values[value]._version
+                self.values[value] = _size(values[value])
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Note what the call returned or wrote into, and the gradient of what it returned once there is one."""
+        made = {value: values[value] for value in written_by(call) if value in values}
+        for value, tensor in made.items():
+            self.values[value], self._versions[value] = _size(tensor), tensor._version
+            self.made[index, value] = self.values[value]
+            if value in call.output_refs() and node_of(tensor) is not None:
+                tensor.register_hook(partial(self._note, index, value))  # type: ignore[no-untyped-call]
+        if any(t.is_floating_point() for t in made.values()) and not any(t.requires_grad for t in made.values()):
+            self.graphless.add(index)
+
+    def _note(self, index: int, value: int, gradient: torch.Tensor) -> None:
+        size = _size(gradient)
+        self.passed[index, value] = max(self.passed.get((index, value), 0.0), size)
+        self.gradients[value] = max(self.gradients.get(value, 0.0), size)
+
+
+def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
+    """``failure``, an event of the whole step, with the call, the input and the rows that it begins with."""
+    event = failure.event
+    if event is None:
+        return failure
+    if event.quantity == "update":
+        return at_optimizer(failure, step.program)
+    ratio = abs(event.value / event.usual) if event.usual and event.usual > 0 else math.inf
+    factor = min(max(ratio**0.25, _LEAST_FACTOR), _MOST_FACTOR)
+    comparison = _Comparison(step, healthy, failure, factor)
+    loss = loss_of(step.program)
+    is_forward = failure.phase is Phase.FORWARD or comparison.is_off(loss)
+    index = comparison.forward(loss) if is_forward else comparison.backward()
+    source = comparison.source(index)
+    results = written_by(step.program.calls[index]) if index is not None else ()
+    made = next((value for value in results if comparison.is_made_off(index or 0, value)), None)
+    carrier = source.value if source is not None else made
+    rows = comparison.rows_off(carrier) if source is None or source.role == "batch" else ""
+    event = replace(event, source=source.name if source is not None else None, rows=rows or None)
+    failure = replace(failure, event=replace(event, **comparison.off_data(source)))
+    if index is None:
+        return failure
+    value = failure.value if failure.value is not None else next(iter(results), None)
+    return replace(at_call(failure, step.program, index), value=value)
+
+
+@dataclass
+class _Comparison:
+    """The sizes of a step beside those of a healthy one. ``partner`` maps its values to those of the healthy step."""
+
+    step: Step
+    other: Step
+    failure: Failure
+    factor: float
+
+    def __post_init__(self) -> None:
+        self.sizes, self.healthy = _Sizes.of(self.step), _Sizes.of(self.other)
+        self.partner = _partners(self.step.program, self.other.program)
+        self.way = calls_behind(self.step.program.calls, filter(None.__ne__, [loss_of(self.step.program)]))
+
+    def is_off(self, value: int | None, *, gradient: bool = False) -> bool:
+        """True if a value, or its gradient, is several times as large as in the healthy step, or not finite."""
+        if value is None or value not in self.partner:
+            return False
+        name = "gradients" if gradient else "values"
+        ours, theirs = getattr(self.sizes, name), getattr(self.healthy, name)
+        now, before = ours.get(value), theirs.get(self.partner[value])
+        return now is not None and before is not None and now > self.factor * before and now > 0
+
+    def is_made_off(self, index: int, value: int) -> bool:
+        """True if the result of a call, as the call left it, is off."""
+        before = self.healthy.values.get(self.partner.get(value, -1))
+        return before is not None and self.sizes.made.get((index, value), 0.0) > max(self.factor * before, 0.0)
+
+    def is_of_data(self, value: int) -> bool:
+        """True if no parameter is behind a value."""
+        program = self.step.program
+        behind = values_behind(program.calls, [value])
+        return not any(item.role == "parameter" and item.value in behind for item in program.inputs)
+
+    def forward(self, value: int | None) -> int | None:
+        """The first call on the way to a value whose result is off."""
+        calls = self.step.program.calls
+        innocent = set[int]()
+        for index in calls_behind(calls, [value]) if value is not None else ():
+            off = [result for result in written_by(calls[index]) if self.is_made_off(index, result)]
+            if off and innocent.isdisjoint(calls[index].input_refs()):
+                if not self.is_of_data(off[0]) or self.ends_without(off[0], index) is not False:
+                    return index
+                innocent.update(written_by(calls[index]))
+        return None
+
+    def backward(self) -> int | None:
+        """The first call, from the loss on, that makes a gradient off.
+
+        Where that call reads a result that is off, which is a factor of the gradient, the first call on the way to it.
+        """
+        program = self.step.program
+        inputs = {item.value for item in program.inputs}
+        for index in reversed(self.way):
+            call = program.calls[index]
+            if any(self.is_off(value, gradient=True) for value in call.output_refs()):
+                continue
+            if any(self.is_off(value, gradient=True) for value in call.input_refs()):
+                factor = next((v for v in call.input_refs() if v not in inputs and self.is_off(v)), None)
+                earlier = self.forward(factor)
+                return earlier if earlier is not None else index
+        return None
+
+    def source(self, index: int | None) -> Input | None:
+        """The input of the step that carries the event: one that the origin reads and that is off, else one of the
+        batch without which the event ends."""
+        inputs = self.step.program.inputs
+        read = self.step.program.calls[index].input_refs() if index is not None else ()
+        found = next((item for item in inputs if item.value in read and self.is_off(item.value)), None)
+        batch = (item for item in inputs if item.role == "batch")
+        return found or next((item for item in batch if self.ends_without(item.value)), None)
+
+    def ends_without(self, value: int, index: int = -1) -> bool | None:
+        """True if the event ends with the healthy value in the place of one of the data, which call number ``index``
+        made; ``None`` where the healthy step has no such value."""
+        program, tensors, event = self.step.program, self.step.tensors, self.failure.event
+        if event is None or value not in self.partner:
+            return None
+        values = run(self.other.program, self.other.tensors, keep=frozenset([self.partner[value]])).values
+        given = values.get(self.partner[value])
+        now = tensors[value] if index < 0 else run(program, tensors, keep=frozenset([value])).values.get(value)
+        if given is None or now is None or now.shape != given.shape or now.dtype != given.dtype:
+            return None
+        if now.layout is not torch.strided or torch.equal(now, given):
+            return None
+        free = Ref(program.next_value())
+        changed = [call.substituted({value: free}) for call in program.calls[index + 1 :]]
+        calls, inputs = (*program.calls[: index + 1], *changed), (*program.inputs, Input(free.value, "healthy"))
+        program = replace(program, calls=calls, inputs=inputs)
+        found = measured(program, {**tensors, free.value: given.detach()}, self.failure)
+        return found is not None and found < event.threshold
+
+    def off_data(self, source: Input | None) -> dict[str, Any]:
+        """The target of the loss, or else the ``source`` in the batch, if that is off: fields of a `Predicate`."""
+        for index in self.way:
+            call = self.step.program.calls[index]
+            with suppress(KeyError):
+                target = argument_at(call, slot_of(call, "target"))
+                if isinstance(target, Ref) and self.is_off(target.value) and self.is_of_data(target.value):
+                    return {"argument": f"target of {short_name(call)}", **self._largest(target.value)}
+        is_off = source is not None and source.role == "batch" and self.is_off(source.value)
+        return self._largest(source.value) if source is not None and is_off else {}
+
+    def rows_off(self, value: int | None) -> str:
+        """The rows of a value of the batch that are off at the end of the step, which may write into it."""
+        if value is None or value not in self.partner or not self.is_of_data(value):
+            return ""
+        tensor = run(self.step.program, self.step.tensors, keep=frozenset({value})).values.get(value)
+        if tensor is None or not tensor.dim() or not tensor.is_floating_point():
+            return ""
+        limit = self.factor * self.healthy.values[self.partner[value]]
+        sizes = tensor.detach().double().abs().reshape(len(tensor), -1).nan_to_num(math.inf).amax(1).tolist()
+        return _row_words([row for row, size in enumerate(sizes) if size > limit], len(tensor))
+
+    def _largest(self, value: int) -> dict[str, float]:
+        now, before = self.sizes.values[value], self.healthy.values[self.partner[value]]
+        return {"largest": now, "largest_usual": before} if math.isfinite(now) else {}
+
+
+def blocked(step: Step, failure: Failure) -> Failure:
+    """``failure``, no gradient for the parameter that is its value, with the call that lets none through.
+
+    That is the one closest to the loss that a gradient reaches and that passes none on towards the parameter, or one
+    that cuts the graph, such as `detach`. Without such a call it stays as it is.
+    """
+    program, sizes, parameter = step.program, _Sizes.of(step), failure.value
+    loss = loss_of(program)
+    if loss is None or parameter is None:
+        return failure
+    led_to, way = {parameter}, list[int]()
+    for index in calls_behind(program.calls, [loss]):
+        if not led_to.isdisjoint(program.calls[index].input_refs()):
+            led_to.update(written_by(program.calls[index]))
+            way.append(index)
+    is_leaf = any(item.value == parameter and item.requires_grad for item in program.inputs)
+    cut = next((index for index in way if index in sizes.graphless), None) if is_leaf else None
+    silent = (index for index in reversed(way) if _is_silent(program, sizes, index, led_to))
+    index = next(silent, cut)
+    return at_call(failure, program, index) if index is not None else failure
+
+
+def _is_silent(program: Program, sizes: _Sizes, index: int, led_to: set[int]) -> bool:
+    """True if a gradient reaches a call that makes only zeros, and passes none on to what the parameter has led to."""
+    call = program.calls[index]
+    is_reached = any(sizes.passed.get((index, value)) for value in call.output_refs())
+    makes_zeros = not any(sizes.made.get((index, value)) for value in call.output_refs())
+    if short_name(call) in _BY_DESIGN or not (is_reached and makes_zeros):
+        return False
+    read = [value for value in call.input_refs() if value in led_to]
+    makers = [(writer_of(program.calls, value, index), value) for value in read]
+    sent = [sizes.gradients.get(v) if maker is None else sizes.passed.get((maker, v)) for maker, v in makers]
+    return bool(sent) and all(size == 0.0 for size in sent)
+
+
+def let_through(failure: Failure, failing: Step, healthy: Step) -> Failure | None:
+    """``failure``, of an input that is bad, beside a healthy step: the first call on the way of the bad value that
+    drops it there and not here. Without one the ``failure`` with its `Failure.marker`, if the input is bad there too.
+
+    ``None`` if the healthy step tells nothing: its input is good, or it has taken other rows of the same data.
+    """
+    if locate(healthy.program, healthy.tensors) is not None:
+        return None
+    notes, then = Notes(failing.program), Notes(healthy.program)
+    notes.run(failing.tensors)
+    then.run(healthy.tensors)
+    counterparts = {place: index for index, place in _places(healthy.program)}
+    for index, place in _places(failing.program):
+        other = counterparts.get(place)
+        bad = [value for value, ways in notes.writes.get(index, {}).items() if failure.way in ways]
+        if other is None or not bad or not _drops(then, other, failure.way):
+            continue
+        found = locate(failing.program, failing.tensors, through=bad[0])
+        if found is not None and found.call_index == index:
+            return found if _is_masking(healthy, other) else None
+    given = (item.value for item in healthy.program.inputs if item.name == failure.input_name)
+    is_marker = any(failure.way in ways_of(healthy.tensors[value]) for value in given)
+    return replace(failure, marker=failure.input_name) if is_marker else None
+
+
+def _places(program: Program) -> Iterator[tuple[int, tuple[str, Site | None, int]]]:
+    """The calls by function, line, and how often these came before: two steps need not make all the same calls."""
+    seen = Counter[tuple[str, Site | None]]()
+    for index, call in enumerate(program.calls):
+        yield index, (call.target, call.site, seen[call.target, call.site])
+        seen[call.target, call.site] += 1
+
+
+def _drops(notes: Notes, index: int, way: str) -> bool:
+    reads, writes = (ways.get(index, {}).values() for ways in (notes.reads, notes.writes))
+    return any(way in ways for ways in reads) and not any(way in ways for ways in writes)
+
+
+def _is_masking(step: Step, index: int) -> bool:
+    """True unless a call only takes rows of the data, as ``data[i : i + 32]`` does for every batch."""
+    operands = run(step.program, step.tensors, keep=frozenset(step.program.calls[index].input_refs())).values.values()
+    return any(tensor.dtype == torch.bool or tensor.requires_grad for tensor in operands)
+
+
+def _partners(program: Program, other: Program) -> dict[int, int]:
+    """The values of one step beside those of another: results of like calls, and inputs that like calls read."""
+    keys, theirs = ([_key(call) for call in one.calls] for one in (program, other))
+    found: dict[int, int] = {}
+    for start, start_other, length in SequenceMatcher(None, keys, theirs, autojunk=False).get_matching_blocks():
+        for offset in range(length):
+            call, partner = program.calls[start + offset], other.calls[start_other + offset]
+            for mine, its in ((call.input_refs(), partner.input_refs()), (call.output_refs(), partner.output_refs())):
+                if len(mine) == len(its):
+                    for value, value_other in zip(mine, its, strict=True):
+                        found.setdefault(value, value_other)
+    return found
+
+
+def _key(call: Call) -> tuple[object, ...]:
+    return call.target, tuple(scope.path for scope in call.scope), call.site.line if call.site is not None else 0
+
+
+def _row_words(rows: Sequence[int], length: int) -> str:
+    """``rows 0-3, 6``; empty for none, and for a batch of a single row."""
+    if not rows or length < 2:
+        return ""
+    words = []
+    for _, group in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+        numbers = [row for _, row in group]
+        words.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(words)}"
+
+
+def _size(tensor: torch.Tensor) -> float:
+    """The largest magnitude; infinite with a value that is not finite."""
+    return math.inf if ways_of(tensor) else largest_finite(tensor)
