@@ -122,7 +122,8 @@ class _Comparison:
     def __post_init__(self) -> None:
         self.sizes, self.healthy = _Sizes.of(self.step), _Sizes.of(self.other)
         self.partner = _partners(self.step.program, self.other.program)
-        self.way = calls_behind(self.step.program.calls, filter(None.__ne__, [loss_of(self.step.program)]))
+        loss = loss_of(self.step.program)
+        self.way = calls_behind(self.step.program.calls, [loss] if loss is not None else [])
 
     def is_off(self, value: int | None, *, gradient: bool = False) -> bool:
         """True if a value, or its gradient, is several times as large as in the healthy step, or not finite."""
@@ -247,8 +248,8 @@ def blocked(step: Step, failure: Failure) -> Failure:
     is_leaf = any(item.value == parameter and item.requires_grad for item in program.inputs)
     cut = next((index for index in way if index in sizes.graphless), None) if is_leaf else None
     silent = (index for index in reversed(way) if _is_silent(program, sizes, index, led_to))
-    index = next(silent, cut)
-    return at_call(failure, program, index) if index is not None else failure
+    origin = next(silent, cut)
+    return at_call(failure, program, origin) if origin is not None else failure
 
 
 def _is_silent(program: Program, sizes: _Sizes, index: int, led_to: set[int]) -> bool:

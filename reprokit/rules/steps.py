@@ -110,13 +110,14 @@ def rate_jump(timeline: Sequence[StepNumbers], began_at: int) -> Numbers | None:
 
 def bias_blocks_gradient(scene: Scene) -> Numbers | None:
     """True if the parameter gets a gradient once a bias in front of the origin is zero."""
-    event, maker = scene.failure.event, next(scene.makers("x"), None)
-    for item in scene.program.inputs if event is not None and maker is not None else ():
+    event = scene.failure.event
+    in_front = {value for _, call in scene.makers("x") for value in call.input_refs()}
+    for item in scene.program.inputs if event is not None else ():
         bias = scene.tensors[item.value]
-        if item.role == "parameter" and bias.dim() == 1 and item.value in maker[1].input_refs():
+        if item.value in in_front and item.role == "parameter" and bias.dim() == 1:
             without = {**scene.tensors, item.value: torch.zeros_like(bias)}
             share = measured(scene.program, without, scene.failure)
-            if share is not None and share < event.threshold:
+            if event is not None and share is not None and share < event.threshold:
                 low, high = (float(edge) for edge in torch.aminmax(bias.detach()))
                 return {"bias": f"`{item.name}`", "low": low, "high": high}
     return None
