@@ -8,7 +8,6 @@ processes of libraries are left alone. Children report captures to their parent 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -20,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,11 @@ _PACKAGES = ("site-packages", "dist-packages")
 _RUNS_WHAT_IT_IS_GIVEN = ("torch.multiprocessing.spawn", "concurrent.futures.process")
 _POOLS = ("multiprocessing.pool", "torch.multiprocessing.pool")  # a task whose worker ends is waited for for ever
 _RANKS = ("RANK", "LOCAL_RANK")
-_FLAGS = re.compile("-[bBdEOPqRuvx]+")  # of Python, without a value
+_FLAGS = re.compile("-[bBdEOPqRuvx]+|-[XW].+")  # of Python, without a value of their own
 
 
 class Children:
-    """Watches what a run starts, for as long as ``starting`` is entered. ``num_unwatched`` were started all the same.
+    """Watches what a run starts, for as long as ``starting`` is entered.
 
     ``folder`` is where children leave their reports; made when the first one is started.
     """
@@ -51,13 +51,11 @@ class Children:
         self._folder = folder
         self._is_ours = folder is None
         self.num_watched = 0
-        self.num_unwatched = 0
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            forget = launch.when_imported("multiprocessing.process", lambda: self._watch_processes(stack))
-            stack.callback(forget)
+            stack.callback(launch.when_imported("multiprocessing.process", lambda: self._watch_processes(stack)))
             self._watch_commands(stack)
             yield
 
@@ -77,10 +75,9 @@ class Children:
 
     def words(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """The part of the closing line about started processes without a capture."""
-        is_checked = any(report["has_checked"] for report in reports)
-        parts = [(0 if is_checked else self.num_watched, ", nor in {} that the script started")]
-        parts += [(self.num_unwatched, "; {} that the script started could not be watched")]
-        return "".join(words.format(counted(num, "process", "processes")) for num, words in parts if num)
+        if not self.num_watched or any(report["has_checked"] for report in reports):
+            return ""
+        return f", nor in {counted(self.num_watched, 'process', 'processes')} that the script started"
 
     @property
     def folder(self) -> str:
@@ -94,12 +91,17 @@ class Children:
 
         @functools.wraps(original)
         def start(self: Any) -> None:
-            if not children.gives_run(self):
-                original(self)
-                return
+            run = None
+            with ignored_errors():
+                run = children.run_of(self)
+            if run is not None:
+                self.run = run
+                children.num_watched += 1
             try:
                 original(self)
             except Exception:  # it may be that what was added cannot be sent
+                if run is None:
+                    raise
                 del self.run
                 children.num_watched -= 1
                 original(self)
@@ -116,7 +118,7 @@ class Children:
             found, words = None, args[0] if args else kwargs.get("args")
             if len(args) <= 1 and not kwargs.get("shell") and kwargs.get("executable") is None:
                 with ignored_errors():
-                    found = children.command(words, kwargs.get("env"))
+                    found = children.command(words, kwargs.get("env") or os.environ)
             if found is None:
                 original(self, *args, **kwargs)
                 return
@@ -126,31 +128,28 @@ class Children:
         subprocess.Popen.__init__ = __init__  # type: ignore[method-assign]
         stack.callback(setattr, subprocess.Popen, "__init__", original)
 
-    def gives_run(self, process: Any) -> bool:
-        """Give a process that may train something to run that watches it; whether that was done."""
-        try:
-            function = _function_of(process)
-            module = getattr(function, "__module__", None)
-            if module not in (*_RUNS_WHAT_IT_IS_GIVEN, *_POOLS) and not _is_users(function):
-                return False
-            after = "continue" if module in _POOLS else self._plan.after
-            process.run = WatchedRun(process, dataclasses.replace(self._plan, after=after, json=False), self.folder)
-        except Exception:  # such as no folder for the reports: then it is not watched
-            self.num_unwatched += 1
-            return False
-        self.num_watched += 1
-        return True
+    def run_of(self, process: Any) -> WatchedRun | None:
+        """What a process of ``multiprocessing`` is to run, ``None`` unless it may train."""
+        function = _function_of(process)
+        module = getattr(function, "__module__", None)
+        if module not in (*_RUNS_WHAT_IT_IS_GIVEN, *_POOLS) and not _is_users(function):
+            return None
+        plan = replace(self._plan, json=False)
+        if module in _POOLS:
+            plan = replace(plan, options={**plan.options, "after": "continue"})
+        return WatchedRun(process, plan, self.folder)
 
-    def command(self, words: Any, environment: Any) -> tuple[list[str], dict[str, str]] | None:
+    def command(self, words: Any, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
         """Command and environment with which a Python command is watched; ``None`` if it is not one to watch."""
         if isinstance(words, str) or not isinstance(words, Sequence) or not words or not _is_this_python(words[0]):
             return None
         words = [os.fspath(word) for word in words]
-        position = _position_of_program(words)
-        if position is None or not _is_program_to_watch(words[position:], environment or os.environ):
+        places = (place for place, word in enumerate(words) if place and not _FLAGS.fullmatch(word))
+        place = next(places, len(words))
+        if not _is_program_to_watch(words[place:], environment):
             return None
-        watched = [*words[:position], "-m", "reprokit", "capture", *self._plan.options, *words[position:]]
-        return watched, {**(environment or os.environ), REPORTS: self.folder}
+        watched = [*words[:place], "-m", "reprokit", "capture", *self._plan.words, *words[place:]]
+        return watched, {**environment, REPORTS: self.folder}
 
 
 class WatchedRun:
@@ -160,17 +159,17 @@ class WatchedRun:
         self._process = process
         self._plan = plan
         self._folder = folder
-        self._directory = str(Path.cwd())
+        self._directory = Path.cwd()
 
     def __call__(self) -> None:
+        from reprokit.cli.capture import Watch
+
         process = self._process
         process.__dict__.pop("run", None)
-        watch = None
+        watch = Watch(replace(self._plan, part=f".pid{os.getpid()}"), self._directory, self._folder)
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(Exception):
-                begun = self._plan.watch_of_child(Path(self._directory), self._folder)
-                begun.begin(stack)
-                watch = begun
+            with ignored_errors():
+                watch.begin(stack)
             try:
                 process.run()
             except Exception as error:
@@ -178,8 +177,7 @@ class WatchedRun:
                 raise
             finally:
                 stack.__exit__(*sys.exc_info())
-                if watch is not None:
-                    watch.announce()
+                watch.announce()
 
 
 def _function_of(process: Any) -> Any:
@@ -193,10 +191,10 @@ def _function_of(process: Any) -> Any:
 
 def _is_users(function: Any) -> bool:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code is not None and is_users_file(code.co_filename)
+    return code is not None and _is_users_file(code.co_filename)
 
 
-def is_users_file(filename: str) -> bool:
+def _is_users_file(filename: str) -> bool:
     """True for a file that belongs neither to Python, nor to an installed package, nor to reprokit."""
     path = os.path.realpath(filename)
     return not path.startswith((_OWN, *_LIBRARIES)) and not any(f"{os.sep}{name}{os.sep}" in path for name in _PACKAGES)
@@ -204,36 +202,21 @@ def is_users_file(filename: str) -> bool:
 
 def _is_this_python(word: Any) -> bool:
     """True for the Python that runs now: another one may not have reprokit."""
-    found = shutil.which(os.fspath(word))
-    own = os.path.abspath(sys.executable)
-    name = os.path.basename(found or "")
-    return found is not None and os.path.dirname(os.path.abspath(found)) == os.path.dirname(own) and "python" in name
+    found = shutil.which(os.fspath(word)) or ""
+    own = os.path.dirname(os.path.abspath(sys.executable))
+    return "python" in os.path.basename(found) and os.path.dirname(os.path.abspath(found)) == own
 
 
-def _position_of_program(words: list[str]) -> int | None:
-    """Where in a Python command its script, or ``-m``, stands."""
-    position = 1
-    while position < len(words):
-        word = words[position]
-        if word == "-m" or not word.startswith("-"):
-            return position
-        if word in ("-X", "-W"):
-            position += 1
-        elif not _FLAGS.fullmatch(word) and not word.startswith(("-X", "-W")):
-            return None
-        position += 1
-    return None
-
-
-def _is_program_to_watch(words: list[str], environment: Any) -> bool:
+def _is_program_to_watch(words: list[str], environment: Mapping[str, str]) -> bool:
     """True for the user's script or module, and for whatever is started as one of several ranks."""
-    name = words[1] if words[0] == "-m" and len(words) > 1 else words[0]
-    if name.partition(".")[0] == "reprokit":
+    is_module = words[:1] == ["-m"]
+    name = "".join(words[is_module : is_module + 1])
+    if not name or name.startswith("-") or name.partition(".")[0] == "reprokit":
         return False
     if any(variable in environment for variable in _RANKS):
         return True
-    if words[0] != "-m":
-        return is_users_file(name) and os.path.isfile(name)
+    if not is_module:
+        return _is_users_file(name) and os.path.isfile(name)
     spec = importlib.util.find_spec(name.partition(".")[0])
     places = [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
-    return any(place is not None and is_users_file(place) for place in places)
+    return any(place is not None and _is_users_file(place) for place in places)

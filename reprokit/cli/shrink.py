@@ -4,234 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from reprokit.capture.failure_text import shown_path
 from reprokit.cli.console import (
-    FilePath,
+    PATH,
+    SECONDS,
     Verbosity,
-    common_options,
     deadline,
     gone,
     make_folder,
     max_time_option,
+    planned,
     print_json,
-    remove_unfinished,
     say,
     shown_command,
-    too_long,
 )
 from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
 from reprokit.render.wording import listed, nearest_words
 from reprokit.shrink import View
-from reprokit.shrink.spec import CHECKS, EXECUTORS, Spec, check_name, open_executor, parse
+from reprokit.shrink.spec import CHECKS, EXECUTORS, check_name, open_executor, parse
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE
 from reprokit.snapshot.redact import redact_text
 from reprokit.snapshot.source import SOURCES
 from reprokit.words import counted, replay_words, verdict_words, visible_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from concurrent.futures import Executor
-
-    from rich.console import Console
-
     from reprokit.render.sources import Opened
     from reprokit.render.verify import CleanProcesses
     from reprokit.shrink.reduction import Reduction
-    from reprokit.snapshot.source import Source as SourcePolicy
+    from reprokit.snapshot.format import Snapshot
+    from reprokit.snapshot.source import Source
 
 MAX_TIME = 120.0  # as in the reducer, which imports torch
-FIRST_SECONDS = 900.0  # for the first run of the step; the others get limits that follow from it
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky", GivenInput: "given"}
 
 
-@dataclass(frozen=True, slots=True)
-class Shrink:
-    """A snapshot to shrink, or a reduction to go on from, where to write, and how much work to spend."""
-
-    file: Path
-    output: Path | None
-    force: bool
-    max_time: float
-    max_checks: int | None
-    jobs: int | None
-    executor: str | None
-    json: bool
-    verbosity: Verbosity
-    check: Spec | None
-    no_whatif: bool
-    source: SourcePolicy
-    no_data: bool
-
-    @property
-    def is_result(self) -> bool:
-        """True for a reduction, or a folder with one, to go on from."""
-        return self.file.name == REDUCTION_FILE or os.path.isdir(self.file)
-
-    @property
-    def folder(self) -> Path:
-        """Where the results go: of a reduction, those that lie beside it are replaced."""
-        beside = self.file if os.path.isdir(self.file) else self.file.parent
-        return self.output or (beside if self.is_result else default_folder(self.file))
-
-    def execute(self) -> int:
-        """Shrink, render and print the result; raises `NotReproduced`, `Flaky` or `Interrupted`."""
-        executors = open_executor(self.executor) if self.executor is not None else contextlib.nullcontext((None, 1))
-        with warnings.catch_warnings(), executors as (executor, num_slots):
-            warnings.simplefilter("ignore")  # of calls in what is tried and rendered; training printed its own
-            from reprokit.render.verify import CleanProcesses
-
-            file = self.check.file if self.check is not None else None
-            with CleanProcesses([file] if file is not None else []) as processes:
-                processes.open()  # it loads torch while this process does
-                opened = self._opened()
-                with self._made_folder(), contextlib.closing(open_view(self.verbosity)) as view:
-                    try:
-                        return self._run(opened, view, processes, executor, num_slots)
-                    except (NotReproduced, Flaky) as error:
-                        if self.json:
-                            given = {"input": error.input} if isinstance(error, GivenInput) else {}
-                            said = {**given, "message": error.message, "note": error.note}
-                            print_json({"schema": 1, "verdict": VERDICTS[type(error)], **said})
-                        if isinstance(error, GivenInput) and opened.snapshot is not None:
-                            from reprokit.render.texts import write_given
-
-                            write_given(opened.snapshot, self.folder, source=self.source)
-                            say(f"what surrounds it -> {shown_path(self.folder)}", self.verbosity)
-                        raise
-
-    def _opened(self) -> Opened:
-        """The snapshot, and the reduction that was named; raises `UsageError` unless both are there and belong."""
-        from reprokit.render.sources import Opened, open_source
-        from reprokit.snapshot.format import load
-
-        if not self.is_result:
-            return Opened(None, load(self.file))
-        opened = open_source(self.file)
-        try:
-            opened.whole(self.file)
-        except UsageError as error:
-            error.hint = "put the snapshot into the folder around, or shrink it again"
-            raise
-        made_with = (opened.reduction.origin.check or "") if opened.reduction is not None else ""
-        if made_with != (self.check.text if self.check is not None else ""):
-            what = f"the check `{made_with}`" if made_with else "no --check"
-            raise UsageError(f"`{self.file}` was made with {what}", hint="give the same, or shrink the snapshot again")
-        return opened
-
-    @contextlib.contextmanager
-    def _made_folder(self) -> Iterator[None]:
-        """The folder for the results; after an error what of its path was made here is taken away again if empty."""
-        missing = [folder for folder in (self.folder, *self.folder.parents) if not os.path.exists(folder)]
-        remove_unfinished(self.folder)
-        make_folder(self.folder, overwrite=self.force or (self.is_result and self.output is None))
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(OSError):  # something was written
-                for folder in missing:
-                    folder.rmdir()
-            raise
-
-    def _run(
-        self, opened: Opened, view: View, processes: CleanProcesses, executor: Executor | None, num_slots: int
-    ) -> int:
-        from reprokit.shrink.reducer import SearchStopped
-        from reprokit.workflow import shrink
-
-        assert opened.snapshot is not None
-        snapshot, most = opened.snapshot, max(self.max_time, FIRST_SECONDS)
-
-        def begin(reduction: Reduction) -> None:
-            """Write the repro before it is verified. An error comes up again when everything is written."""
-            from reprokit.render.texts import begin
-
-            with contextlib.suppress(ReprokitError, OSError):
-                script = begin(reduction, snapshot, self.folder, processes, **self._rendering())
-                path = shown_path(self.folder / REPRO_FILE)
-                view.say(f"{counted(script.num_lines, 'line')}, verification has not run yet -> {path}")
-
-        try:
-            with deadline(most, too_long(most)) as has_run:
-                reduction = shrink(
-                    snapshot,
-                    earlier=opened.reduction,
-                    out_dir=self.folder if not self.no_data else None,
-                    max_time=self.max_time,
-                    max_checks=self.max_checks,
-                    check=self.check.text if self.check is not None else None,
-                    jobs=self.jobs or num_slots,
-                    executor=executor,
-                    whatif=not self.no_whatif,
-                    view=view,
-                    on_replayed=has_run,
-                    on_minimum=begin,
-                )
-        except SearchStopped as stop:
-            self._write_interrupted(stop.best, opened, view, processes)
-        except KeyboardInterrupt:
-            raise Interrupted("interrupted before anything smaller was found") from None
-        view.say("writing the results and verifying them in clean processes")
-        try:
-            summary = self._write(reduction, opened, view, processes)
-        except KeyboardInterrupt:
-            raise self._interrupted(reduction) from None
-        view.close()
-        if self.json:
-            print_json(summary)
-        if self.verbosity is not Verbosity.QUIET:
-            print_result(reduction, summary, self.folder)
-        return 0
-
-    def _write_interrupted(self, best: Reduction, opened: Opened, view: View, processes: CleanProcesses) -> NoReturn:
-        view.say("interrupted: writing the best so far; Ctrl-C again ends at once")
-        try:
-            summary = self._write(best, opened, view, processes)
-        except Exception as error:
-            raise self._interrupted(best) from error
-        if self.json:
-            print_json(summary)
-        raise self._interrupted(best)
-
-    def _write(self, reduction: Reduction, opened: Opened, view: View, processes: CleanProcesses) -> dict[str, Any]:
-        """Write every file; the contract's summary."""
-        from reprokit.render.texts import render_all
-
-        def show_reason(reason: str) -> None:
-            view.say(f"there is no repro_module.py: {reason}")
-
-        snapshot = opened.snapshot
-        assert snapshot is not None
-        earlier = opened.reduction  # by the name of the snapshot `render` finds it again
-        file = earlier.origin.file if earlier is not None else self.file.name
-        reduction = replace(reduction, origin=replace(reduction.origin, file=file))
-        written = render_all(
-            reduction, snapshot, self.folder, on_reason=show_reason, processes=processes, **self._rendering()
-        )
-        fidelity = {"fidelity": snapshot.fidelity, "fidelity_note": snapshot.fidelity_note}
-        return {**reduction.summary(), **fidelity, **written}
-
-    def _rendering(self) -> dict[str, Any]:
-        check = self.check.file if self.check is not None else None
-        return {"source": self.source, "no_data": self.no_data, "check": check}
-
-    def _interrupted(self, best: Reduction) -> Interrupted:
-        summary = best.summary()
-        size = f"{counted(summary['calls'], 'call')}, {counted(summary['elements'], 'element')}"
-        hint = f"`reprokit shrink {shown_path(self.folder / REDUCTION_FILE)}` goes on from there"
-        return Interrupted(f"interrupted; the best so far ({size}) is in `{self.folder}`", hint=hint)
-
-
 @click.command("shrink", short_help="Find the smallest program that fails the same way.")
-@click.argument("file", type=FilePath(), metavar="FILE")
-@click.option("-o", "--output", type=FilePath(), metavar="DIR", help="Folder for the results.")
+@click.argument("file", type=PATH, metavar="FILE")
+@click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder for the results.")
 @click.option("-f", "--force", is_flag=True, help="Write into DIR even if it holds something.")
 @click.option("--check", metavar="SPEC", help=f"What counts as the failure: {CHECKS}. Default: what was captured.")
 @max_time_option(MAX_TIME, "Search for S seconds at most, after the replays.")
@@ -253,16 +73,55 @@ class Shrink:
 @click.option("--no-data", is_flag=True, help="Write nothing that holds recorded numbers.")
 @gone("--resume", "name the result to go on from: `reprokit shrink DIR/reduction.pt`", is_flag=True)
 @gone("--level", "the result is the minimum, with the piece of the model beside it in `repro_module.py`")
-@gone("--progress", "-q prints errors only, -v prints every check, --json prints the result")
-@common_options
-def command(check: str | None, executor: str | None, **options: Any) -> Shrink:
+@planned
+def command(
+    file: Path,
+    output: Path | None,
+    force: bool,
+    check: str | None,
+    executor: str | None,
+    jobs: int | None,
+    no_whatif: bool,
+    source: Source,
+    no_data: bool,
+    json: bool,
+    verbosity: Verbosity,
+    **limits: Any,
+) -> int:
     """Shrink a snapshot to the smallest program that fails the same way.
 
     FILE may also be a reduction.pt to go on from, with its snapshot in the folder around. DIR gets repro.py, issue.md,
     report.html, test_repro.py, reduction.pt and, where there is such a piece, repro_module.py.
     """
-    executor = check_name(executor) if executor is not None else None
-    return Shrink(check=parse(check) if check is not None else None, executor=executor, **options)
+    spec = parse(check) if check is not None else None
+    is_result = file.name == REDUCTION_FILE or os.path.isdir(file)
+    beside = file if os.path.isdir(file) else file.parent
+    folder = output or (beside if is_result else default_folder(file))
+    executors = open_executor(check_name(executor)) if executor is not None else contextlib.nullcontext((None, 1))
+    with warnings.catch_warnings(), executors as (pool, num_slots):
+        warnings.simplefilter("ignore")  # of calls in what is tried and rendered; training printed its own
+        from reprokit.render.verify import CleanProcesses
+
+        with CleanProcesses([spec.file] if spec is not None and spec.file is not None else []) as processes:
+            processes.open()  # it loads torch while this process does
+            snapshot, earlier = _opened(file, check, is_result=is_result)
+            rendering = {"source": source, "no_data": no_data, "check": spec.file if spec is not None else None}
+            with (
+                _made_folder(folder, overwrite=force or (is_result and output is None)),
+                contextlib.closing(open_view(verbosity)) as view,
+            ):
+                name = earlier.origin.file if earlier is not None else file.name
+                work = _Work(name, snapshot, folder, view, processes, rendering, json, verbosity)
+                work.run(
+                    earlier=earlier,
+                    out_dir=folder if not no_data else None,
+                    check=check,
+                    jobs=jobs or num_slots,
+                    executor=pool,
+                    whatif=not no_whatif,
+                    **limits,
+                )
+    return 0
 
 
 def default_folder(snapshot: Path) -> Path:
@@ -271,63 +130,163 @@ def default_folder(snapshot: Path) -> Path:
     return Path(stem if stem != snapshot.name else f"{stem}.shrunk")
 
 
-_SECONDS_BETWEEN_FRAMES = 0.1
-_SECONDS_BETWEEN_LINES = 5.0  # a log shows that work goes on
+def _opened(file: Path, check: str | None, *, is_result: bool) -> tuple[Snapshot, Reduction | None]:
+    """The snapshot, and the reduction that was named; raises `UsageError` unless both are there and belong."""
+    from reprokit.render.sources import open_source
+    from reprokit.snapshot.format import load
+
+    if not is_result:
+        return load(file), None
+    opened: Opened = open_source(file)
+    try:
+        snapshot = opened.whole(file)
+    except UsageError as error:
+        error.hint = "put the snapshot into the folder around, or shrink it again"
+        raise
+    made_with = opened.reduction.origin.check if opened.reduction is not None else None
+    if (made_with or "") != (check or ""):
+        what = f"the check `{made_with}`" if made_with else "no --check"
+        raise UsageError(f"`{file}` was made with {what}", hint="give the same, or shrink the snapshot again")
+    return snapshot, opened.reduction
+
+
+@contextlib.contextmanager
+def _made_folder(folder: Path, *, overwrite: bool) -> Iterator[None]:
+    """The folder for the results; after an error what of its path was made here is taken away again if empty."""
+    missing = [parent for parent in (folder, *folder.parents) if not os.path.isdir(parent)]
+    make_folder(folder, overwrite=overwrite)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # something was written
+            for parent in missing:
+                parent.rmdir()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A snapshot to shrink, of the file ``name``, and where its results go."""
+
+    name: str | None
+    snapshot: Snapshot
+    folder: Path
+    view: View
+    processes: CleanProcesses
+    rendering: dict[str, Any]
+    json: bool
+    verbosity: Verbosity
+
+    def run(self, **options: Any) -> None:
+        """Shrink, render and print the result; raises `NotReproduced`, `Flaky` or `Interrupted`."""
+        from reprokit.shrink.reducer import SearchStopped
+        from reprokit.workflow import shrink
+
+        try:
+            with deadline(max(options["max_time"], SECONDS)) as has_run:
+                reduction = shrink(
+                    self.snapshot, view=self.view, on_replayed=has_run, on_minimum=self._write_first, **options
+                )
+        except (NotReproduced, Flaky) as error:
+            self._tell_failed(error)
+            raise
+        except SearchStopped as stop:
+            self.view.say("interrupted: writing the best so far")
+            with contextlib.suppress(Exception):
+                self._write(stop.best)
+            raise self._interrupted(stop.best) from None
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted before anything smaller was found") from None
+        self.view.say("writing the results and verifying them in clean processes")
+        try:
+            summary = self._write(reduction)
+        except KeyboardInterrupt:
+            raise self._interrupted(reduction) from None
+        self.view.close()
+        if self.verbosity is not Verbosity.QUIET:
+            print_result(reduction, summary, self.folder)
+
+    def _write_first(self, reduction: Reduction) -> None:
+        """Write the repro before it is verified. An error comes up again when everything is written."""
+        from reprokit.render.texts import begin
+
+        with contextlib.suppress(ReprokitError, OSError):
+            script = begin(reduction, self.snapshot, self.folder, self.processes, **self.rendering)
+            path = shown_path(self.folder / REPRO_FILE)
+            self.view.say(f"{counted(script.num_lines, 'line')}, verification has not run yet -> {path}")
+
+    def _write(self, reduction: Reduction) -> dict[str, Any]:
+        """Write every file; print and return the contract's summary."""
+        from reprokit.render.texts import render_all
+
+        # by the name of the snapshot `render` finds it again
+        reduction = replace(reduction, origin=replace(reduction.origin, file=self.name))
+        written = render_all(
+            reduction,
+            self.snapshot,
+            self.folder,
+            on_reason=lambda reason: self.view.say(f"there is no repro_module.py: {reason}"),
+            processes=self.processes,
+            **self.rendering,
+        )
+        fidelity = {"fidelity": self.snapshot.fidelity, "fidelity_note": self.snapshot.fidelity_note}
+        summary = {**reduction.summary(), **fidelity, **written}
+        if self.json:
+            print_json(summary)
+        return summary
+
+    def _tell_failed(self, error: NotReproduced | Flaky) -> None:
+        is_given = isinstance(error, GivenInput)
+        if self.json:
+            given = {"input": error.input} if isinstance(error, GivenInput) else {}
+            said = {**given, "message": error.message, "note": error.note}
+            print_json({"schema": 1, "verdict": VERDICTS[type(error)], **said})
+        if is_given:
+            from reprokit.render.texts import write_given
+
+            write_given(self.snapshot, self.folder, source=self.rendering["source"])
+            say(f"what surrounds it -> {shown_path(self.folder)}", self.verbosity)
+
+    def _interrupted(self, best: Reduction) -> Interrupted:
+        summary = best.summary()
+        size = f"{counted(summary['calls'], 'call')}, {counted(summary['elements'], 'element')}"
+        hint = f"`reprokit shrink {shown_path(self.folder / REDUCTION_FILE)}` goes on from there"
+        return Interrupted(f"interrupted; the best so far ({size}) is in `{self.folder}`", hint=hint)
 
 
 def open_view(verbosity: Verbosity) -> View:
-    """A line drawn over and over on a terminal, plain lines elsewhere and for ``-v``, nothing for ``-q``."""
-    if verbosity is Verbosity.QUIET:
-        return View()
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    is_live = console.is_terminal and not console.is_dumb_terminal and verbosity is Verbosity.NORMAL
-    return LiveView(console) if is_live else PlainView(verbosity is Verbosity.VERBOSE)
+    """Nothing for ``-q``, else lines."""
+    return View() if verbosity is Verbosity.QUIET else LineView(verbosity is Verbosity.VERBOSE)
 
 
-class PlainView(View):
-    """The lines that stay; the others every few seconds, or all of them."""
+class LineView(View):
+    """The lines that stay; the others every few seconds, all of them, or on a terminal in the place of each other."""
 
     def __init__(self, is_verbose: bool) -> None:
-        self._is_verbose = is_verbose
+        self._is_live = sys.stderr.isatty() and not is_verbose
+        self._pause = 0.0 if is_verbose else 0.1 if self._is_live else 5.0  # a log shows that work goes on
         self._said = time.monotonic()
 
     def say(self, line: str) -> None:
+        self.close()
         say(line)
         self._said = time.monotonic()
 
     def show(self, line: str) -> None:
-        if self._is_verbose or time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
-            self.say(line)
+        if time.monotonic() - self._said < self._pause:
+            return
+        self.say(line) if not self._is_live else click.echo(f"{_CLEARED}{self._cut(line)}", err=True, nl=False)
+        self._said = time.monotonic()
 
-
-class LiveView(View):
-    """The lines that stay, and below them the time and the latest of the others."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
-        self._started = self._drawn = time.monotonic()
-        # No thread of its own: it would be in the way of candidates that run in forked processes.
-        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
-        self._live.start()
-
-    def say(self, line: str) -> None:
-        self._live.console.print(f"reprokit: {visible_line(line)}", markup=False, soft_wrap=True)
-
-    def show(self, line: str) -> None:
-        from rich.text import Text
-
-        now = time.monotonic()
-        if now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
-            self._drawn = now
-            seconds = int(now - self._started)
-            self._live.update(Text(f"{seconds // 60}:{seconds % 60:02} {visible_line(line)}"), refresh=True)
+    def _cut(self, line: str) -> str:
+        return visible_line(line)[: shutil.get_terminal_size().columns - 1]
 
     def close(self) -> None:
-        """Take the line away and show the cursor again."""
-        self._live.stop()
+        if self._is_live:
+            click.echo(_CLEARED, err=True, nl=False)
+
+
+_CLEARED = "\r\x1b[K"
 
 
 def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path) -> None:
@@ -335,50 +294,36 @@ def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path) ->
     from reprokit.render.findings import one_line
 
     before, repro, context = reduction.before, summary["repro"], summary["context"]
+    names = repro["names"] if repro is not None else {}
     if repro is not None:
-        for words, was, now in (
-            ("", "before", "after"),
-            ("torch calls", f"{before.calls:,}", f"{summary['calls']:,}"),
-            ("input elements", f"{before.elements:,}", f"{summary['elements']:,}"),
-        ):
-            say(f"{words:<14}{was:>12}{now:>9}")
+        calls, elements = counted(summary["calls"], "torch call"), counted(summary["elements"], "input element")
+        say(f"{calls} of {before.calls:,}, {elements} of {before.elements:,}")
         checks, seconds = counted(reduction.checks, "check"), reduction.seconds
         say(f"{checks} ({verdict_words(reduction.verdicts)}) in {seconds:.1f} s; reproduces {reduction.reproduces}")
-    names = repro["names"] if repro is not None else {}
-    for line in (*_stopped(reduction), *reduction.notes, *_matters(reduction, names)):
-        say(line)
+    if reduction.stopped:
+        why = f" by --{reduction.stopped}" if reduction.stopped in ("max-time", "max-checks") else ""
+        say(f"stopped early{why}: the result may shrink further")
+    elif not (reduction.one_minimal or reduction.no_repro):
+        say("search incomplete: the result may shrink further")
+    for note in reduction.notes:
+        say(note)
+    if free := [names.get(item.input, item.input) for item in reduction.explain if item.free and item.input]:
+        say(f"fails with every value that was tried for {listed(free)}")
+    if reduction.nearest is not None:
+        new, old = nearest_words(reduction.nearest, names)
+        say(f"passes with {new} instead of {old}")
     if reduction.diagnosis is not None:
         say(f"diagnosis: {one_line(reduction.diagnosis)}")
-    doubt = replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note"))
-    if doubt:
+    if doubt := replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note")):
         say(f"note that {redact_text(doubt)}")
-    if repro is not None:
+    if repro is None:
+        say(f"there is no repro.py: {reduction.no_repro}")
+    else:
         lines = counted(repro["lines"], "line")
         say(f"{lines}, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
-    else:
-        say(f"there is no repro.py: {reduction.no_repro}")
     if context:
         words = f"{context['lines']} lines, verified {context['verified']}"
         say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
     say(f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}")
     if repro is not None:
         say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")
-
-
-def _stopped(reduction: Reduction) -> Iterator[str]:
-    """A line if the search ended early or may be incomplete."""
-    if reduction.stopped:
-        why = f" by --{reduction.stopped}" if reduction.stopped in ("max-time", "max-checks") else ""
-        yield f"stopped early{why}: the result may shrink further"
-    elif not (reduction.one_minimal or reduction.no_repro):
-        yield "search incomplete: the result may shrink further"
-
-
-def _matters(reduction: Reduction, names: Mapping[str, str]) -> Iterator[str]:
-    """Which inputs are free, and the nearest variant that passes."""
-    free = [names.get(item.input, item.input) for item in reduction.explain if item.free and item.input]
-    if free:
-        yield f"fails with every value that was tried for {listed(free)}"
-    if reduction.nearest is not None:
-        new, old = nearest_words(reduction.nearest, names)
-        yield f"passes with {new} instead of {old}"

@@ -4,77 +4,72 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib
 import io
-import json
+import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from reprokit import grammar
-from reprokit.cli.console import FilePath, Verbosity, check_file, common_options, make_folder, print_text, say
-from reprokit.errors import NotASnapshot, UsageError
+from reprokit.cli.console import PATH, Verbosity, check_file, make_folder, planned, print_text, say
+from reprokit.errors import NotASnapshot
 from reprokit.words import counted, json_line
 
 if TYPE_CHECKING:
-    from reprokit.series.story import RecordedStep
     from reprokit.snapshot.format import Snapshot
 
 Format = Literal["table", "jsonl", "csv", "tensorboard"]
 FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "tensorboard")
 Numbers = Mapping[str, Any]
+_NO_JSON = grammar.one_of("nan", "inf", "-inf")
 
 
-@dataclass(frozen=True, slots=True)
-class ShowTimeline:
-    """A snapshot whose steps are printed."""
+@click.command("timeline", short_help="Print the steps before the failure in numbers.")
+@click.argument("file", type=PATH, metavar="FILE")
+@click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format.")
+@click.option("-o", "--output", type=PATH, metavar="FILE|DIR", help="Write there; of TensorBoard the log folder.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite it.")
+@planned
+def command(file: Path, to: Format, output: Path | None, force: bool, json: bool, verbosity: Verbosity) -> int:
+    """Print loss, learning rate, gradient norm, scale and seconds of the last steps, and what the loop noted.
 
-    snapshot: Path
-    to: Format
-    output: Path | None
-    overwrite: bool
-    verbosity: Verbosity
+    FILE is a snapshot, or what `reprokit capture --numbers FILE` wrote, whose name ends in .jsonl or .jsonl.1.
+    """
+    to = "jsonl" if json else to
+    if output is not None and to != "tensorboard":
+        check_file(output, overwrite=force)
+    from reprokit.snapshot.files import write_text
+    from reprokit.snapshot.format import load
 
-    def execute(self) -> int:
-        from reprokit.snapshot.format import load
+    if file.name.removesuffix(".1").endswith(".jsonl"):  # of `capture --numbers`; `.1` is the older one
+        rows = rows_in(file)
+    else:
+        rows = list(steps_of(load(file)))
+    if to == "tensorboard":
+        return _write_events(rows, output or file.with_name(f"{file.stem}-timeline"), force, verbosity)
+    text = _FORMATS[to](rows)
+    if to == "table":
+        text += _recorded_words(rows)
+    if output is None:
+        print_text(text)
+    else:
+        write_text(output, text)
+        say(f"{len(rows)} steps -> {output}", verbosity)
+    return 0
 
-        if self.snapshot.name.removesuffix(".1").endswith(".jsonl"):  # of `capture --numbers`; `.1` is the older one
-            rows = rows_in(self.snapshot)
-            recorded: Sequence[RecordedStep] = list(_recorded_in(rows))
-        else:
-            snapshot = load(self.snapshot)
-            rows, recorded = list(steps_of(snapshot)), snapshot.recorded or ()
-        if self.to == "tensorboard":
-            return self._write_events(rows)
-        text = _FORMATS[self.to](rows)
-        if self.to == "table":
-            text += "".join(f"{line}\n" for line in _recorded_lines(recorded))
-        if self.output is not None:
-            from reprokit.snapshot.files import write_text
 
-            write_text(self.output, text)
-            say(f"{len(rows)} steps -> {self.output}", self.verbosity)
-        else:
-            print_text(text)
-        return 0
+def _write_events(rows: Sequence[Numbers], folder: Path, force: bool, verbosity: Verbosity) -> int:
+    from reprokit.integrations.tensorboard import TensorBoardSink
 
-    def _write_events(self, rows: Sequence[Numbers]) -> int:
-        try:
-            tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
-        except ImportError:
-            raise UsageError("TensorBoard is not installed", hint="pip install tensorboard") from None
-        folder = self.output or self.snapshot.with_name(f"{self.snapshot.stem}-timeline")
-        make_folder(folder, overwrite=self.overwrite)
-        with tensorboard.SummaryWriter(str(folder)) as writer:
-            for row in rows:
-                for name, number in row.items():
-                    if name != "step" and isinstance(number, float):
-                        writer.add_scalar(name, number, row["step"])
-        say(f"{len(rows)} steps -> {folder}; tensorboard --logdir {folder}", self.verbosity)
-        return 0
+    make_folder(folder, overwrite=force)
+    sink = TensorBoardSink(folder)
+    for row in rows:
+        sink({name: number for name, number in row.items() if isinstance(number, (int, float))})
+    sink.close()
+    say(f"{len(rows)} steps -> {folder}; tensorboard --logdir {folder}", verbosity)
+    return 0
 
 
 def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
@@ -117,28 +112,23 @@ def rows_in(file: Path) -> list[Numbers]:
 
 def _row(line: bytes) -> Numbers:
     """The numbers of a step; raises `ValueError` or `RecursionError`."""
-    row = grammar.of(dict)(json.loads(line.decode()))
+    row = grammar.of(dict)(json_format.loads(line.decode()))
     step = grammar.count(row.pop("step", None))
-    return {"step": step, **{grammar.name(name): _number(value) for name, value in row.items()}}
+    numbers = (
+        (name, _NO_JSON(value) if isinstance(value, str) else grammar.number(value)) for name, value in row.items()
+    )
+    return {"step": step, **{grammar.name(name): float(value) for name, value in numbers}}
 
 
-def _number(value: Any) -> float:
-    """A number, or the name of one that JSON does not have."""
-    return float(_NO_JSON(value) if isinstance(value, str) else grammar.number(value))
-
-
-_NO_JSON = grammar.one_of("nan", "inf", "-inf")
-
-
-def _recorded_in(rows: Sequence[Numbers]) -> Iterator[RecordedStep]:
-    from reprokit.series.story import RecordedStep
-
-    for row in rows:
-        weights, gradients, zeros = (
-            {name.removeprefix(kind): row[name] for name in row if name.startswith(kind)}
-            for kind in ("weight_norm/", "grad_norm/", "zeros/")
-        )
-        yield RecordedStep(row["step"], weights, gradients, zeros)
+def _recorded_words(rows: Sequence[Numbers]) -> str:
+    """A line about the numbers of parameters, which no table has room for; empty without them."""
+    kinds = "weight_norm/", "grad_norm/", "zeros/"
+    recorded = [row for row in rows if any(name.startswith(kinds) for name in row)]
+    if not recorded:
+        return ""
+    names = {name.partition("/")[2] for row in recorded for name in row if name.startswith(kinds)}
+    steps = counted(len(recorded), "step")
+    return f"\n{counted(len(names), 'parameter')} recorded in {steps}: --to csv prints them\n"
 
 
 def _columns(rows: Sequence[Numbers]) -> list[str]:
@@ -151,12 +141,6 @@ def _as_csv(rows: Sequence[Numbers]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _recorded_lines(recorded: Sequence[RecordedStep]) -> Iterator[str]:
-    if recorded:
-        steps = counted(len(recorded), "step")
-        yield f"\n{counted(len(recorded[-1].weight_norm), 'parameter')} recorded in {steps}: --to csv prints them"
 
 
 def _as_table(rows: Sequence[Numbers]) -> str:
@@ -172,21 +156,3 @@ def _cell(value: Any) -> str:
 
 
 _FORMATS = {"table": _as_table, "jsonl": lambda rows: "".join(f"{json_line(row)}\n" for row in rows), "csv": _as_csv}
-
-
-@click.command("timeline", short_help="Print the steps before the failure in numbers.")
-@click.argument("snapshot", type=FilePath(), metavar="FILE")
-@click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format.")
-@click.option("-o", "--output", type=FilePath(), metavar="FILE|DIR", help="Write there; of TensorBoard the log folder.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite it.")
-@common_options
-def command(
-    snapshot: Path, to: Format, output: Path | None, force: bool, json: bool, verbosity: Verbosity
-) -> ShowTimeline:
-    """Print loss, learning rate, gradient norm, scale and seconds of the last steps, and what the loop noted.
-
-    FILE is a snapshot, or what `reprokit capture --numbers FILE` wrote, whose name ends in .jsonl or .jsonl.1.
-    """
-    if output is not None and to != "tensorboard":
-        check_file(output, overwrite=force)
-    return ShowTimeline(snapshot, "jsonl" if json else to, output, force, verbosity)

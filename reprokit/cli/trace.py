@@ -11,7 +11,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -19,8 +20,10 @@ import click
 
 from reprokit.capture import launch
 from reprokit.capture.options import rank_suffix, with_part
+from reprokit.cli.capture import begin_session, run_target
 from reprokit.cli.console import (
-    FilePath,
+    PATH,
+    Plan,
     Verbosity,
     check_file,
     common_options,
@@ -28,9 +31,8 @@ from reprokit.cli.console import (
     max_time_option,
     read_steps,
     say,
-    too_long,
 )
-from reprokit.errors import ReprokitError, UsageError, pass_on
+from reprokit.errors import ReprokitError, UsageError
 from reprokit.words import counted, replay_words
 
 if TYPE_CHECKING:
@@ -38,66 +40,44 @@ if TYPE_CHECKING:
     from reprokit.locate.ranges import FrameRow
 
 Format = Literal["table", "jsonl", "csv", "html"]
-MOST_NAMES = 6  # in one line
 FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "html")
+_MOST_NAMES = 6  # in one line
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Output:
-    """Where rows go: to a file, else the table to stderr and anything else to stdout.
+    """The rows that are wanted, and where they go: to a file, else the table to stderr and anything else to stdout."""
 
-    What a script itself prints goes to stderr where its stdout would be mixed with rows.
-    """
-
+    module: str | None
+    histograms: bool
     to: Format
     path: Path | None
     title: str
-    histograms: bool = False
-    num_rows: int = 0
-    _file: IO[str] | None = None
-    _waiting: list[FrameRow] = field(default_factory=list)
 
-    @contextlib.contextmanager
-    def opened(self, *, is_shared: bool) -> Iterator[None]:
-        """The output while rows are written; ``is_shared`` if a script prints to this process's stdout."""
-        with contextlib.ExitStack() as stack:
-            if self.path is not None:
-                self._file = stack.enter_context(self.path.open("w", encoding="utf-8", newline=""))
-            elif self.to != "table":
-                self._file = stack.enter_context(_own_stdout() if is_shared else contextlib.nullcontext(sys.stdout))
-            try:
-                yield
-            finally:
-                if self.to == "html" and self._file is not None:
-                    from reprokit.render.templates import render_template
-
-                    shown = {"title": self.title, "rows": self._waiting, "histograms": self.histograms}
-                    self._file.write(render_template("trace.html.j2", **shown))
-                    self._file.flush()
-
-    def write(self, rows: list[FrameRow]) -> None:
-        """Print rows; a page is written at the end."""
-        from reprokit.locate.ranges import csv_lines, json_lines
-
-        if self.to == "html":
-            self._waiting += rows
-        elif self.to == "table":
-            self._print_table(rows)
-        elif self._file is not None:
-            header = {"has_header": self.num_rows == 0, "histograms": self.histograms}
-            self._file.write(json_lines(rows) if self.to == "jsonl" else csv_lines(rows, **header))
-            self._file.flush()
-        self.num_rows += len(rows)
-
-    def _print_table(self, rows: list[FrameRow]) -> None:
+    def write(self, groups: Sequence[list[FrameRow]], stdout: IO[str]) -> None:
+        """Write the rows of several steps."""
         from rich.console import Console
 
-        from reprokit.locate.ranges import table
+        from reprokit.locate import ranges
+        from reprokit.render.templates import render_template
 
-        if rows:
-            console = Console(file=self._file, stderr=self._file is None, highlight=False)
-            console.print(table(rows, console.width))
-            console.print()
+        file = self.path.open("w", encoding="utf-8", newline="") if self.path is not None else None
+        rows = [row for group in groups for row in group]
+        with file or contextlib.nullcontext():
+            if self.to == "table":
+                console = Console(file=file, stderr=file is None, highlight=False)
+                for group in filter(None, groups):
+                    console.print(ranges.table(group, console.width))
+                    console.print()
+                return
+            if self.to == "html":
+                text = render_template("trace.html.j2", title=self.title, rows=rows, histograms=self.histograms)
+            elif self.to == "csv":
+                text = ranges.csv_lines(rows, has_header=True, histograms=self.histograms) if rows else ""
+            else:
+                text = ranges.json_lines(rows)
+            (file or stdout).write(text)
+            (file or stdout).flush()
 
 
 @contextlib.contextmanager
@@ -118,30 +98,29 @@ class TraceScript:
     argv: tuple[str, ...]
     steps: frozenset[int]
     stop_after: int | None
-    module: str | None
     output: Output
     verbosity: Verbosity
 
-    def execute(self) -> int:
+    def __call__(self) -> int:
         if not self.is_module:
             launch.read_script(self.target)
+        mixed = self.output.to != "table" and self.output.path is None
         with contextlib.ExitStack() as outer:
             outer.enter_context(launch.hide_own_frames())
-            outer.enter_context(self.output.opened(is_shared=True))
-            shown = _Shown(self, Path(outer.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-trace-"))))
-            outer.callback(shown.write)
+            stdout = outer.enter_context(_own_stdout()) if mixed else sys.stdout
+            saved = _Saved(self, Path(outer.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-trace-"))))
+            outer.callback(saved.show, stdout)
             with contextlib.ExitStack() as stack:
-                stack.callback(launch.when_imported("torch", lambda: shown.start(stack)))
-                run = launch.run_module if self.is_module else launch.run_script
+                stack.callback(launch.when_imported("torch", lambda: saved.begin(stack)))
                 try:
-                    run(self.target, self.argv)
+                    run_target(self)
                 except SystemExit as error:
-                    if getattr(error, "session", None) is None or error.session is not shown.session:  # type: ignore[attr-defined]
+                    if saved.session is None or getattr(error, "session", None) is not saved.session:
                         raise
         return 0
 
 
-class _Shown:
+class _Saved:
     """The chosen steps of a script: saved while it runs, shown when it has ended."""
 
     def __init__(self, plan: TraceScript, folder: Path) -> None:
@@ -150,100 +129,85 @@ class _Shown:
         self._folder = folder
         self._process = os.getpid()
         self._trained: set[str] = set()  # names of parameters
-        self._with_gradient: set[str] = set()
 
-    def start(self, stack: contextlib.ExitStack) -> None:
-        """Begin to watch; if that fails, say so and let the script run."""
-        from reprokit.capture.session import Session
+    def begin(self, stack: contextlib.ExitStack) -> None:
+        """Begin to watch."""
 
-        try:
-            self.session = stack.enter_context(
-                Session(
-                    name="trace",
-                    directory=self._folder,
-                    after="continue",
-                    quiet=True,
-                    verbose=self._plan.verbosity is Verbosity.VERBOSE,
-                    on=("exception",),
-                    source="none",
-                    budget=None,
-                    at_step=self._plan.steps,
-                    last_step=self._plan.stop_after,
-                    on_snapshot=self._note_names,
-                )
+        def make() -> Session:
+            from reprokit.capture.session import Session
+
+            return Session(
+                name="trace",
+                directory=self._folder,
+                after="continue",
+                quiet=True,
+                verbose=self._plan.verbosity is Verbosity.VERBOSE,
+                on=("exception",),
+                source="none",
+                budget=None,
+                at_step=self._plan.steps,
+                last_step=self._plan.stop_after,
+                on_snapshot=self._note_names,
             )
-        except Exception as error:
-            pass_on(error)
-            say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+
+        self.session = begin_session(stack, make, self._plan.verbosity)
 
     def _note_names(self, path: Path) -> None:
         if self.session is not None:
             self._trained |= self.session.trained_parameters()
 
-    def write(self) -> None:
-        """Show the steps."""
+    def show(self, stdout: IO[str]) -> None:
+        """Write the rows of the steps, and say what is missing in them."""
         if os.getpid() != self._process:
             return
         from reprokit.render.module_ranges import names_with_gradient, rows_of, surveyed
         from reprokit.snapshot.format import load
 
-        plan, session = self._plan, self.session
+        plan, output, session = self._plan, self._plan.output, self.session
+        groups, with_gradient = list[list["FrameRow"]](), set[str]()
         for path in session.snapshots if session is not None else ():
             try:
                 snapshot = load(path)
                 if snapshot.step not in plan.steps:  # the script raised in another one
                     continue
-                found = surveyed(snapshot, histograms=plan.output.histograms)
+                found = surveyed(snapshot, histograms=output.histograms)
             except ReprokitError as error:
                 say(f"step {path.stem}: {error}")
                 continue
-            plan.output.write(rows_of(found, snapshot.step, plan.module))
-            self._with_gradient |= names_with_gradient(found)
+            groups.append(rows_of(found, snapshot.step, output.module))
+            with_gradient |= names_with_gradient(found)
             if snapshot.fidelity != "exact":
                 say(f"step {snapshot.step}: {replay_words(snapshot.fidelity, snapshot.fidelity_note)}", plan.verbosity)
-        self._tell()
-
-    def _tell(self) -> None:
-        plan, output = self._plan, self._plan.output
-        if output.num_rows:
+        output.write(groups, stdout)
+        if num_rows := sum(map(len, groups)):
             place = f" -> {output.path}" if output.path is not None else ""
-            say(f"{counted(output.num_rows, 'row')}{place}", plan.verbosity)
-            names = sorted(self._trained - self._with_gradient) if self._with_gradient else []
+            say(f"{counted(num_rows, 'row')}{place}", plan.verbosity)
+            names = sorted(self._trained - with_gradient) if with_gradient else []
             if names:
-                more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-                shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
+                more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+                shown = ", ".join(f"`{name}`" for name in names[:_MOST_NAMES])
                 say(f"no gradient in the chosen steps: {shown}{more}", plan.verbosity)
-        elif self.session is None:
+        elif session is None:
             say("no rows: the script did not import torch")
         else:
-            steps = counted(self.session.num_steps, "step")
-            matching = f" that matches `{plan.module}`" if plan.module is not None else ""
+            steps = counted(session.num_steps, "step")
+            matching = f" that matches `{output.module}`" if output.module is not None else ""
             say(f"no rows: no module{matching} was called in the chosen steps; an optimizer's step ended {steps}")
 
 
-@dataclass(frozen=True, slots=True)
-class TraceFile:
-    """A snapshot whose program is run with measuring."""
+def _trace_file(path: Path, output: Output, max_time: float, verbosity: Verbosity) -> int:
+    """Run the program of a snapshot with measuring."""
+    from reprokit.render.module_ranges import recorded_rows
+    from reprokit.snapshot.format import load
 
-    snapshot: Path
-    module: str | None
-    output: Output
-    max_time: float
-    verbosity: Verbosity
-
-    def execute(self) -> int:
-        from reprokit.render.module_ranges import recorded_rows
-        from reprokit.snapshot.format import load
-
-        snapshot = load(self.snapshot)
-        with deadline(self.max_time, too_long(self.max_time, f"--max-time {2 * self.max_time:g} waits longer")):
-            rows = recorded_rows(snapshot, self.module, histograms=self.output.histograms)
-        with self.output.opened(is_shared=False):
-            self.output.write(rows)
-        if not rows:
-            matching = f" matches `{self.module}`" if self.module is not None else " was called in this step"
-            say(f"no rows: no module{matching}", self.verbosity)
-        return 0
+    snapshot = load(path)
+    with deadline(max_time):
+        rows = recorded_rows(snapshot, output.module, histograms=output.histograms)
+    output.write([rows], sys.stdout)
+    if not rows:
+        matching = f" matches `{output.module}`" if output.module is not None else " was called in this step"
+        say(f"no rows: no module{matching}", verbosity)
+    return 0
 
 
 class _Command(click.Command):
@@ -253,10 +217,9 @@ class _Command(click.Command):
         """With options before the script everything behind its name is the script's."""
         start = 1 if args[:1] == ["-m"] else 0
         if start < len(args) and not args[start].startswith("-"):
-            for place in range(start + 1, len(args)):
-                if self._are_options(ctx, args[place:]):
-                    args = [*args[place:], *args[:place]]
-                    break
+            places = (place for place in range(start + 1, len(args)) if self._are_options(ctx, args[place:]))
+            place = next(places, len(args))
+            args = [*args[place:], *args[:place]]
         return super().parse_args(ctx, args)
 
     def _are_options(self, ctx: click.Context, words: list[str]) -> bool:
@@ -283,7 +246,7 @@ class _Command(click.Command):
 @click.option("--module", metavar="PATTERN", help="Only modules whose path fits, such as 'h.0.*'.")
 @click.option("--histograms", is_flag=True, help="Add a histogram of magnitudes and the kurtosis to every row.")
 @click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format of the rows.")
-@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="Write the rows to FILE.")
+@click.option("-o", "--output", type=PATH, metavar="FILE", help="Write the rows to FILE.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite FILE if it exists.")
 @max_time_option(60, "For a snapshot.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
@@ -291,7 +254,7 @@ class _Command(click.Command):
 @common_options
 def command(
     target: Sequence[str],
-    steps: frozenset[int] | None,
+    steps: frozenset[int],
     stop_after: int | None,
     module: str | None,
     histograms: bool,
@@ -302,7 +265,7 @@ def command(
     is_module: bool,
     verbosity: Verbosity,
     json: bool,
-) -> TraceScript | TraceFile:
+) -> Plan:
     """Print weights, inputs, outputs and gradients of every module call in numbers.
 
     Of a script the chosen steps are saved while it runs, and shown when it has ended. Of a snapshot its program is run;
@@ -315,14 +278,13 @@ def command(
     if output is not None:
         output = output if is_snapshot else with_part(output, rank_suffix())
         check_file(output, overwrite=force)
-    to = "jsonl" if json else to
-    made = Output(to, output, f"{target[0]}", histograms)
-    if is_snapshot:
-        if steps is not None or stop_after is not None:
-            raise UsageError("a snapshot holds one step", hint="--steps and --stop-after are for scripts")
-        return TraceFile(Path(target[0]), module, made, max_time, verbosity)
-    chosen = steps or frozenset([0])
-    return TraceScript(target[0], is_module, tuple(target[1:]), chosen, stop_after, module, made, verbosity)
+    wanted = Output(module, histograms, "jsonl" if json else to, output, target[0])
+    if not is_snapshot:
+        chosen = steps or frozenset([0])
+        return TraceScript(target[0], is_module, tuple(target[1:]), chosen, stop_after, wanted, verbosity)
+    if steps or stop_after is not None:
+        raise UsageError("a snapshot holds one step", hint="--steps and --stop-after are for scripts")
+    return partial(_trace_file, Path(target[0]), wanted, max_time, verbosity)
 
 
 def _is_snapshot(path: str) -> bool:

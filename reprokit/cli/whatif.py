@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from reprokit.cli.console import (
-    FilePath,
-    Verbosity,
-    common_options,
-    deadline,
-    gone,
-    max_time_option,
-    print_json,
-    say,
-    too_long,
-)
+from reprokit.cli.console import PATH, Verbosity, deadline, max_time_option, planned, print_json, say
 from reprokit.cli.shrink import open_view
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
@@ -36,55 +26,36 @@ DEFAULT_SECONDS = 60.0
 SECONDS_FOR_ALL = 60.0  # to open the file, to start processes, and for the first run
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """A snapshot, a reduction or a folder of results to run in other ways, and for how long."""
-
-    source: Path
-    seconds: float
-    keep: bool
-    json: bool
-    verbosity: Verbosity
-
-    def execute(self) -> int:
-        from reprokit.render.sources import open_source
-
-        most = 2 * self.seconds + SECONDS_FOR_ALL
-        with deadline(most, too_long(most, f"--max-time {2 * self.seconds:g} waits longer")):
-            return self._run(open_source(self.source))
-
-    def _run(self, opened: Opened) -> int:
-        if self.keep and opened.reduction is None:
-            raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
-        with contextlib.closing(open_view(self.verbosity)) as view, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the calls in the table
-            table = _table(opened, self.seconds, view)
-        if self.keep and opened.reduction is not None:
-            file = self.source / REDUCTION_FILE if self.source.is_dir() else self.source
-            replace(opened.reduction, whatif=table).save(file)
-        if self.json:
-            print_json({"schema": 1, **plain_of(table)})
-        if self.verbosity is not Verbosity.QUIET:
-            print_table(table)
-        say(f"{table.seconds or 0:.1f} s" + (", kept in the reduction" if self.keep else ""), self.verbosity)
-        return 0
-
-
 @click.command("whatif", short_help="Run a failing program in other precisions, compiled and so on.")
-@click.argument("source", type=FilePath(), metavar="(FILE | DIR)")
-@max_time_option(DEFAULT_SECONDS, "Stop after S seconds.", "seconds")
+@click.argument("file", type=PATH, metavar="(FILE | DIR)")
+@max_time_option(DEFAULT_SECONDS, "Stop after S seconds.")
 @click.option("--keep", is_flag=True, help="Keep the table in the reduction, for `reprokit render`.")
-@gone("--progress", "-q prints errors only, --json prints the result")
-@common_options
-def command(**options: Any) -> WhatIf:
+@planned
+def command(file: Path, max_time: float, keep: bool, json: bool, verbosity: Verbosity) -> int:
     """Run the program of a snapshot or a reduction in other ways.
 
     Other precisions, the other device, torch.compile, deterministic algorithms, one thread, anomaly mode.
     """
-    return WhatIf(**options)
+    from reprokit.render.sources import open_source
+
+    with deadline(2 * max_time + SECONDS_FOR_ALL, f"--max-time {2 * max_time:g} waits longer"):
+        opened = open_source(file)
+        if keep and opened.reduction is None:
+            raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
+        with contextlib.closing(open_view(verbosity)) as view, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the calls in the table
+            table = _table(opened, max_time, view)
+    if keep and opened.reduction is not None:
+        replace(opened.reduction, whatif=table).save(file / REDUCTION_FILE if file.is_dir() else file)
+    if json:
+        print_json({"schema": 1, **plain_of(table)})
+    if verbosity is not Verbosity.QUIET:
+        _print_table(table)
+    say(f"{table.seconds or 0:.1f} s" + (", kept in the reduction" if keep else ""), verbosity)
+    return 0
 
 
-def print_table(table: WhatIfResult) -> None:
+def _print_table(table: WhatIfResult) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

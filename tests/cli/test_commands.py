@@ -95,14 +95,9 @@ def test_help_and_version_without_torch(start_python: Run) -> None:
         (["capture", "nowhere.py"], "`nowhere.py` does not exist"),
         (["capture", "."], "`.` is a folder"),
         (["capture", "-m", "no_such_module_here"], "no module named `no_such_module_here`"),
-        (["capture", "-m", "no_such.module_here"], "no module named `no_such.module_here`"),
         (["capture", ""], "no script given"),
         (["capture", "-m", ".relative"], "no module named `.relative`"),
         (["show"], "missing argument"),
-        (["show", ""], "an empty word names no file"),
-        (["shrink", "x.pt", "-o", ""], "an empty word names no file"),
-        (["shrink", "x.pt", "--max-time", "nan"], "nan is not a number of seconds"),
-        (["whatif", "x.pt", "--max-time", "nan"], "nan is not a number of seconds"),
         (["verify", "nowhere.py"], "`nowhere.py` does not exist"),
         (["verify", "--times", "0", "x.py"], "invalid value"),
     ],
@@ -111,32 +106,15 @@ def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_h
     assert_one_error(run_here(*words), text)
 
 
+def test_a_launcher_that_is_given_as_a_script(run_here: Run) -> None:
+    result = run_here("capture", "torchrun", "--nproc-per-node", "2", "train.py")
+    assert_one_error(result, "`torchrun` is a command, not a script")
+    assert result.stderr.splitlines()[1].endswith("torchrun [OPTIONS] -m reprokit capture train.py [ARGS]")
+
+
 def test_the_hint_names_the_command_that_was_meant(run_here: Run) -> None:
     assert run_here("capture", "--watch").stderr.splitlines()[1] == "hint: see `reprokit capture --help`"
     assert run_here("--watch").stderr.splitlines()[1] == "hint: see `reprokit --help`"
-
-
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        ("torchrun --nproc-per-node 2 train.py --lr 1", "torchrun --nproc-per-node 2 {} train.py --lr 1"),
-        ("torchrun -m pkg.train", "torchrun {} -m pkg.train"),
-        ("accelerate launch --cpu train.py", "accelerate launch --cpu {} train.py"),
-        ("python -m torch.distributed.run train.py", "python -m torch.distributed.run {} train.py"),
-        ("srun -m cyclic python3 -u train.py", "srun -m cyclic python3 -u {} train.py"),
-        ("mpiexec -n 2 /usr/bin/python3.11 train.py", "mpiexec -n 2 /usr/bin/python3.11 {} train.py"),
-        ("torchrun", "torchrun [OPTIONS] {} train.py [ARGS]"),
-    ],
-)
-def test_a_launcher_that_is_given_as_a_script(given: str, hint: str, run_here: Run) -> None:
-    result = run_here("capture", *given.split())
-    assert_one_error(result, f"`{given.split()[0]}` is a command, not a script")
-    assert result.stderr.splitlines()[1] == f"hint: {hint.format('-m reprokit capture')}"
-
-
-def test_a_script_with_the_name_of_a_launcher(run_reprokit: Run, tmp_path: Path) -> None:
-    (tmp_path / "accelerate").write_text("print('ran')\n")
-    assert run_reprokit("capture", "accelerate").stdout == "ran\n"
 
 
 def test_a_script_that_is_given_as_a_module(run_here: Run, tmp_path: Path) -> None:
@@ -162,12 +140,6 @@ def test_an_output_that_exists(run_reprokit: Run, tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written(output: str, text: str, run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('ran')\n")
     assert_one_error(run_here("capture", "-o", output, "script.py"), text)
-
-
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which nobody may write")
-def test_a_folder_that_forbids_writing(run_here: Run, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("print('ran')\n")
-    assert_one_error(run_here("capture", "-o", "/proc/self/out.pt", "script.py"), "cannot write into")
 
 
 def test_a_syntax_error_is_shown_as_python_shows_it(run_reprokit: Run, tmp_path: Path) -> None:
@@ -202,30 +174,15 @@ def test_secrets_of_the_command_line_stay_out_of_the_file(
     assert not any(secret.encode() in content for secret in SECRETS.values())
 
 
-def test_addresses_stay_out_of_the_file_and_its_texts(run_reprokit: Run, tmp_path: Path) -> None:
-    address = "ada@example.org"
-    (tmp_path / address).mkdir()
-    script = NAN_SCRIPT.replace(".sum()", ".sum()  # ask " + address) + f"contact = '{address}'\n"
-    (tmp_path / address / "train.py").write_text(script)
-    for words in (["init", "-q"], ["config", "user.email", address], ["remote", "add", "origin", f"{address}:o/x"]):
-        subprocess.run(["git", *words], cwd=tmp_path / address, check=True)
-    words = ("capture", "--source", "all", "-o", "x.repro.pt", f"{address}/train.py", "--notify", address)
-    assert run_reprokit(*words, TORCH_HOME=f"/data/{address}").returncode == 3
-    assert address.encode() not in (tmp_path / "x.repro.pt").read_bytes()
-    shown = json.loads(run_reprokit("show", "--json", "x.repro.pt").stdout)
-    assert shown["failure"]["site"]["code"].endswith(".sum()  # ask ***")
-    assert shown["failure"]["site"]["file"] == "***/train.py"
-    assert shown["git"]["remote"] == "***@example.org:o/x"
-    assert shown["git"]["command"][-2:] == ["--notify", "***"]
-    assert shown["environment"]["variables"]["TORCH_HOME"] == "/data/***"
-
-
-def test_the_path_is_the_last_thing_said(run_reprokit: Run, tmp_path: Path) -> None:
+def test_the_path_is_the_last_thing_said_and_automatic_names_never_overwrite(run_reprokit: Run, tmp_path: Path) -> None:
     ending = "import atexit, os, sys\natexit.register(lambda: print('bye', file=sys.stderr))\n"
     (tmp_path / "train.py").write_text(ending + NAN_SCRIPT + "os.chdir('/')\n")
+    (tmp_path / "train-step3.repro.pt").write_text("precious")
     result = run_reprokit("capture", "train.py")
     first, found, bye, *told = [line.split(":")[0] for line in result.stderr.splitlines()]
     assert (first, found, bye, set(told)) == ("reprokit", "reprokit", "bye", {"reprokit"})
+    assert (tmp_path / "train-step3.repro.pt").read_text() == "precious"
+    assert (tmp_path / "train-step3-1.repro.pt").is_file()
 
 
 def test_going_on_after_a_capture(run_reprokit: Run, tmp_path: Path) -> None:
@@ -244,39 +201,22 @@ def test_a_loop_that_swallows_everything_still_ends_with_code_3(run_reprokit: Ru
     assert result.stdout.split()[-1] == "CaptureStop"
 
 
-def test_automatic_names_never_overwrite(run_reprokit: Run, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(NAN_SCRIPT)
-    (tmp_path / "train-step3.repro.pt").write_text("precious")
-    assert run_reprokit("capture", "-q", "train.py").returncode == 3
-    assert (tmp_path / "train-step3.repro.pt").read_text() == "precious"
-    assert (tmp_path / "train-step3-1.repro.pt").is_file()
-
-
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Capture]:
     """The captures that command lines ask for, in a folder of the test's own; none is executed."""
     plans: list[Capture] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("reprokit.cli.capture.Capture.execute", lambda plan: plans.append(plan) or 0)
+    monkeypatch.setattr(Capture, "__call__", lambda plan: plans.append(plan) or 0)
     return plans
 
 
-@pytest.mark.parametrize(
-    ("words", "file", "name"),
-    [
-        (["train.py"], None, "train.rank1"),
-        (["-m", "package.train"], None, "train.rank1"),
-        (["-o", "x.repro.pt", "train.py"], "x.rank1.repro.pt", "train.rank1"),
-        (["-o", "x.pt", "-m", "train"], "x.rank1.pt", "train.rank1"),
-    ],
-)
-def test_each_rank_has_its_own_file(
-    words: list[str], file: str | None, name: str, planned: list[Capture], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_has_its_own_file(planned: list[Capture], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert main(["capture", *words]) == 0
-    assert (planned[0].file(), planned[0].name) == (Path(file) if file else None, name)
+    for output, file in ((None, None), ("x.repro.pt", "x.rank1.repro.pt"), ("x.pt", "x.rank1.pt")):
+        assert main(["capture", *(["-o", output] if output else []), "-m", "package.train"]) == 0
+        plan = planned.pop()
+        assert (plan.file(plan.output), plan.stem) == (Path(file) if file else None, "train")
 
 
 def test_show(captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run) -> None:
@@ -295,10 +235,6 @@ def test_show(captured: tuple[Path, subprocess.CompletedProcess[str]], run_here:
     assert set(summary) >= {"failure", "fidelity", "program", "environment", "git", "rng", "timeline"}
     assert "PyTorch version" not in shown.stderr
     assert "PyTorch version" in run_here("show", "-v", path).stderr
-
-
-def a_reduction(folder: Path) -> None:
-    torch.save({"format": "reprokit", "kind": "reduction", "version": 1}, folder / "x.pt")
 
 
 def newer(folder: Path) -> None:
@@ -327,33 +263,32 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str, int]] = {
 }
 
 
-@pytest.mark.parametrize("command", READERS)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_one_mistake_has_one_answer_in_every_command(mistake: str, command: str, run_here: Run, tmp_path: Path) -> None:
+def test_one_mistake_has_one_answer_in_every_command(mistake: str, run_here: Run, tmp_path: Path) -> None:
     make, given, text, exit_code = MISTAKES[mistake]
     make(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert_one_error(run_here(command, given), text, exit_code)
+    for command in READERS:
+        assert_one_error(run_here(command, given), text, exit_code)
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("command", ["show", "shrink"])
-def test_a_reduction_in_the_place_of_a_snapshot(command: str, run_here: Run, tmp_path: Path) -> None:
-    a_reduction(tmp_path)
-    assert_one_error(run_here(command, "x.pt"), "is a reduction, not a snapshot")
+def test_a_reduction_in_the_place_of_a_snapshot(run_here: Run, tmp_path: Path) -> None:
+    torch.save({"format": "reprokit", "kind": "reduction", "version": 1}, tmp_path / "x.pt")
+    for command in ("show", "shrink"):
+        assert_one_error(run_here(command, "x.pt"), "is a reduction, not a snapshot")
 
 
-@pytest.mark.parametrize("command", READERS)
-def test_the_hint_for_a_folder_names_the_snapshots_in_it(command: str, run_here: Run, tmp_path: Path) -> None:
+def test_the_hint_for_a_folder_names_the_snapshots_in_it(run_here: Run, tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / f"train-step{number}.repro.pt").touch()
-    hint = run_here(command, ".").stderr.splitlines()[1]
     shown = ", ".join(f"train-step{number}.repro.pt" for number in range(5))
-    assert hint == f"hint: name a snapshot in it: {shown} and 2 more"
+    for command in READERS:
+        hint = run_here(command, ".").stderr.splitlines()[1]
+        assert hint == f"hint: name a snapshot in it: {shown} and 2 more"
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "reduction.pt").touch()
-    if command == "show":
-        assert "beside it there is train-step0.repro.pt" in run_here(command, "results").stderr.splitlines()[1]
+    assert "beside it there is train-step0.repro.pt" in run_here("show", "results").stderr.splitlines()[1]
 
 
 def test_a_file_among_results_stands_for_its_folder(run_here: Run, tmp_path: Path) -> None:
@@ -428,22 +363,12 @@ def test_verify_takes_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> No
     assert_one_error(run_here("verify", "x"), "`x` is a folder, not a repro")
 
 
-def test_a_file_that_nobody_may_read(run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, *words: object) -> NoReturn:
-        raise PermissionError(13, "Permission denied")
-
-    (tmp_path / "x.pt").touch()
-    monkeypatch.setattr(Path, "open", refuse)
-    for command in READERS:
-        assert_one_error(run_here(command, "x.pt"), "cannot read `x.pt`: permission denied")
-
-
 def test_a_snapshot_is_no_script(run_here: Run, tmp_path: Path) -> None:
     damaged(tmp_path)
     assert_one_error(run_here("capture", "x.pt"), "`x.pt` is an archive, not a script")
 
 
-@pytest.mark.parametrize("words", [["shrink", "-o"], ["render", "-o"], ["render", "--as", "issue", "-o"]])
+@pytest.mark.parametrize("words", [["shrink", "-o"], ["render", "-o"]])
 def test_an_output_that_no_file_can_be_called(
     words: list[str], captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run
 ) -> None:
@@ -472,37 +397,19 @@ def test_shrink_refuses_a_folder_with_something_in_it(
 def test_an_unexpected_error_is_reported_as_ours(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reprokit.cli.show.Show.execute", lambda self: 1 / 0)
-    assert main(["show", "x.pt"]) == 1
+    monkeypatch.setattr("reprokit.cli.render.check_file", lambda path, **options: 1 / 0)
+    assert main(["render", "x.pt", "-o", "y"]) == 1
     error = capsys.readouterr().err
     assert "ZeroDivisionError" in error
     assert error.splitlines()[-1].startswith("reprokit: this is an error in reprokit itself; please report")
 
 
-@pytest.mark.parametrize(
-    ("setting", "hint"),
-    [
-        ("json = 5", "true or false"),
-        ('quiet = "yes"', "true or false"),
-        ("output = [1]", "a word or a number"),
-        ("output = true", "a word or a number"),
-        ('on = "nonfinite"', "a list of words"),
-        ("on = [1]", "a list of words"),
-    ],
-)
-def test_a_setting_of_the_wrong_kind(setting: str, hint: str, run_here: Run, tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(f"[tool.reprokit.capture]\n{setting}\n")
-    result = run_here("capture", "train.py")
-    assert_one_error(result, f"sets `{setting.split()[0]}` of `capture` to ")
-    assert result.stderr.splitlines()[1] == f"hint: it takes {hint}"
-
-
 def test_interrupting_our_own_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(self: object) -> int:
+    def interrupt(path: Path, **options: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("reprokit.cli.show.Show.execute", interrupt)
-    assert main(["show", "x.pt"]) == 130
+    monkeypatch.setattr("reprokit.cli.render.check_file", interrupt)
+    assert main(["render", "x.pt", "-o", "y"]) == 130
     assert capsys.readouterr().err == "reprokit: error: interrupted\n"
 
 
@@ -516,7 +423,7 @@ def test_settings_file_environment_and_command_line(
     monkeypatch.setenv("REPROKIT_CAPTURE_OUTPUT", "variable.pt")
     main(["capture", "train.py"])
     main(["capture", "--after-capture", "stop", "-o", "line.pt", "train.py"])
-    assert [(str(plan.output), plan.after) for plan in planned] == [
+    assert [(str(plan.output), plan.options["after"]) for plan in planned] == [
         ("file.pt", "continue"), ("variable.pt", "continue"), ("line.pt", "stop"),
     ]  # fmt: skip
 
@@ -543,19 +450,10 @@ def test_settings_that_mean_nothing(text: str, complaint: str, run_here: Run, tm
 
 
 @pytest.mark.parametrize("text", ["[tool.other]\n", "not toml at all [", "[tool]\nreprokit = 3\n"])
-def test_a_project_file_of_others_is_none_of_our_business(text: str, run_reprokit: Run, tmp_path: Path) -> None:
+def test_a_project_file_of_others_is_none_of_our_business(text: str, planned: list[Capture], tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
-    (tmp_path / "script.py").write_text("print('ran')\n")
-    assert run_reprokit("capture", "-q", "script.py").stdout == "ran\n"
+    assert main(["capture", "script.py"]) == 0 and planned
 
 
 def test_shell_completion(run_reprokit: Run) -> None:
     assert "_REPROKIT_COMPLETE" in run_reprokit(_REPROKIT_COMPLETE="bash_source").stdout
-
-
-def test_the_installed_command_is_this_one(tmp_path: Path) -> None:
-    program = Path(sys.executable).with_name("reprokit")
-    if not program.exists():
-        pytest.skip("the package is not installed in this environment")
-    done = subprocess.run([program, "--version"], cwd=tmp_path, env=os.environ, capture_output=True, text=True)
-    assert done.stdout.startswith("reprokit, version ")

@@ -11,13 +11,12 @@ from tests.conftest import Run
 
 
 @pytest.mark.slow
-def test_the_demo_leaves_all_results(run_reprokit: Run, tmp_path: Path) -> None:
+def test_the_demo_leaves_all_results_and_overwrites_nothing(run_reprokit: Run, tmp_path: Path) -> None:
     result = run_reprokit("demo", "--json", "--dir", "shown")
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert summary["shrink"]["verdict"] == "reduced"
     assert summary["verify"]["agreed"] == summary["verify"]["times"] == 20
-    assert summary["seconds"] > 0
     told = result.stderr.partition("; the results:\n")[2].splitlines()
     listed = dict(line.removeprefix("reprokit:").split() for line in told)
     assert set(listed) >= {"script", "snapshot", "repro", "module", "issue", "report", "test", "reduction"}
@@ -25,11 +24,6 @@ def test_the_demo_leaves_all_results(run_reprokit: Run, tmp_path: Path) -> None:
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert set(listed.values()) == written
     assert "$ reprokit capture -o snapshot.repro.pt masked_attention.py" in result.stderr
-
-
-def test_the_demo_overwrites_nothing(run_reprokit: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "precious.txt").write_text("")
-    result = run_reprokit("demo", "--dir", "mine")
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[0] == "reprokit: error: the folder `mine` is not empty"
+    again = run_reprokit("demo", "--dir", "shown")
+    assert again.returncode == 2
+    assert again.stderr.splitlines()[0] == "reprokit: error: the folder `shown` is not empty"
