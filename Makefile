@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 # Tests that need neither torch nor a process of their own.
 QUICK := tests/test_documentation.py tests/test_corpus_benchmark.py \
-	tests/render/test_expression.py tests/snapshot/test_redact.py tests/snapshot/test_files.py tests/snapshot/test_source.py
+	tests/snapshot/test_redact.py tests/snapshot/test_files.py tests/snapshot/test_source.py
 
 .PHONY: demo check test lint types tests docs gallery versions clean
 

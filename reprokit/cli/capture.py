@@ -84,7 +84,7 @@ class Capture:
 
     def run(self, reports: str | None) -> int:
         """Run the script, in a process that reports to the one that has started it if ``reports`` is a folder."""
-        watch = Watch(self, Path.cwd(), reports)
+        watch = self.watch(Path.cwd(), reports)
         atexit.register(watch.announce)
         try:
             with launch.hide_own_frames(), contextlib.ExitStack() as stack:
@@ -99,6 +99,10 @@ class Capture:
             elif error.code is not None and not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)  # as Python does for `sys.exit("a message")`
         return EXIT_CAPTURED if watch.has_stopped else 0
+
+    def watch(self, folder: Path, reports: str | None) -> Watch:
+        """The watch of this process, which works in ``folder``."""
+        return Watch(self, folder, reports)
 
     def file(self, path: Path | None) -> Path | None:
         """A file that was asked for, with the rank of the process under torchrun."""

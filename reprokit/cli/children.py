@@ -162,11 +162,9 @@ class WatchedRun:
         self._directory = Path.cwd()
 
     def __call__(self) -> None:
-        from reprokit.cli.capture import Watch
-
         process = self._process
         process.__dict__.pop("run", None)
-        watch = Watch(replace(self._plan, part=f".pid{os.getpid()}"), self._directory, self._folder)
+        watch = replace(self._plan, part=f".pid{os.getpid()}").watch(self._directory, self._folder)
         with contextlib.ExitStack() as stack:
             with ignored_errors():
                 watch.begin(stack)

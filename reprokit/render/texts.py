@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 import shutil
 import tempfile
 import zipfile
@@ -72,13 +71,6 @@ def write_zip(path: Path, script: Script, issue: Issue, *, context: str = "", wi
                 entry.external_attr = 0o100644 << 16
                 archive.writestr(entry, Path(folder, name).read_bytes())
     return path
-
-
-def create_command(issue: Issue, file: Path | str, repository: str | None = None) -> str:
-    """The command of GitHub's own tool that creates the issue, quoted for a shell."""
-    target = repository or issue.repository
-    where = ["--repo", target] if target is not None else []
-    return shlex.join(["gh", "issue", "create", *where, "--title", issue.title, "--body-file", str(file)])
 
 
 TIMES = 20
