@@ -43,10 +43,8 @@ def command(file: Path, to: Format, output: Path | None, force: bool, json: bool
     from reprokit.snapshot.files import write_text
     from reprokit.snapshot.format import load
 
-    if file.name.removesuffix(".1").endswith(".jsonl"):  # of `capture --numbers`; `.1` is the older one
-        rows = rows_in(file)
-    else:
-        rows = list(steps_of(load(file)))
+    is_log = file.name.removesuffix(".1").endswith(".jsonl")  # of `capture --numbers`; `.1` is the older one
+    rows = rows_in(file) if is_log else list(steps_of(load(file)))
     if to == "tensorboard":
         return _write_events(rows, output or file.with_name(f"{file.stem}-timeline"), force, verbosity)
     text = _FORMATS[to](rows)
