@@ -1,10 +1,10 @@
 """Taking secrets and personal names out of what is stored or printed: text, command lines, remotes, variables.
 
-A value is a secret if it has the shape of a key, if its place is one of passwords only, or
-if the word or flag before it names a secret *and* the value could be one: ``--max-tokens 512``, ``pad_token_id`` and a
-git hash are none. In source code only literals and comments are secrets: a variable may be called ``token`` or ``key``.
-The domain of an e-mail address ends in an existing name: ``q@k.T`` is a product. ``git@`` is no person.
-Home folders become ``~``. Redacting twice gives the same as once.
+A value is a secret if it has the shape of a key, or if the word or flag before it names a secret *and* the value could
+be one: ``--max-tokens 512``, ``pad_token_id`` and a git hash are none. In source code only literals and comments are
+secrets: a variable may be called ``token`` or ``key``. E-mail addresses and home folders go as well. Redacting twice
+gives the same as once. What other programs take as a password (``-p``, ``-u user:password``, cookies, netrc) is not
+known here.
 
 ``key_shapes.toml`` has the formats of keys, taken from a maintained set of rules (`tests/snapshot/key_shapes.py` writes
 it). A key of any other service is a long run in which small letters, capitals and digits take turns as in no word or
@@ -13,8 +13,6 @@ identifier.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import fnmatch
 import functools
 import getpass
@@ -50,15 +48,15 @@ def hide_keys(text: str, hidden: str) -> str:
     return _replaced(text, _CANDIDATE, 0, _is_random, hidden)
 
 
-def is_words(text: str, readable: float = 0.5) -> bool:
+def is_words(text: str) -> bool:
     """True if ``text`` consists of words, numbers and names as models have: `bert-base-uncased`, `Llama-2-7b`.
 
-    With capitals in it, at least ``readable`` of the letters are in words of four and more.
+    With capitals in it, at least half of the letters are in words of four and more.
     """
     if not _WORDS.fullmatch(text):
         return False
     words = [len(word) for word in _LETTERS.findall(text)]
-    return text == text.lower() or sum(length for length in words if length >= 4) >= readable * sum(words)
+    return text == text.lower() or sum(length for length in words if length >= 4) >= 0.5 * sum(words)
 
 
 @functools.cache
@@ -93,6 +91,7 @@ def _is_mixed(run: str) -> bool:
 
 
 REDACTED = "***"
+_NOBODYS_LOGIN = frozenset(("git", "hg", "svn"))
 
 ALLOWED_VARIABLES = (
     *("ACCELERATE_*", "CUBLAS_*", "CUDA*", "CUDNN_*", "NCCL*", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES"),
@@ -103,38 +102,19 @@ ALLOWED_VARIABLES = (
 )
 
 _ADDRESS_VARIABLES = re.compile(r"COMM_ID|HOST_?(?:ID|NAME|HASH)|ADDR|ENDPOINT|RDZV|_(?:IP|URL|USER|PROXY)(?:_|$)")
-_ADDRESS = re.compile(r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?![\w.])|[A-Za-z][A-Za-z0-9.-]*(?=:\d{4,5}(?!\d)))")
-_PEER = re.compile(r"\b(?:NCCL_COMM_ID|NCCL_HOSTID|MASTER_ADDR)=(?!localhost|127\.)(?P<value>[^\s\"',;]+)")
-
 _PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?)-----.*?(?:-----END \1-----|\Z)", re.DOTALL)
 _USERINFO = re.compile(
     r"(?<=://)(?:[^\s/:@'\"<>]{0,64}:"  # a password may have @ and / in it, but a number there is a port
     r"(?!\d{1,5}(?:[/,?#]|$))[^\s'\"<>]{1,256}@(?=[\w.-]+(?::\d+)?(?:[^\w.:@-]|$))|[^\s/@'\"]{0,256}@)"
 )
-_COOKIE = re.compile(
-    r"(?i)(?:\b(?:set-)?cookie2?\\*[\"']?\s*:\s*|(?<!\S)(?:--cookie[= ]|-b )\s*)(?P<quote>\\*[\"'])?"
-    r"(?P<value>[^\s=;\"']{1,128}=(?(quote)(?:(?!(?P=quote))[^\n])+|[^\n\"']+))"
-)
 _AUTHORIZATION = re.compile(
-    r"(?i)(?:\b(?P<named>authorization)\\*[\"']?\s*[:=,]\s*\\*[\"']?(?:(?:basic|bearer|token|digest|(?:api)?key)\s+)?|\bbearer\s+)"
-    r"(?P<value>[A-Za-z0-9._~+/=:-]{6,})"
+    r"(?i)(?:\b(?P<named>authorization)\\*[\"']?\s*[:=,]\s*\\*[\"']?(?:(?:basic|bearer|token|digest|(?:api)?key)\s+)?|\b(?:bearer|basic)\s+)"
+    r"(?P<value>(?!(?:basic|bearer|token|digest|(?:api)?key)\b)[A-Za-z0-9._~+/=:-]{6,})"
 )
-_BASIC = re.compile(r"(?i)\bbasic\s+(?P<value>[A-Za-z0-9+/]{8,}={0,2})")
-_LOGIN = re.compile(r"""\blogin\(\s*["'](?P<value>(?=[^0-9"']*[0-9])(?=[^A-Za-z"']*[A-Za-z])[\w-]{20,})""")
-_NETRC = re.compile(r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:account\s+\S+\s+)?password\s+(?P<value>[^\s\"']+)")
-_SCRIPT = re.compile(r"\.py\b|\b(?:python[0-9.]*|torchrun|accelerate|deepspeed|srun|sbatch|salloc)\b")  # takes names
-_LISTED = re.compile(r"""(?P<quote>["'])-p(?P=quote)\s*,\s*(?P=quote)(?P<value>[^\s"'-][^"'\n]*)(?P=quote)""")
-_SURE_ENDS = frozenset(("com", "edu", "gov", "mil", "org"))  # no attributes of anything; code has others, such as `net`
-_MAIL_END = re.compile(r"com|dev|edu|gov|info|local|mil|net|org|[a-z]{2}|xn--[a-z0-9-]+")
-_MAIL = re.compile(
-    r"""
-      (?<!\w) (?P<who>\w[\w.+%-]{0,63}) (?:@|%40)
-      (?P<domain>(?:[^\W_]|-)+ (?:\.(?:[^\W_]|-)+)*) \. (?P<end>xn--[a-z0-9-]+|[A-Za-z][a-z]+|[A-Z]{2,}) (?![A-Za-z0-9])
-      (?P<as_code>[\[(=_] | \.\w)?
-    """,
-    re.VERBOSE,
+_MAIL = re.compile(  # `q@k.T` is a product, `git@` is no person, `torch@2.1.0.dev` a version
+    r"(?i)(?<!\w)(?!(?:git|hg|svn|self)@)\w[\w.+%-]{1,63}(?:@|%40)(?!(?:\d+\.){2}|self\.)(?:[\w-]+\.)+"
+    r"(?:com|dev|edu|gov|info|local|mil|net|org|[a-z]{2}|xn--[a-z0-9-]+)(?![\w(\[=-]|\.\w)"
 )
-_NOBODYS_MAIL = frozenset(("git", "hg", "svn"))
 
 _KEY_OWNERS = (
     "access|account|api|auth|consumer|deploy|encryption|license|master|private|secret|service|shared|signing|ssh"
@@ -159,16 +139,11 @@ _ASSIGNED = re.compile(
     rf"|(?::[ \t]*[|>][+-]?[ \t]*\n[ \t]+|{_SEPARATOR}){_UNQUOTED})",
     re.IGNORECASE | re.MULTILINE,
 )
-_SAID = re.compile(
-    r"(?i)\b(?:(?P<strong>password|passwd|passphrase|pwd?)|token|(?:api|access|secret)[ _-]?key|secret)[ \t]+"
-    r"(?:(?:is|was|of)[ \t]+)?[\"'`]?(?P<value>[^\s\"'`]{6,})"
-)
 _FLAG = re.compile(rf"--?[\w.-]{{0,80}}?{_KEY}", re.IGNORECASE)
 _FLAGGED = re.compile(
     r"(?<!\S)(?<!mkdir )(?P<flag>--?[A-Za-z][\w.-]{0,80})(?:[ \t]+|=)"
     r"(?P<quote>[\"'])?(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"'-][^\s\"']*))"
 )
-_USER_FLAG = re.compile(r"-[uU]|--(?:proxy-)?(?:user|userpwd|auth|basic-auth|login)")
 _NOT_SECRET = re.compile(
     r"(?i)none|null|true|false|yes|no|auto|required|optional|missing|\*+|[-+]?[0-9.]{1,5}(?:e[-+]?[0-9]+)?"
     r"|<[^>]*>|\[[^\]]*\]?|\{[^}]*\}?|\$\{?[A-Z_][A-Z0-9_]*\}?|\$\(.*|%[sdr]|%\(\w+\)s|--?[a-z][a-z_-]*"
@@ -176,10 +151,6 @@ _NOT_SECRET = re.compile(
 _EXPRESSION = re.compile(  # `tensor(nan`, `q[:`, a type
     r"(?i)(?:self|torch|np|os|F|nn)(?:\.[a-z_]\w*)+.*|[a-z_][\w.]*[(\[].*|str|bytes|int|float|bool"
 )
-_PLAIN_ARGUMENT = re.compile(
-    r"(?i)[-+\d.,:x/%e]+|[a-z]+:\d+|b?float\d+(?:_\w+)?|u?int\d+|(?:bf|fp|tf)?\d+-(?:mixed|true)|[\w/.-]*\.[a-z]{1,5}\d?|[~.]{0,2}/[\w/.-]*|\w+://.*"
-)
-_NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*")
 _TOKEN_SHAPE = re.compile(r"(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=.~%:]{12,}")
 _KEY_SHAPE = re.compile(r"(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=]{20,}")
 _SHORT = 5  # characters of a literal that holds no secret, quotes among them
@@ -194,18 +165,8 @@ _ABSOLUTE = re.compile(r"(?<![\w.~:/*%<)\]-])/(?:[\w.+@-]+/)+(?P<last>[\w.+@-]+)
 _PUBLIC_FOLDERS = ("/usr/", "/lib/", "/lib64/", "/bin/", "/opt/", "/proc/", "/sys/", "/etc/", "/dev/")
 _COMPILER_CACHE = re.compile(r"(?<=[/\\]torchinductor)_[\w.@-]+")  # torch names it after the user
 _FOLDERS = re.compile(r"(?:(?<![\w~./-])|(?<=file://))(?:/[\w.+@-]+)+")
-_OF_PEOPLE = re.compile(r"(?<=/)(?P<root>homes?|users|l?scratch)/(?:[a-z]/)?(?P<name>[\w.+@-]{2,})(?=/|$)")
 _NOBODY = frozenset(("admin", "jovyan", "nobody", "root", "runner", "ubuntu", "user", "vscode"))
-_NO_PEOPLE = """
-cache checkpoint checkpoints ckpt conda data dataset datasets envs experiments imagenet job jobs log logs models output
-outputs project projects public results runs shared slurm src tmp train users wandb work workspace
-"""
-_NO_PERSON = _NOBODY.union(_NO_PEOPLE.split())
-_HOMES = re.compile(  # a name may have spaces, with a backslash before them in a shell
-    r"(?<![\w.~-])(?:(?:/home/|/Users/)(?!\.)[^/\\\s\"':;,)>\]]+(?:(?:\\? [A-Z][\w.'-]*|\\ [\w.'-]+){1,3}(?=[/\"']|$))?"
-    r"|[A-Za-z]:[/\\]+Users[/\\]+(?!\.)[^/\\\s\"':;,)>\]]+(?:(?: [\w.'-]+){1,3}(?=[/\\]))?)"
-)
-_QUOTED_HOMES = re.compile(r"(?<=[\"'`])(?:/home/|/Users/)(?!\.)[^/\\\n\"'`:;,]+(?=/)")
+_HOMES = re.compile(r"(?<![\w.~-])(?:/home/|/Users/|[A-Za-z]:[/\\]+Users[/\\]+)(?!\.)[^/\\\s\"':;,)>\]]+")
 
 
 def redact_text(text: str) -> str:
@@ -238,34 +199,29 @@ def _redact_literal(match: re.Match[str]) -> str:
 
 def _redact_words(text: str) -> str:
     text = hide_keys(_ASSIGNED.sub(_hide_assigned, _hide_known(text)), REDACTED)
-    text = _MAIL.sub(_hide_mail, text)
-    text = _hide(_SAID, text, lambda match: _is_said(match["value"], match["strong"]))
-    return _hide_places(_FLAGGED.sub(_hide_flagged, text))
+    return _hide_places(_FLAGGED.sub(_hide_flagged, _MAIL.sub(REDACTED, text)))
 
 
 def _hide_known(text: str) -> str:
     """Hide what its place gives away."""
     text = _USERINFO.sub(f"{REDACTED}@", _PRIVATE_KEY.sub(REDACTED, text))
-    text = _hide(_LISTED, text, lambda match: _is_password(match["value"], is_of_script=_follows_script(match)))
-    for place in (_PEER, _COOKIE, _LOGIN, _NETRC):
-        text = _hide(place, text, lambda match: not _NOT_SECRET.fullmatch(match["value"]))
-    text = _hide(_AUTHORIZATION, text, _is_authorization)
-    return _hide(_BASIC, text, lambda match: _is_login(match["value"]))
+    return _AUTHORIZATION.sub(_hide_authorization, text)
+
+
+def _hide_authorization(match: re.Match[str]) -> str:
+    """Hide anything but a word in a header, and anything but words after `bearer` alone."""
+    value = match["value"]
+    is_word = (value.isalpha() or match["named"] is None) and is_words(value)
+    return match[0] if is_word or _NOT_SECRET.fullmatch(value) else match[0][: -len(value)] + REDACTED
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without credentials: ``--token VALUE``, ``--token=VALUE`` and ``hub.token=VALUE`` alike."""
-    clean: list[str] = []
-    flag, is_of_script = "", False
-    for index, argument in enumerate(argv):
-        is_value = (
-            bool(flag) and not argument.startswith("-") and (flag != "-p" or argv[index - 2 : index - 1] != ["mkdir"])
-        )
-        hidden = is_value and _is_secret_argument(flag, argument, is_of_script=is_of_script)
-        is_of_script = is_of_script or _SCRIPT.search(argument) is not None
-        clean.append(REDACTED if hidden else redact_text(argument))
-        flag = argument if argument.startswith("-") else ""
-    return clean
+    flags = ["", *argv]
+    return [
+        REDACTED if not word.startswith("-") and _names_secret(flag, word) else redact_text(word)
+        for flag, word in zip(flags, argv, strict=False)
+    ]
 
 
 def redact_remote(url: str) -> str:
@@ -273,7 +229,7 @@ def redact_remote(url: str) -> str:
     parts = urlsplit(_USERINFO.sub("", url))
     if not parts.scheme:
         login, _, place = url.rpartition("@") if ":" in url else ("", "", Path(url).name)
-        who = f"{login if login in _NOBODYS_MAIL else REDACTED}@" if login else ""
+        who = f"{login if login in _NOBODYS_LOGIN else REDACTED}@" if login else ""
         return who + redact_text(place)
     if parts.scheme == "file":
         return redact_text(Path(parts.path).name)
@@ -284,39 +240,10 @@ def redact_remote(url: str) -> str:
 def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that may matter to a run and hold nothing private, sorted by name."""
     return {
-        name: REDACTED if _ADDRESS_VARIABLES.search(name) else _without_addresses(name, redact_text(value))
+        name: REDACTED if _ADDRESS_VARIABLES.search(name) else redact_text(value)
         for name, value in sorted(environment.items())
         if any(fnmatch.fnmatchcase(name, allowed) for allowed in ALLOWED_VARIABLES) and not _FLAG.fullmatch(f"--{name}")
     }
-
-
-def _hide_mail(match: re.Match[str]) -> str:
-    """An e-mail address hidden; a login that is nobody's, an expression or a version as it is."""
-    who, domain, end = match["who"], match["domain"], match["end"].lower()
-    exists = _MAIL_END.fullmatch(end) is not None
-    is_own = "self" in (who.partition(".")[0], domain.partition(".")[0])
-    is_product = end not in _SURE_ENDS and (match["as_code"] or is_own or len(who) == len(domain) == 1)
-    is_version = re.fullmatch(r"\d+(?:\.\d+)+", domain)
-    if not exists or is_product or is_version or who in _NOBODYS_MAIL:
-        return match[0]
-    return REDACTED + (match["as_code"] or "")
-
-
-def _without_addresses(name: str, value: str) -> str:
-    """The value of a variable without addresses of machines; versions have four numbers as well."""
-    return value if name.endswith("VERSION") else _ADDRESS.sub(REDACTED, value)
-
-
-def _hide(pattern: re.Pattern[str], text: str, is_secret: Callable[[re.Match[str]], bool] = lambda match: True) -> str:
-    """The text with the group ``value`` of each match that is secret hidden."""
-
-    def hidden(match: re.Match[str]) -> str:
-        if not is_secret(match):
-            return match[0]
-        start, end = (position - match.start() for position in match.span("value"))
-        return match[0][:start] + REDACTED + match[0][end:]
-
-    return pattern.sub(hidden, text)
 
 
 def _hide_assigned(match: re.Match[str]) -> str:
@@ -333,60 +260,13 @@ def _hide_assigned(match: re.Match[str]) -> str:
 
 def _hide_flagged(match: re.Match[str]) -> str:
     value = match["value"]
-    is_secret = _is_secret_argument(match["flag"], value, is_of_script=_follows_script(match))
-    return match[0][: -len(value)] + REDACTED if is_secret else match[0]
+    return match[0][: -len(value)] + REDACTED if _names_secret(match["flag"], value) else match[0]
 
 
-def _follows_script(match: re.Match[str]) -> bool:
-    """True if a script of Python's, or a program whose ``-p`` takes a name, stands before a flag in its line."""
-    before = match.string[max(0, match.start() - 300) : match.start()]
-    return _SCRIPT.search(before.rpartition("\n")[2]) is not None
-
-
-def _is_secret_argument(flag: str, value: str, *, is_of_script: bool) -> bool:
-    """True if ``value`` after ``flag`` may be a secret: after one that names it, a password, or ``user:password``."""
-    if _USER_FLAG.fullmatch(flag):
-        password = value.partition(":")[2]
-        return bool(password) and not password.isdigit() and "//" not in value
-    if flag == "-p":
-        return _is_password(value, is_of_script=is_of_script)
-    if flag == "--cookie" and "=" in value:
-        return True
+def _names_secret(flag: str, value: str) -> bool:
+    """True if ``value`` after ``flag`` may be the secret that this names."""
     name = _FLAG.fullmatch(flag)
     return name is not None and _could_be_secret(value, name)
-
-
-def _is_password(value: str, *, is_of_script: bool = False) -> bool:
-    """True if ``value`` looks like a password and not like a number, a file, a port, a dtype or words.
-
-    What a script takes may also be a name with digits: ``train.py -p resnet50``.
-    """
-    if len(value) < 6 or _NOT_SECRET.fullmatch(value) or _PLAIN_ARGUMENT.fullmatch(value):
-        return False
-    if is_of_script and _NAME.fullmatch(value):
-        return False
-    is_mixed = not is_of_script and "/" not in value and re.search("[0-9]", value) and re.search("[A-Za-z]", value)
-    return bool(is_mixed) or not is_words(value, readable=0.75)
-
-
-def _is_said(value: str, is_strong: str | None) -> bool:
-    """True if ``value`` in a sentence, after `password` or `token`, may be one."""
-    value = value.rstrip(".,;:!?)]}")
-    return _is_password(value) if is_strong else bool(_TOKEN_SHAPE.fullmatch(value)) and not is_words(value)
-
-
-def _is_authorization(match: re.Match[str]) -> bool:
-    """True for anything but a word in a header, and for anything but words after `bearer` alone."""
-    is_word = match["value"].isalpha() or match["named"] is None
-    return not (is_word and is_words(match["value"]))
-
-
-def _is_login(value: str) -> bool:
-    """True if ``value`` is ``user:password`` in base64."""
-    try:
-        return b":" in base64.b64decode(value, validate=True)
-    except binascii.Error:
-        return False
 
 
 def _could_be_secret(value: str, name: re.Match[str]) -> bool:
@@ -406,18 +286,12 @@ def _hide_places(text: str) -> str:
     home = str(Path.home())
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~/\\-]){re.escape(home)}(?![\w.-])", "~", text)
-    text = _COMPILER_CACHE.sub("", _HOMES.sub("~", _QUOTED_HOMES.sub("~", text)))
-    text = _FOLDERS.sub(lambda match: _OF_PEOPLE.sub(_anybody, match[0]), text)
+    text = _COMPILER_CACHE.sub("", _HOMES.sub("~", text))
     if user := _user():
         folder = rf"(?<=[/\\]){re.escape(user)}(?=[/\\]|$)"
         text = _FOLDERS.sub(lambda match: re.sub(folder, "user", match[0]), text)
-        text = re.sub(folder, "user", text) if " " in user else text
     host = _distinctive_host()
     return re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "localhost", text) if host else text
-
-
-def _anybody(match: re.Match[str]) -> str:
-    return match[0] if match["name"] in _NO_PERSON else f"{match['root']}/user"
 
 
 @functools.cache

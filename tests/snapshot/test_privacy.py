@@ -19,7 +19,7 @@ from reprokit.program.ir import OPAQUE, Call, Input, ModuleNote, Program, Ref, S
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load, save
-from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
+from reprokit.snapshot.redact import redact_text, shorten_paths
 from reprokit.snapshot.source import SourceState, private
 from tests.conftest import run_python_in
 from tests.render.programs import site_of, snapshot_of
@@ -53,45 +53,6 @@ def contents_of(path: Path) -> str:
 
 
 # -- source and text ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "secret = attn[:, 0]",
-        "token = hidden_states2.mean",
-        "key = self.key(x2).view(b, n, 16)",
-        "secret: torch.Tensor = query2",
-        "scores = query @ key.transpose(-2, -1) + auth",
-        'batch["token"], batch["key"], batch["secret"] = token_embedding12, key_states34, secret_share56',
-        "password = self.password_head(features12)",
-        "from sklearn.linear_model import Ridge  # sk-learn-compatible-estimators-only",
-        "def forward(self, token, key=None, secret=None, *, signature=layer_norm_eps12):",
-        'tokenizer.add_special_tokens({"pad_token": "<pad>"})',
-        "pad_token_id = 50256; max_tokens = 512; eos_token = '</s>'",
-    ],
-)
-def test_words_of_machine_learning_survive_in_source(code: str) -> None:
-    assert redact_source(code) == code
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        'wandb.login(key="{}")',
-        'os.environ["WANDB_API_KEY"] = "{}"',
-        'os.environ.setdefault("MY_PASSWORD", "{}")',
-        'config = {{"token": "{}"}}',
-        'subprocess.run("train.py --api-key {}")',
-        "x = a @ b  # password: {}",
-        'connect("postgres://me:{}@db.example.org/x")',
-    ],
-)
-def test_secrets_in_source_go(pattern: str) -> None:
-    key = made()
-    clean = redact_source(pattern.format(key))
-    assert key not in clean and "***" in clean
-    assert redact_source(clean) == clean
 
 
 def test_code_inside_a_traceback_is_source() -> None:
@@ -131,19 +92,17 @@ def test_no_secret_reaches_a_snapshot_or_an_issue(tmp_path: Path, monkeypatch: p
     script.write_text(SCRIPT.format(line=f'api_key = "{literal}"', password=password))
     monkeypatch.setenv("WANDB_API_KEY", variable)
     monkeypatch.setenv("TORCH_EXTRA", f"token={quoted}")
+    monkeypatch.setenv("TORCH_HOME", "/data/ada@example.org")
     options = ["--json", "-f", "-o", "snap.repro.pt"]
     data = f"--data=https://u:{password}@example.org/d"
-    script_and_arguments = ["train.py", "--hub-token", flag, "--max-tokens", "512", data]
-    for policy in ("traceback", "all"):
-        words = ["capture", "--source", policy, *options, *script_and_arguments]
-        done = run_python_in(tmp_path, "-m", "reprokit", *words)
-        assert done.returncode == 3, done.stderr
-        said = contents_of(tmp_path / "snap.repro.pt") + done.stdout + done.stderr
-        for secret in (flag, variable, password, remote, literal, quoted, "ada@example.org", "Lovelace"):
-            assert secret not in said
-        assert commit in said and "'--max-tokens', '512'" in said
-        assert "loss = torch.log(secret).sum()  # password: ***" in said
-        assert ("+api_key = " in said) is (policy == "all")
+    script_and_arguments = ["train.py", "--hub-token", flag, "--max-tokens", "512", data, "--notify", "ada@example.org"]
+    done = run_python_in(tmp_path, "-m", "reprokit", "capture", "--source", "all", *options, *script_and_arguments)
+    assert done.returncode == 3, done.stderr
+    said = contents_of(tmp_path / "snap.repro.pt") + done.stdout + done.stderr
+    for secret in (flag, variable, password, remote, literal, quoted, "ada@example.org", "Lovelace"):
+        assert secret not in said
+    assert commit in said and "'--max-tokens', '512'" in said and "+api_key = " in said
+    assert "loss = torch.log(secret).sum()  # password: ***" in said
     issue = tmp_path / "issue.md"
     assert main(["render", str(tmp_path / "snap.repro.pt"), "--as", "issue", "-o", str(issue)]) == 0
     text = issue.read_text()
@@ -236,18 +195,6 @@ def test_many_recorded_numbers_are_not_packed_unasked(tmp_path: Path, capsys: py
     assert main(["render", str(folder), "--zip", "-o", str(archive)]) == 2
     assert "100 recorded numbers" in capsys.readouterr().err and not archive.exists()
     assert main(["render", str(folder), "--zip", "--with-data", "-o", str(archive)]) == 0
-
-
-def test_a_script_spells_out_a_handful_of_numbers_in_all(tmp_path: Path) -> None:
-    calls = (
-        Call("torch.Tensor.mul", (Ref(0), Ref(1)), {}, Ref(2)),
-        Call("torch.log", (Ref(2),), {}, Ref(3)),
-    )
-    program = Program(calls, (Input(0, "x"), Input(1, "y")), (Ref(3),))
-    folder = written(tmp_path, program, {0: -torch.rand(40), 1: torch.rand(40)})
-    assert main(["render", str(folder), "-o", str(tmp_path / "snap")]) == 0
-    text = (folder / "repro.py").read_text()
-    assert text.count("torch.tensor(") == 1 and 'saved["' in text
 
 
 def test_shrinking_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
