@@ -18,7 +18,6 @@ from typing import Any
 import click
 
 from reprokit.errors import OutputError, ReprokitError, UsageError
-from reprokit.snapshot.files import REDUCTION_FILE, RESULTS, unfinished
 from reprokit.words import json_line, print_line, visible
 
 Plan = Callable[[], int]  # what a command line asks for; returns the exit code
@@ -133,7 +132,6 @@ def check_file(path: Path, *, overwrite: bool, option: str = "-o") -> None:
         if path.exists() and not overwrite:
             raise UsageError(f"`{path}` exists already", hint="choose another name, or overwrite it with -f")
     check_folder(path.parent, option)
-    remove_unfinished(path)
 
 
 def check_folder(folder: Path, option: str = "-o") -> None:
@@ -164,7 +162,6 @@ def make_folder(folder: Path, *, overwrite: bool = False, option: str = "-o", fo
             hint = f"{another}, or write into it with {force}" if force else another
             raise UsageError(f"the folder `{folder}` is not empty", hint=hint)
     check_folder(next(parent for parent in (folder, *folder.parents) if parent.exists()), option)
-    remove_unfinished(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -176,15 +173,6 @@ def _written_by(path: Path, option: str) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"cannot write `{path}`: {reason}", hint=f"choose another name with {option}") from None
-
-
-def remove_unfinished(target: Path) -> None:
-    """Remove temporary files of ``target``, or of results in it, unless another running process writes them."""
-    with contextlib.suppress(OSError):
-        names = (REDUCTION_FILE, *RESULTS) if target.is_dir() else ()
-        for file in [target / name for name in names] or [target]:
-            for path in unfinished(file):
-                path.unlink(missing_ok=True)
 
 
 # -- time --

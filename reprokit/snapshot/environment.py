@@ -12,7 +12,6 @@ import importlib.util
 import operator
 import os
 import platform
-import signal
 import subprocess
 import sys
 import threading
@@ -144,30 +143,11 @@ def _packages(module: ModuleType, run_lambda: object, patterns: Collection[str] 
 
 
 def _collect_env_elsewhere(timeout: float) -> str:
-    """In a session of its own, so that all of it can be ended."""
     command = [sys.executable, "-P", "-m", "torch.utils.collect_env"]
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except (OSError, ValueError):
-        return ""
-    with process:
-        try:
-            text, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            if hasattr(os, "killpg"):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            return ""
-    return text.strip() if process.returncode == 0 else ""
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=True)
+        return done.stdout.decode(errors="replace").strip()
+    return ""
 
 
 def _backend_switch(name: str) -> Callable[[], Any]:

@@ -1,16 +1,14 @@
 """Files that are whole or not there: written beside their place, flushed to disk, and moved into it in one step.
 
-A killed process leaves the old file or the new one, and at most a temporary file, which `unfinished` finds. The path
-of a command is checked first; the error suggests files that may have been meant.
+A killed process leaves the old file or the new one, and at most a hidden temporary file beside it. The path of a
+command is checked first; the error suggests files that may have been meant.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import IO
 
 from reprokit.errors import UsageError
 
-_MAX_LINKS = 40  # as on Linux
 _KEPT = 40  # characters of a name, so that the temporary one is not too long
 
 
@@ -29,14 +26,14 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     Output to pipes, devices and ``/dev/stdout`` is appended directly. Raises `OSError` when the disk refuses, and
     leaves nothing half-written.
     """
-    if _is_direct(path):
+    is_of_system = os.path.abspath(path).startswith(("/dev/", "/proc/"))  # even where it leads to an open file
+    if is_of_system or (path.exists() and not path.is_file()):
         with path.open("ab") as device:
             yield device
         return
     given, path = path, Path(os.path.realpath(path))
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
-    prefix = own_prefix(f".{path.name[:_KEPT]}.")
-    descriptor, temporary = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:_KEPT]}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -56,47 +53,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file with `replaced`."""
     with replaced(path) as file:
         file.write(text.encode())
-
-
-def unfinished(path: Path) -> list[Path]:
-    """The temporary files of ``path`` whose process was killed or is this one."""
-    path = Path(os.path.realpath(path))
-    return left_behind(path.parent, f".{path.name[:_KEPT]}.", ".tmp")
-
-
-def own_prefix(prefix: str) -> str:
-    """A prefix for temporary names that holds the id of this process."""
-    return f"{prefix}{os.getpid()}-"
-
-
-def left_behind(folder: Path, prefix: str, suffix: str = "") -> list[Path]:
-    """The paths in ``folder`` named by `own_prefix`, without those of other running processes."""
-    found = folder.glob(f"{glob.escape(prefix)}*{suffix}")
-    return [path for path in found if not _is_in_use(path.name.removeprefix(prefix).partition("-")[0])]
-
-
-def _is_in_use(process: str) -> bool:
-    if not process.isdecimal() or int(process) == os.getpid() or sys.platform == "win32":  # a signal ends it there
-        return False
-    try:
-        os.kill(int(process), 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
-
-
-def _is_direct(path: Path) -> bool:
-    """True for what is no regular file, and for an open file that ``/dev/stdout`` or ``/proc`` leads to."""
-    for _ in range(_MAX_LINKS):
-        place = os.path.abspath(path)
-        if place.startswith(("/dev/", "/proc/")) and not place.startswith("/dev/shm/"):
-            return True
-        if not path.is_symlink():
-            break
-        path = path.parent / path.readlink()
-    return path.exists() and not path.is_file()
 
 
 def _umask() -> int:

@@ -24,7 +24,7 @@ from reprokit.locate.failure import Failure, RankDifference, is_vacuous, root_of
 from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
-from reprokit.program.ir import Program, Site
+from reprokit.program.ir import Program
 from reprokit.program.step import HasProgram, Step
 from reprokit.series.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
 from reprokit.snapshot.environment import Environment
@@ -185,16 +185,10 @@ class Snapshot:
     def _describe_failure(self) -> dict[str, Any]:
         failure, cause = self.failure, self.failure.cause
         return {
-            "phase": failure.phase,
-            "kind": failure.kind,
-            "call": failure.call,
+            **self._describe_origin(failure),
             "backward_node": failure.backward_node,
-            "module": failure.module,
-            "root": root_of(failure, self.program),
-            "site": _describe_site(failure.site),
             "observed_at": self.observed_at,
             "exception": {"type": failure.exception[0], "message": failure.exception[1]} if failure.exception else None,
-            "input": failure.input_name,
             "element": list(failure.element) if failure.element is not None else None,
             "num_bad": failure.num_bad,
             "num_elements": failure.num_elements,
@@ -206,10 +200,19 @@ class Snapshot:
 
     def _describe_cause(self, cause: Failure) -> dict[str, Any]:
         """The origin of the bad value that made a call raise."""
-        names = ("phase", "kind", "call", "module")
-        plain = {name: getattr(cause, name) for name in names}
-        root, site = root_of(cause, self.program), _describe_site(cause.site)
-        return {**plain, "root": root, "input": cause.input_name, "is_initial": self.is_initial(cause), "site": site}
+        return {**self._describe_origin(cause), "is_initial": self.is_initial(cause)}
+
+    def _describe_origin(self, failure: Failure) -> dict[str, Any]:
+        site = failure.site
+        return {
+            "phase": failure.phase,
+            "kind": failure.kind,
+            "call": failure.call,
+            "module": failure.module,
+            "root": root_of(failure, self.program),
+            "input": failure.input_name,
+            "site": {"file": site.file, "line": site.line, "code": site.code} if site is not None else None,
+        }
 
     def is_initial(self, failure: Failure) -> bool:
         """True if what failed, or its cause, is a parameter that was bad before the first step of training."""
@@ -228,10 +231,6 @@ def _describe_difference(difference: RankDifference) -> dict[str, Any]:
     }
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in plain_of(difference).items()}
     return {"event": event, "difference": plain}
-
-
-def _describe_site(site: Site | None) -> dict[str, Any] | None:
-    return {"file": site.file, "line": site.line, "code": site.code} if site else None
 
 
 def save(snapshot: Snapshot, path: Path | str) -> None:

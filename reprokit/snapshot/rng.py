@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import astuple, dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -101,21 +102,9 @@ def _started_accelerators() -> dict[str, Any]:
         if device is not None and device.is_initialized():
             started[name] = device
     if torch.backends.mps.is_available():
-        started["mps"] = _Mps()
+        started["mps"] = SimpleNamespace(  # it has a single generator
+            device_count=lambda: 1,
+            get_rng_state=lambda index: torch.mps.get_rng_state(),
+            set_rng_state=lambda state, index: torch.mps.set_rng_state(state),
+        )
     return started
-
-
-class _Mps:
-    """Apple's device behind the same calls as the others; it has a single generator."""
-
-    def device_count(self) -> int:
-        """Always one."""
-        return 1
-
-    def get_rng_state(self, index: int) -> torch.Tensor:
-        """The state of the only generator."""
-        return torch.mps.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
-        """Set the only generator."""
-        torch.mps.set_rng_state(state)

