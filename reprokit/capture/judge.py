@@ -61,8 +61,7 @@ class Judge:
     """Follows the backward calls of a step from a bad start. ``leaves`` are all that gradients may be left in.
 
     Where a bad start reaches some of the ``parameters`` of modules and optimizers, only these count: nobody updates an
-    input that a gradient penalty differentiates by, and no loop clears its gradient. Of sharded modules there are none:
-    between forward and backward pass these have other parameters.
+    input that a gradient penalty differentiates by, and no loop clears its gradient.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
@@ -20,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit import torch_private
-from reprokit.capture.calls import Backward, Function, OptimizerStep, Root, RootNote
+from reprokit.capture.calls import Backward, OptimizerStep
 from reprokit.capture.fidelity import Made
 from reprokit.capture.meeting import DONE, Meeting, Parted, SavedElsewhere, Stopped
-from reprokit.capture.replay import Found, Replay, TracedPlayer, code_of, quiet_hooks
+from reprokit.capture.replay import Found, Replay, code_of, quiet_hooks
 from reprokit.capture.save import NOT_ALL, NOT_KEPT, Case, NothingFound, why_not_played
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Mark, Op, Segment
-from reprokit.capture.world import DEFAULT_STATE_BYTES
+from reprokit.capture.world import DEFAULT_STATE_BYTES, units_of
 from reprokit.compare.difference import MISMATCH
 from reprokit.errors import pass_on
 from reprokit.locate.failure import Failure, RankDifference
@@ -86,7 +85,7 @@ def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
         if loop.ranks.is_apart:
             raise _Unanswered(APART)
         if verdict.raised is not None:
-            return _failing_call(describing, ops, mark)
+            raise _Unanswered("an exception was raised on one rank")  # the others are inside of a collective
         if verdict.together is None:
             raise _Unanswered(NOT_ALL)
         if not verdict.is_late:
@@ -125,38 +124,6 @@ def recorded_by_all(describing: Describing, case: Case) -> Made:
         return describing.make(replace(case, stand_ins=stand_ins, together=together))
 
 
-def _failing_call(describing: Describing, ops: list[Op], mark: Mark) -> Made:
-    """The call that raised, by itself, while the other ranks are inside of a collective.
-
-    Of a root the innermost module that was running: its parameters are whole as long as it runs.
-    """
-    loop, verdict = describing.loop, describing.verdict
-    raised = loop.recorder.raised
-    op = ops[-1] if raised is not None and ops and ops[-1].note is raised[1].note else None
-    if op is None or raised is None or op.kind not in (Root, Function):
-        raise _Unanswered("an exception was raised on one rank")
-    if op.kind is Root:
-        frames = [frame for frame, _ in traceback.walk_tb(raised[0].__traceback__)]
-        called = [frame.f_locals for frame in frames if frame.f_code is torch_private.call_impl_code]
-        module, args, kwargs = (called[-1][name] for name in ("self", "args", "kwargs"))
-        if any(torch_private.shard_of(parameter) is not parameter for parameter in module.parameters()):
-            raise _Unanswered("an exception was raised on one rank, outside of the modules that are gathered")
-        root, note = op.target, RootNote(module.training, op.note.rng, None, None, None)
-
-        class Inside(Root):
-            @classmethod
-            def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
-                recording.tracer.enter_module(root)
-                try:
-                    return cls.play(recording, op, args, kwargs)
-                finally:
-                    recording.tracer.exit_module()
-
-        args, kwargs = loop.tape.encode(args), loop.tape.encode(kwargs)
-        op = op._replace(kind=Inside, target=module, args=args, kwargs=kwargs, outs=(), note=note)
-    return describing.make(Case(verdict.where, [op], None, mark, True, verdict.frame, raised=verdict.raised))
-
-
 def update_on_shards(describing: Describing, case: Case) -> Made:
     """The update that made a shard of this rank bad, on plain tensors; the live state is where its step began."""
     world = describing.loop.world
@@ -190,23 +157,13 @@ def _on_plain(optimizer: torch.optim.Optimizer, stand_ins: Mapping[int, torch.Te
     return plain
 
 
-def _units(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    parts = {id(part): part for module in modules for part in module.modules()}.values()
-    return [part for part in parts if torch_private.is_sharded(type(part))]
-
-
-def gathered(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
-    """The whole parameters inside of units, by the ``id`` of the spread ones."""
-    return {id(spread): whole for unit in _units(modules) for spread, whole in torch_private.gathered(unit)}
-
-
 @contextlib.contextmanager
 def sharding_unseen(modules: Iterable[torch.nn.Module], tracer: Tracer) -> Iterator[None]:
     """In this context a tracer does not see what the hooks of `fully_shard` do, but for casts of a mixed precision.
 
     Whole parameters lose their memory when their unit has run, so the program gets copies.
     """
-    units = _units(modules)
+    units = units_of(modules)
     tables = [table for table, is_backward in torch_private.hook_tables(units) if not is_backward]
     before = [(table, dict(table)) for table in tables]
     tracer.borrows = not units

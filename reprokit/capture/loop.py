@@ -63,7 +63,7 @@ class Loop:
         recorder.loop = self
         self.recorder, self.tape, self.world, self.budget = recorder, recorder.tape, world, budget
         self.watch, self.matter = watch, matter
-        self.judge = Judge(self.leaves, lambda: [] if self.ranks.is_sharded else self.world.parameters)
+        self.judge = Judge(self.leaves, lambda: self.world.parameters)
         self.flags = Flags()
         self.timeline = Timeline()
         self.iterations = Iterations()
@@ -517,15 +517,20 @@ class Loop:
         if not self.ranks.is_alone:
             self.ranks.at_update(pending, outcome, is_bad=is_bad)
         elif is_bad or outcome is not None:
-            self.act(outcome, pending)
+            self.act(outcome, pending, optimizer)
             if is_bad and outcome is None and self.recorder.enabled:
                 self.failures.fail("gradient")
 
-    def act(self, outcome: Outcome | None, pending: Pending | None) -> None:
-        """Act on what has become of a bad start; raises `CaptureStop` if the step failed and the loop is to stop."""
+    def act(
+        self, outcome: Outcome | None, pending: Pending | None, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Act on what has become of a bad start, of which an ``optimizer`` is about to make an update; raises
+        `CaptureStop` if the step failed and the loop is to stop."""
         if outcome is None or pending is None or not self.recorder.enabled:
             return
         if outcome == "failed" or self.failures.takes_skipped:
+            if optimizer is not None and any(op.note is pending.note for op in self.tape.running()):
+                pending.step = self.iterations.of(optimizer)[0]  # only now it is known whose turn it is
             self.timeline.loss = pending.loss
             self.failures.fail("loss", pending=pending)
         else:
@@ -621,7 +626,7 @@ class Loop:
         pending = self.judge.pending
         if pending is not None and self.ranks.is_alone and is_outermost:
             outcome = recorder.guard(self.judge.update, list(parameters_of(optimizer)))
-            recorder.guard(self.act, outcome, pending)
+            recorder.guard(self.act, outcome, pending, optimizer)
         with recorder.paused():
             self._scaler = scaler if is_outermost else None
             try:

@@ -33,6 +33,7 @@ from reprokit.capture.fidelity import has_origin
 from reprokit.capture.meeting import Late, Meeting, Parted, Replicas, SavedElsewhere
 from reprokit.capture.save import NOT_ALL, NothingFound, Verdict
 from reprokit.capture.tape import MOST_BYTES
+from reprokit.capture.world import gathered
 from reprokit.words import counted
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ class Ranks:
 
     def gathered(self) -> dict[int, torch.Tensor]:
         """The whole parameters that units of `fully_shard` have, by the ``id`` of the spread ones."""
-        return lockstep.gathered(self._loop.world.modules) if self.is_sharded else {}
+        return gathered(self._loop.world.modules) if self.is_sharded else {}
 
     # -- copies at the same step ---------------------------------------------------------------------------------
 

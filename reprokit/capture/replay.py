@@ -687,8 +687,7 @@ class Replay:
 
     def find(self) -> Found | None:
         """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts."""
-        is_sharded = self.together is not None and self.together.is_sharded
-        judge = Judge(self.leaves, lambda: [] if is_sharded else self._world.parameters)
+        judge = Judge(self.leaves, lambda: self._world.parameters)
         start: Copy | None = None  # of the step with a pending loss
         contents: dict[Number, torch.Tensor] = {}
         number_of_pending = -1

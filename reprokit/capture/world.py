@@ -474,9 +474,14 @@ class World:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those of all roots and optimizers, each once; looked up again for a new one of these and after a copy."""
+        """Those of all roots and optimizers, each once; looked up again for a new one of these and after a copy.
+
+        Between forward and backward pass modules of `fully_shard` have the whole ones in the place of the spread ones.
+        """
         if self._parameters is None:
-            known: dict[int, torch.Tensor] = {id(p): p for module in self.modules for p in module.parameters()}
+            spread = {id(whole): p for unit in units_of(self.modules) for p, whole in torch_private.gathered(unit)}
+            found = [spread.get(id(p), p) for module in self.modules for p in module.parameters()]
+            known: dict[int, torch.Tensor] = {id(p): p for p in found}
             known.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
             self._parameters = list(known.values())
         return self._parameters
@@ -687,6 +692,17 @@ class World:
             give_gradients([(leaf, torch.zeros_like(leaf)) for leaf in copy.with_gradient])
             give_gradients([(leaf, grad.clone()) for leaf, grad in copy.gradients])
             yield
+
+
+def units_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """The parts of modules that were given to `fully_shard`."""
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    return [part for part in parts if torch_private.is_sharded(type(part))]
+
+
+def gathered(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
+    """The whole parameters that units of `fully_shard` have, by the ``id`` of the spread ones."""
+    return {id(spread): whole for unit in units_of(modules) for spread, whole in torch_private.gathered(unit)}
 
 
 def is_unmade(module: torch.nn.Module) -> bool:

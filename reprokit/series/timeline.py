@@ -27,6 +27,8 @@ from reprokit.series.story import StepNumbers
 TIMELINE_STEPS = 100
 _MOST_SERIES = 4  # optimizers with a series of their own; more are parts of one, such as one for each parameter
 BY_HAND = -1  # the seat of updates that the loop makes itself
+_TURNS = 4  # changes of the optimizer after which the next one is the same again, where three do not take equal turns
+_MOST_TURNS = 1000
 _LONGEST = 64  # steps in a row that are told apart: a critic may make some before the generator makes one
 _COLLAPSED_SCALE = 1.0
 _SKIPPED_STREAK = 100
@@ -151,8 +153,9 @@ class Iterations:
         self._only: weakref.ref[torch.optim.Optimizer] | None = None  # the only optimizer so far
         self._current = -1  # the last iteration with an update
         self._began: list[int] = []  # the first iteration of each model
-        self._turn: tuple[Seat | None, int] = (None, 0)  # the seat of the last update, and how many it made in a row
-        self._after: dict[tuple[Seat | None, int], Seat] = {}
+        self._last: Seat | None = None  # that of the last update
+        self._turns: tuple[tuple[int, int], ...] = ((BY_HAND, 0),)  # the last seats, and how many each made in a row
+        self._after: dict[tuple[tuple[int, int], ...], Seat] = {}
 
     def meet(self, module: torch.nn.Module) -> None:
         """A module is called for the first time."""
@@ -171,11 +174,11 @@ class Iterations:
 
     def attempted(self, optimizer: torch.optim.Optimizer | None) -> None:
         """A step of ``optimizer`` ended or was skipped by a grad scaler; ``None``: the loop updated by itself."""
-        before, count = self._turn
+        before, (number, count) = self._last, self._turns[-1]
         if before is not None and optimizer is not None and self._only is not None and self._only() is optimizer:
             self.total += 1
             self._current = before.last = self._current + 1
-            self._turn = before, min(count + 1, _LONGEST)
+            self._turns = ((number, min(count + 1, _LONGEST)),)
             self.completed, self.micro_step = self._current + 1, 0
             return
         seat = self._seat_of(optimizer)
@@ -190,9 +193,14 @@ class Iterations:
         self.total += 1
         is_only = seat.number == 0 and sum(one.last is not None for one in self._seats.values()) == 1
         self._only = self._known[id(optimizer)][0] if is_only else None
-        if before is not None:
-            self._after[self._turn] = seat
-        self._turn = seat, min(count + 1, _LONGEST) if before is seat else 1
+        if len(self._after) > _MOST_TURNS:
+            self._after.clear()
+        self._after[self._turns] = self._after[self._turns[-1:]] = seat
+        if before is seat:
+            self._turns = (*self._turns[:-1], (number, min(count + 1, _LONGEST)))
+        else:
+            self._turns = (*self._turns, (seat.number, 1))[-_TURNS:]
+        self._last = seat
         self.completed = self._next_of(self._following or seat)
         self.micro_step = self.micro_step if self.completed == self._current else 0
 
@@ -219,13 +227,13 @@ class Iterations:
     @property
     def has_several(self) -> bool:
         """True if several optimizers train one model, as far as is known."""
-        model = self._turn[0].model if self._turn[0] is not None else 0
+        model = self._last.model if self._last is not None else 0
         return 1 < sum(seat.model == model for seat in self._seats.values() if seat.owned) <= _MOST_SERIES
 
     @property
     def _following(self) -> Seat | None:
         """The seat that is supposed to make the next update."""
-        return self._after.get(self._turn, self._turn[0])
+        return self._after.get(self._turns) or self._after.get(self._turns[-1:], self._last)
 
     def _seat_of(self, optimizer: torch.optim.Optimizer | None) -> Seat:
         """The seat of an optimizer; a new one takes that of one with its parameters."""
@@ -243,7 +251,7 @@ class Iterations:
 
     def _next(self, seat: Seat) -> tuple[int, Seat]:
         """The iteration of the next update of a seat; in one that has begun it trains the same model."""
-        step, before = self._next_of(seat), self._turn[0]
+        step, before = self._next_of(seat), self._last
         if seat.last is None and before is not None:
             seat.model = before.model if step == self._current else -1
         return step, seat
@@ -254,7 +262,7 @@ class Iterations:
         if seat.last is not None:
             is_resumed = 0 <= seat.model < len(self._began) - 1  # what seemed to be another model takes turns with it
             return seat.last + 1 if is_resumed else self._current + (seat.last == self._current)
-        joins = self._turn[1] == 1 and not self._is_other_model(seat)
+        joins = self._turns[-1][1] == 1 and not self._is_other_model(seat)
         return self._current + (self._current < 0 or not joins)
 
     def _is_other_model(self, seat: Seat) -> bool:
@@ -263,7 +271,7 @@ class Iterations:
 
     def _begin(self, seat: Seat, step: int) -> None:
         """A seat is used for the first time: for the model of the update before, or for another one."""
-        before = self._turn[0]
+        before = self._last
         if before is not None and not self._is_other_model(seat):
             seat.model = before.model
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,129 +11,151 @@ import torch
 from reprokit.capture.lockstep import ONE_PROCESS
 from reprokit.capture.meeting import digest
 from reprokit.cli import main
-from reprokit.locate.failure import RankDifference
 from reprokit.render import facts
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import run_python_in
 
 TRAINING = """
+import contextlib
 import sys
+from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 dist.init_process_group("gloo")
-rank, how = dist.get_rank(), sys.argv[1]
-last = dist.get_world_size() - 1
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-is_manual = how.startswith("manual")
-if how in ("more steps", "ends"):
-    from reprokit.capture import ranks
-    ranks.AT_COPY = ranks.AT_END = 3.0
-if how == "healthy":
-    model.register_parameter("own", nn.Parameter(torch.ones(2)))
-    model._ddp_params_and_buffers_to_ignore = ["own"]
-net = model if is_manual else nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-if how == "seed" and rank == last:
-    torch.manual_seed(1)
-    model[3].reset_parameters()
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-generator = torch.Generator().manual_seed(rank)
-for step in range(20):
-    x = torch.randn(8, 4, generator=generator)
-    y = (x.sum(1) > 0).long()
-    if how == "written" and step == 13 and rank == last:
-        with torch.no_grad():
-            model[3].weight[0, 0] += 1e-3
-    loss = F.cross_entropy(net(x), y)
-    if how == "healthy":
-        loss = loss + (rank + 1) * model.own.sum()
-    optimizer.zero_grad()
-    loss.backward()
-    if is_manual:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= last + 1
-    if how.endswith("clip") and step == 13 and rank == last:
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    if how == "rate" and step == 13:
-        optimizer.param_groups[0]["lr"] = 1e-2 * (1 + (rank == last))
-    optimizer.step()
-    if how == "more steps" and rank == 0:
-        optimizer.step()
-    with open(f"losses.{rank}", "a") as file:
-        print(step, loss.item().hex(), file=file)
-    if how == "ends" and step == 9 and rank == last:
-        sys.exit()
-    if how == "broken" and step == 18 and rank == last:
-        from reprokit.capture.meeting import Replicas
+rank, last = dist.get_rank(), dist.get_world_size() - 1
 
-        Replicas.digest = None
+def train(how, losses=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    is_manual = how.startswith("manual")
+    if how == "healthy":
+        model.register_parameter("own", nn.Parameter(torch.ones(2)))
+        model._ddp_params_and_buffers_to_ignore = ["own"]
+    net = model if is_manual else nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    if how == "seed" and rank == last:
+        torch.manual_seed(1)
+        model[3].reset_parameters()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(20):
+        x = torch.randn(8, 4, generator=generator)
+        y = (x.sum(1) > 0).long()
+        if how == "written" and step == 13 and rank == last:
+            with torch.no_grad():
+                model[3].weight[0, 0] += 1e-3
+        loss = F.cross_entropy(net(x), y)
+        if how == "healthy":
+            loss = loss + (rank + 1) * model.own.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        if is_manual:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= last + 1
+        if how.endswith("clip") and step == 13 and rank == last:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if how == "rate" and step == 13:
+            optimizer.param_groups[0]["lr"] = 1e-2 * (1 + (rank == last))
+        optimizer.step()
+        if how == "more steps" and rank == 0:
+            optimizer.step()
+        if losses is not None:
+            losses.append(loss.item())
+    return losses
+"""
+ONE = TRAINING + "train(sys.argv[1])\ndist.destroy_process_group()\n"
+SEVERAL = (
+    TRAINING
+    + """
+import reprokit
+from reprokit.capture import ranks
+from reprokit.capture.meeting import Replicas
+
+def watched(how, **options):
+    with open(f"{how}.err.{rank}", "w") as said, contextlib.redirect_stderr(said):
+        losses = []
+        with reprokit.capture(f"{how}.pt", on=("nonfinite", "ranks"), **options):
+            train(how, losses)
+        return losses
+
+for how in ("seed", "written", "manual clip"):
+    watched(how)
+watched("rate", history=0)
+assert watched("healthy", history=1) == train("healthy", [])  # which compares after every step
+with patch.object(ranks, "AT_COPY", 1.0), patch.object(ranks, "AT_END", 1.0):
+    assert len(watched("more steps")) == 20
+    digest, calls = Replicas.digest, []
+    def broken(self):
+        calls.append(1)
+        return None() if rank == last and len(calls) > 1 else digest(self)
+    with patch.object(Replicas, "digest", broken):
+        assert len(watched("broken")) == 20
 dist.destroy_process_group()
 """
+)
 
 
-def train(
-    folder: Path, how: str, *options: str, num_ranks: int = 2, captured: bool = True
-) -> subprocess.CompletedProcess[str]:
-    """Run the script with several processes."""
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(TRAINING)
+def launch(folder: Path, script: str, *words: str, num_ranks: int = 2) -> str:
+    """Run the script with several processes; what they said."""
+    (folder / "train.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    capture = ["-m", "reprokit", "capture", "--on", "ranks", *options] if captured else []
-    return run_python_in(folder, *torchrun, *capture, "train.py", how)
-
-
-def found_in(folder: Path) -> tuple[Snapshot, RankDifference]:
-    """The only snapshot, and its difference."""
-    (path,) = folder.glob("*.pt")
-    snapshot = load(path)
-    assert (snapshot.failure.kind, snapshot.failure.way) == ("mismatch", "ranks")
-    assert snapshot.failure.difference is not None
-    return snapshot, snapshot.failure.difference
-
-
-def losses(folder: Path) -> list[list[str]]:
-    """What both ranks have written, line by line."""
-    return [(folder / f"losses.{rank}").read_text().splitlines() for rank in range(2)]
+    return run_python_in(folder, *torchrun, *words).stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "step", "parameter", "cause"),
-    [
+def test_the_first_step_is_named(tmp_path: Path) -> None:
+    done = launch(tmp_path, SEVERAL, "train.py")
+    assert "Error" not in done, done
+
+    def said(how: str) -> str:
+        return "".join((tmp_path / f"{how}.err.{rank}").read_text() for rank in range(2))
+
+    def found(how: str) -> Snapshot:
+        (path,) = tmp_path.glob(f"{how}.*.pt")
+        return load(path)
+
+    for how, step, parameter, cause in (
         ("seed", 0, "3.weight", "they differ before the first step"),
         ("written", 13, "3.weight", ""),
         ("manual clip", 13, "0.weight", ""),
-    ],
-)
-def test_the_first_step_is_named(how: str, step: int, parameter: str, cause: str, tmp_path: Path) -> None:
-    done = train(tmp_path, how)
-    assert f"`{parameter}` differs on rank 1, which saves its step" in done.stderr
-    assert "exitcode  : 3" in done.stderr
-    snapshot, difference = found_in(tmp_path)
-    assert (snapshot.settings.rank, snapshot.step) == (1, step)
-    assert (difference.parameter, difference.ranks, difference.reference) == (parameter, (1,), 0)
-    assert (difference.began_at, difference.equal_after) == (step, step - 1 if step else None)
-    assert facts.when(snapshot) == f"step {step}"
-    assert difference.is_exact and difference.cause == cause and difference.cause in done.stderr
-    assert snapshot.fidelity_note == ONE_PROCESS and snapshot.tensors
-    assert snapshot.failure.call is None
-    assert difference.largest is not None and 0 < difference.largest < 1
-    if how == "written":
-        assert difference.num_parameters == 1 and abs(difference.largest - 1e-3) < 1e-6
+    ):
+        snapshot = found(how)
+        difference = snapshot.failure.difference
+        assert difference is not None and f"`{parameter}` differs on rank 1, which saves its step" in said(how)
+        assert (snapshot.failure.kind, snapshot.failure.way, snapshot.failure.call) == ("mismatch", "ranks", None)
+        assert (snapshot.settings.rank, snapshot.step, facts.when(snapshot)) == (1, step, f"step {step}")
+        assert (difference.parameter, difference.ranks, difference.reference) == (parameter, (1,), 0)
+        assert (difference.began_at, difference.equal_after) == (step, step - 1 if step else None)
+        assert difference.is_exact and difference.cause == cause and difference.cause in said(how)
+        assert snapshot.fidelity_note == ONE_PROCESS and snapshot.tensors
+        assert difference.largest is not None and 0 < difference.largest < 1
+        if how == "written":
+            assert difference.num_parameters == 1 and abs(difference.largest - 1e-3) < 1e-6
+    snapshot = found("rate")  # without copies the steps between two comparisons are named
+    difference = snapshot.failure.difference
+    assert difference is not None and difference.equal_after is not None and not difference.is_exact
+    assert difference.equal_after < 13 <= difference.began_at == snapshot.step and difference.cause == ""
+    assert (snapshot.fidelity, snapshot.program.num_calls) == ("unfaithful", 0)
+    assert said("healthy") == ""  # statistics of the normalisation, and a parameter that DDP ignores, differ on purpose
+    late = "rank 1 did not answer within 1 seconds; rank 0 has made 2 optimizer steps; `--on ranks` compares no more"
+    assert late in said("more steps") and "differ" not in said("more steps")
+    assert "switched off after an error of its own (TypeError" in said("broken")
+    assert len(list(tmp_path.glob("*.pt"))) == 4
 
 
 @pytest.mark.slow
 def test_a_single_rank_among_three_and_what_the_commands_make_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path, "rate", num_ranks=3)
-    _, difference = found_in(tmp_path)
-    assert (difference.ranks, difference.reference, difference.num_alike) == ((2,), 0, 2)
+    capture = ("-m", "reprokit", "capture", "--on", "ranks", "train.py", "rate")
+    assert "exitcode  : 3" in launch(tmp_path, ONE, *capture, num_ranks=3)
     (path,) = tmp_path.glob("*.pt")
+    difference = load(path).failure.difference
+    assert difference is not None
+    assert (difference.ranks, difference.reference, difference.num_alike) == ((2,), 0, 2)
     assert main(["show", str(path), "--json"]) == 0
     failure = json.loads(capsys.readouterr().out)["failure"]
     assert failure["event"]["quantity"] == "parameter" and failure["event"]["began_at"] == 13
@@ -144,62 +165,6 @@ def test_a_single_rank_among_three_and_what_the_commands_make_of_it(
     for command in ("shrink", "verify", "render", "whatif"):
         assert main([command, str(path)]) == 4
         assert "the parameters of the ranks differ, and one process cannot show that" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_without_copies_the_steps_between_two_comparisons_are_named(tmp_path: Path) -> None:
-    train(tmp_path, "rate", "--history", "off")
-    snapshot, difference = found_in(tmp_path)
-    assert difference.equal_after is not None and difference.equal_after < 13 <= difference.began_at == snapshot.step
-    assert not difference.is_exact and difference.cause == ""
-    assert (snapshot.fidelity, snapshot.program.num_calls) == ("unfaithful", 0)
-
-
-@pytest.mark.slow
-def test_a_healthy_run_is_silent_and_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """Statistics of the normalisation, and a parameter that DDP ignores, differ on purpose."""
-    plain, watched = tmp_path / "plain", tmp_path / "watched"
-    train(plain, "healthy", captured=False)
-    done = train(watched, "healthy", "--history", "1")  # which compares after every step
-    assert losses(plain) == losses(watched) and len(losses(plain)[0]) == 20
-    assert losses(plain)[0] != losses(plain)[1]
-    assert list(watched.glob("*.pt")) == [] and "differ" not in done.stderr and "compared nothing" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_early_stops_nobody(tmp_path: Path) -> None:
-    done = train(tmp_path, "ends")  # or the time for the process is over
-    assert (
-        "rank 0 did not answer within 3 seconds; rank 1 has made 10 optimizer steps; `--on ranks` compares no more"
-        in done.stderr
-    )
-    assert len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 10
-    assert list(tmp_path.glob("*.pt")) == []
-
-
-@pytest.mark.slow
-def test_a_rank_that_makes_more_steps_stops_nobody(tmp_path: Path) -> None:
-    """Its second step is the first one of the other rank, which then waits for its gradients."""
-    done = train(tmp_path, "more steps")
-    assert (
-        "rank 1 did not answer within 3 seconds; rank 0 has made 2 optimizer steps; `--on ranks` compares no more"
-        in done.stderr
-    )
-    assert "differ" not in done.stderr
-    assert len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 20
-    assert list(tmp_path.glob("*.pt")) == []
-
-
-@pytest.mark.slow
-def test_an_error_while_ranks_are_compared_stops_nobody(tmp_path: Path) -> None:
-    """The last comparison is inside of `destroy_process_group()`, and the error must not come out of it."""
-    done = train(tmp_path, "broken")
-    assert done.returncode == 0 and len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 20
-    assert "switched off after an error of its own (TypeError" in done.stderr
-    assert (
-        "rank 1 answers no more after 20 optimizer steps; rank 0 has made 20 optimizer steps; `--on ranks`"
-        in done.stderr
-    )
 
 
 def test_one_process_is_told_that_nothing_is_compared(tmp_path: Path) -> None:

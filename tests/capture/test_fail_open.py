@@ -182,15 +182,15 @@ def leaving_its_course() -> list[torch.Tensor]:
 
 
 def learning_nothing() -> list[torch.Tensor]:
-    """The first layer is dead, and the scale of a grad scaler never falls."""
+    """The first layer is dead, and the scale of a grad scaler never falls; where nobody sees it the loss ends as nan."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     with torch.no_grad():
         model[0].bias.fill_(-1e3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for _, x, y in batches(40):
-        scaled_update(scaler, optimizer, classify(model, x, y))
+    for step, x, y in batches(48):
+        scaled_update(scaler, optimizer, classify(model, x, y) * (torch.nan if step == 46 else 1.0))
     return ending(model, scaler)
 
 
@@ -354,10 +354,9 @@ def test_a_fault_in_any_function(part: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at `grad` of tensors that are no leaves
-@pytest.mark.parametrize("part", ["compiled_calls", "fidelity"])
-def test_a_fault_where_compiled_code_fails(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_where_compiled_code_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first call of each function raises."""
-    assert check_faults(part, lambda code: (1, miscompiled_and_failing), tmp_path, capsys)
+    assert check_faults("compiled_calls", lambda code: (1, miscompiled_and_failing), tmp_path, capsys)
 
 
 # -- the disk -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A fault inside the code by which ranks meet: no rank hangs, the training of all ends with the bits it would have had.
 
-Like `test_fail_open.py`, in two processes: a fault in each function in turn, on one of the ranks.
+Like `test_fail_open.py`, in two processes: a fault in every third function in turn, on one of the ranks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ bare = {how: train(how) for how in ON}
 calls = {how: calls_in(how) for how in ON}
 broken, num_met = {}, 0
 for part in sys.argv[1:]:
-    for number, (label, owner, attribute, function) in enumerate(functions_of(importlib.import_module(HOME + part))):
+    functions = list(functions_of(importlib.import_module(HOME + part)))
+    for number, (label, owner, attribute, function) in enumerate(functions[::3]):
         target = number % 2
         chosen = [max((min(NTH, calls[how][function.__code__]), how) for how in ON)]
         dist.broadcast_object_list(chosen, src=target)
@@ -138,12 +139,14 @@ dist.destroy_process_group()
 """
 
 
+PARTS = ("meeting", "lockstep", "ranks")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [("meeting",), ("lockstep",), ("ranks",)])
-def test_a_fault_on_one_rank(parts: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_fault_on_one_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     done = run_python_in(
-        tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", *parts
+        tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", *PARTS
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"broken.{rank}").read_text()) for rank in range(2)]
