@@ -182,7 +182,7 @@ def leaving_its_course() -> list[torch.Tensor]:
 
 
 def learning_nothing() -> list[torch.Tensor]:
-    """The first layer is dead, and the scale of a grad scaler never falls; where nobody sees it the loss ends as nan."""
+    """The first layer is dead and the scale of a grad scaler never falls; where nobody sees it the loss ends as nan."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     with torch.no_grad():
