@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from reprokit import errors
+from reprokit.cli.app import _parse, app
 
 ROOT = Path(__file__).parent.parent
 ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
@@ -54,6 +56,33 @@ def test_every_message_has_one_anchor() -> None:
 )
 def test_every_command_has_a_page(command: str) -> None:
     assert f"reprokit {command}" in (ROOT / "docs" / f"{command}.md").read_text(encoding="utf-8")
+
+
+def shown_commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command line of reprokit in the pages, with its page."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        lines = re.findall(r"^(?:    |\$ )?(reprokit [a-z].*)$", text, re.MULTILINE)
+        for line in (*lines, *re.findall(r"`(reprokit [a-z][^`\n]*)`", text)):
+            words = re.split(r"\s+#|[>|]", line)[0]
+            if not re.search(r"[…\[\](]|FILE\\|:$|'[^']*$", words):
+                yield page.name, shlex.split(words)[1:]
+
+
+INCOMPLETE = re.compile(r"missing argument|no script given|requires an argument")  # it is mentioned, not called
+
+
+def test_every_shown_command_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = [found for found in shown_commands() if len(found[1]) > 1 and found[1][0] in app.commands]
+    assert len(shown) > 60
+    wrong = []
+    for page, words in shown:
+        try:
+            _parse(words)
+        except errors.UsageError as error:
+            wrong += [(page, words, error.message)] if not INCOMPLETE.search(error.message) else []
+    assert wrong == []
 
 
 def test_links_between_pages_lead_somewhere() -> None:
