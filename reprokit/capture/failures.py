@@ -119,10 +119,11 @@ class Failures:
         if not bad:
             return
         self._kept_for = {id(buffer) for _, buffer in bad}
-        self.session.say(f"`{bad[0][0]}` became nan or inf, loss and gradients are finite; going back to find the step")
+        verdict = Verdict("output", sys._getframe(1), is_late=True)
+        self.session.say(self._announcement(verdict))
         with self.session.replaying(ends=False):
             try:
-                self._kept = self._made(Verdict("output", sys._getframe(1), is_late=True))
+                self._kept = self._made(verdict)
             except Exception as error:
                 self.session.complain(f"could not keep the step in which `{bad[0][0]}` became nan or inf", error)
 

@@ -20,7 +20,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reprokit.capture.failure_text import captured_lines
-from reprokit.capture.options import Options, check_name, current_folder
+from reprokit.capture.options import Options, current_folder
 from reprokit.errors import UsageError, is_own, tb_entries
 from reprokit.words import print_line
 
@@ -47,7 +47,6 @@ def capture(output: str | os.PathLike[str] | None = None, **options: Unpack[Opti
 
     path = current_folder() / output if output is not None and not os.path.isabs(output) else output
     path = Path(path) if path is not None else None
-    check_name(path, None, options.get("name", "training"))
     if path is not None and path.exists() and not options.get("overwrite"):
         raise UsageError(f"`{path}` exists already", hint="choose another name, or pass overwrite=True")
     session = Session(path, command=redact_argv(sys.argv), **options)
@@ -207,28 +206,22 @@ class _Awaited(importlib.abc.MetaPathFinder):
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
     """The spec and code that ``python -m name`` runs: the module, or a package's ``__main__``."""
-    is_name = not name.startswith(".") and not os.path.isfile(name)
-    try:
-        spec = importlib.util.find_spec(name) if is_name else None
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-            if spec is None:
-                raise UsageError(f"`{name}` is a package without `__main__`", hint="name one of its modules")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        spec = None
-    except ValueError:
-        spec = None
-    if spec is None:
+    if os.path.isfile(name):
+        raise UsageError(f"no module named `{name}`", hint=f"leave out `-m` to run the file: reprokit capture {name}")
+    spec = None
+    with contextlib.suppress(ValueError):  # of a name without a spec
+        try:
+            spec = importlib.util.find_spec(name) if not name.startswith(".") else None
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{name}.__main__")
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    if spec is None or code is None:
         hint = "`-m` looks in the current folder and among installed packages"
-        if os.path.isfile(name):
-            hint = f"leave out `-m` to run the file: reprokit capture {name}"
         raise UsageError(f"no module named `{name}`", hint=hint)
-    get_code = getattr(spec.loader, "get_code", None)
-    code = get_code(spec.name) if get_code is not None else None
-    if code is None:
-        raise UsageError(f"`{name}` is not written in Python, so it cannot be run")
     return spec, code
 
 

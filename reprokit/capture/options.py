@@ -5,7 +5,6 @@ Imports no torch, as the CLI shows the words.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -84,10 +83,6 @@ def check_steps(at_step: object) -> set[int]:
     return set(steps)
 
 
-_LONGEST_PART = ".rank99999"
-_LONGEST_END = f"{_LONGEST_PART}-step999999999-9999.repro.pt"
-
-
 def rank_suffix() -> str:
     """``.rank<R>`` for one of several ranks: of torch's process group, else of the environment that torchrun sets."""
     distributed = sys.modules.get("torch.distributed")
@@ -104,18 +99,6 @@ def current_folder() -> Path:
         return Path.cwd()
     except FileNotFoundError:
         raise UsageError("the current folder does not exist any more", hint="change to another folder") from None
-
-
-def check_name(output: Path | None, folder: Path | None, name: str) -> None:
-    """Raise `UsageError` for a file name that turns out to be too long when a step is saved."""
-    if output is not None and not output.name:
-        return  # a folder, which is refused elsewhere
-    longest = with_part(output, _LONGEST_PART) if output is not None else Path(folder or ".", name + _LONGEST_END)
-    try:
-        os.lstat(longest)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise UsageError(f"the file name `{longest.name}` is too long", hint="choose a shorter name") from None
 
 
 def with_part(path: Path, part: str) -> Path:

@@ -32,7 +32,6 @@ from reprokit.capture.options import (
     DEFAULT_PERCENT,
     After,
     Watch,
-    check_name,
     check_options,
     check_steps,
     current_folder,
@@ -99,7 +98,6 @@ class Session:
     ) -> None:
         asked = check_steps(at_step)
         check_options(after, history, watch, on, source, budget, from_step)
-        check_name(output, directory, name)
         given = (("on_snapshot", on_snapshot), ("on_numbers", on_numbers), ("on_event", on_event))
         for (option, function), takes in zip(given, ("a path", "a dict", "an event"), strict=True):
             if function is not None and not callable(function):

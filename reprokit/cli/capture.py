@@ -23,7 +23,7 @@ import click
 
 from reprokit.capture import launch, options
 from reprokit.capture.failure_text import Seen, captured_lines, closing_line, shown_path
-from reprokit.capture.options import check_name, rank_suffix, with_part
+from reprokit.capture.options import rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import (
     PATH,
@@ -124,7 +124,6 @@ class Capture:
                 raise UsageError(f"`{self.target}` is a command, not a script", hint=hint)
             launch.read_script(self.target)
         output, numbers = self.file(self.output), self.file(self.numbers)
-        check_name(output, None, self.stem)
         if output is not None:
             check_file(output, overwrite=self.overwrite)
         else:
