@@ -62,8 +62,7 @@ def adversaries(
         )
 
 
-@pytest.mark.parametrize("num_critic_steps", [1, 3])
-@pytest.mark.parametrize("failing", ["critic", "generator"])
+@pytest.mark.parametrize(("num_critic_steps", "failing"), [(1, "critic"), (3, "generator")])
 def test_every_optimizer_that_takes_turns_has_its_own_line(tmp_path: Path, failing: str, num_critic_steps: int) -> None:
     loop = functools.partial(adversaries, num_critic_steps=num_critic_steps, failing=failing)
     shown = numbers(captured(tmp_path, loop))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +37,11 @@ def test_steps_as_a_table_lines_csv_and_events(tmp_path: Path, run_reprokit: Run
     assert run_reprokit("timeline", "x.pt", "--to", "csv", "-o", "x.csv").returncode == 0
     assert [row["loss"] for row in csv.DictReader(io.StringIO((tmp_path / "x.csv").read_text()))][:2] == ["2.0", "1.0"]
     assert run_reprokit("timeline", "x.pt", "--to", "csv", "-o", "x.csv").returncode == 2
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    done = run_reprokit("timeline", "x.pt", "--to", "tensorboard", "-o", "runs")
+    assert done.returncode == 0, done.stderr
+    events = reader.EventAccumulator(str(tmp_path / "runs")).Reload()
+    assert [event.value for event in events.Scalars("loss")][:3] == [2.0, 1.0, 0.0]
 
 
 HEALTHY = """\
@@ -101,20 +105,6 @@ def test_numbers_that_cannot_be_written_name_the_option(tmp_path: Path, run_repr
     assert len(done.stderr.splitlines()) == 2 and "on_numbers" not in done.stderr
 
 
-def test_only_files_of_numbers_are_replaced(tmp_path: Path, run_reprokit: Run) -> None:
-    (tmp_path / "train.py").write_text("")
-    assert "`run.txt` does not end in .jsonl" in run_reprokit("capture", "--numbers", "run.txt", "train.py").stderr
-    os.mkfifo(tmp_path / "run.jsonl")
-    assert "`run.jsonl` is not a file" in run_reprokit("capture", "-f", "--numbers", "run.jsonl", "train.py").stderr
-    assert (tmp_path / "run.jsonl").is_fifo()
-    (tmp_path / "run.jsonl").unlink()
-    (tmp_path / "run.jsonl.1").write_text(ROW)
-    done = run_reprokit("capture", "--numbers", "run.jsonl", "train.py")
-    assert done.returncode == 2 and "`run.jsonl.1` exists already" in done.stderr
-    assert run_reprokit("capture", "-f", "--numbers", "run.jsonl", "train.py").returncode == 0
-    assert not (tmp_path / "run.jsonl.1").exists()
-
-
 ROW = '{"step": 1, "loss": 2.0}\n'
 
 
@@ -159,13 +149,3 @@ def test_a_log_of_lines_is_bounded(tmp_path: Path) -> None:
     kept = [(tmp_path / name).read_text().split() for name in ("run.jsonl.1", "run.jsonl")]
     assert [*map(int, kept[0]), *map(int, kept[1])] == list(range(50 - len(kept[0] + kept[1]), 50))
     assert len(list(tmp_path.iterdir())) == 2 and len(kept[0]) == 5
-
-
-def test_events_can_be_read_by_tensorboard(tmp_path: Path, run_reprokit: Run) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    (tmp_path / "train.py").write_text(SCRIPT)
-    run_reprokit("capture", "-o", "x.pt", "train.py")
-    done = run_reprokit("timeline", "x.pt", "--to", "tensorboard", "-o", "runs")
-    assert done.returncode == 0, done.stderr
-    events = reader.EventAccumulator(str(tmp_path / "runs")).Reload()
-    assert [event.value for event in events.Scalars("loss")][:3] == [2.0, 1.0, 0.0]

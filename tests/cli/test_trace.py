@@ -92,14 +92,6 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_each_rank_writes_a_file_of_its_own(tmp_path: Path, run_reprokit: Run) -> None:
-    (tmp_path / "train.py").write_text(FAILING)
-    for rank in ("0", "1"):
-        done = run_reprokit("trace", "--to", "jsonl", "-o", "x.jsonl", "train.py", RANK=rank, WORLD_SIZE="2")
-        assert done.returncode == 0 and done.stderr.endswith(f"-> x.rank{rank}.jsonl\n"), done.stderr
-    assert sorted(path.name for path in tmp_path.glob("x*")) == ["x.rank0.jsonl", "x.rank1.jsonl"]
-
-
 def test_chosen_steps_of_a_script_are_measured_and_it_ends_with_the_same_bits(tmp_path: Path, run_python: Run) -> None:
     (tmp_path / "train.py").write_text(NET)
     bare = run_python("train.py", "--lr", "1")

@@ -1,4 +1,4 @@
-"""The wheel holds all that is needed: installed elsewhere it captures, renders, and finds its example."""
+"""The wheel holds all that is needed, unpacked elsewhere."""
 
 from __future__ import annotations
 
@@ -23,50 +23,29 @@ for step in range(3):
     loss.backward()
     optimizer.step()
 """
+USER = """\
+from reprokit.cli import main
+from reprokit.cli.demo import find_example
+
+assert main(["capture", "-o", "x.pt", "train.py"]) == 3
+for kind in ("repro", "issue", "report", "test"):
+    assert main(["render", "x.pt", "--as", kind, "-o", kind + ".txt"]) == 0, kind
+print(find_example())
+"""
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel's content, built from this checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
+def test_the_wheel_captures_renders_and_finds_its_example(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = (folder / "dist").glob("*.whl")
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
-
-
-def run(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "reprokit", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_what_is_in_it(installed: Path) -> None:
-    names = {path.relative_to(installed).parts[0] for path in installed.iterdir()}
-    assert names == {"reprokit", "torch_reprokit-0.1.0.dist-info"}
-    assert (installed / "reprokit" / "py.typed").is_file()
-
-
-def test_it_captures_and_renders(installed: Path, tmp_path: Path) -> None:
+        archive.extractall(site)
+    assert {path.name for path in site.iterdir()} == {"reprokit", "torch_reprokit-0.1.0.dist-info"}
+    assert (site / "reprokit" / "py.typed").is_file()
     (tmp_path / "train.py").write_text(SCRIPT)
-    captured = run(installed, tmp_path, "capture", "-o", "x.pt", "train.py")
-    assert captured.returncode == 3, captured.stderr
-    code = "from reprokit.cli import main\n"
-    code += "for kind in ('repro', 'issue', 'report', 'test'):\n"
-    code += "    assert main(['render', 'x.pt', '--as', kind, '-o', kind + '.txt']) == 0, kind\n"
-    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
-    rendered = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert rendered.returncode == 0, rendered.stderr
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", USER], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(site / "reprokit" / "examples" / "masked_attention.py")
     assert all((tmp_path / f"{kind}.txt").read_text() for kind in ("repro", "issue", "report", "test"))
-
-
-def test_it_finds_its_example(installed: Path, tmp_path: Path) -> None:
-    code = "from reprokit.cli.demo import find_example; print(find_example())"
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(installed / "reprokit" / "examples" / "masked_attention.py")

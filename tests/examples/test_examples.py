@@ -90,13 +90,6 @@ def test_an_example_from_script_to_repro(script: str, tmp_path: Path) -> None:
         assert_shown(tmp_path / "out", SHOWN[script])
 
 
-@pytest.mark.slow
-def test_the_gallery_is_made_by_the_public_commands(tmp_path: Path) -> None:
-    done = run_python_in(tmp_path, str(GALLERY / "make.py"), "--into", str(tmp_path), "forward")
-    assert done.returncode == 0, done.stderr
-    assert_shown(tmp_path / "forward", GALLERY / "forward")
-
-
 def test_the_readme_names_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text()
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
