@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.conftest import import_benchmark
-
-SCRIPT = """
-import torch
-
-torch.manual_seed(0)
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-for step in range(6):
-    loss = torch.log(model(torch.randn(5, 3)).square() * (step != 3)).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +38,6 @@ def test_a_skipped_step_that_ruins_a_statistic(agree: ModuleType, loops: ModuleT
     row = agree.compare_ways("loop", loop)
     assert row.truth == truth
     assert not (row.untrue or row.changed or row.broken)
-
-
-def test_an_alarm_is_noticed(agree: ModuleType, loops: ModuleType) -> None:
-    assert agree.alarms(loops.Loop(fault="loss")) == ["every-step", "sampled"]
-
-
-def test_main_prints_a_summary(agree: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    case = tmp_path / "corpus" / "logarithm"
-    case.mkdir(parents=True)
-    (case / "train.py").write_text(SCRIPT)
-    code = agree.main(["--loops", "0", "--corpus", str(tmp_path / "corpus"), "--json", str(tmp_path / "summary.json")])
-    printed = capsys.readouterr()
-    summary = json.loads(printed.out)
-    assert code == 0, printed.err
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert (summary["runs"], summary["agree"], summary["same"], summary["exact"]) == (1, 1, 1, 2)
-    assert "1 of 1 agree" in printed.err
 
 
 def test_a_disagreement_is_reported(

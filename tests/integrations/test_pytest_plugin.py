@@ -69,10 +69,11 @@ def test_a_failing_training_test_names_its_snapshot(tmp_path: Path, run_python: 
     assert noted is not None and noted.endswith(files[0])
 
 
-def test_without_the_option_nothing_is_watched(tmp_path: Path, start_python: Run) -> None:
+def test_without_the_option_nothing_is_watched(tmp_path: Path, run_python: Run) -> None:
     (tmp_path / "test_training.py").write_text(TESTS)
-    done = start_python(*PLUGIN, "test_training.py")
-    assert done.returncode == 1 and "3 failed, 2 passed" in done.stdout and "reprokit" not in done.stdout
+    done = run_python(*PLUGIN, "test_training.py")
+    assert done.returncode == 1 and "3 failed, 2 passed" in done.stdout and "- reprokit -" not in done.stdout
+    assert not list(tmp_path.rglob("*.pt"))
     assert not list(tmp_path.glob("*.pt"))
 
 
