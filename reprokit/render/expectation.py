@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.locate.spelling import VIEWS, short_name
+from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
@@ -181,7 +182,8 @@ def _remark(snapshot: Snapshot, failure: Failure, reason: _Reason | None, operan
     if not origins:
         return f"Why it is given these values is a question about {whom}."
     several = len(operands) > 1
-    parts = "parts of " if several and len(origins) == 1 and not origins[0].startswith("made by") else ""
+    is_input = not origins[0].startswith(("made by", "written by"))
+    parts = "parts of " if several and len(origins) == 1 and is_input else ""
     what = f"{'these operands are' if several else 'this operand is'} {parts}{wording.listed(origins)}"
     return (
         f"In the training step {what}. Why the call is given {'them' if several else 'it'} is a question about {whom}."
@@ -196,7 +198,10 @@ def _origin_of(snapshot: Snapshot, value: int) -> str:
             made.role, "an input of the step,"
         )
         return f"{role} {wording.code_span(made.name)}"
-    return f"made by {wording.code_span(display_name(made.target))}{place(made)}" if made is not None else ""
+    if made is None:
+        return ""
+    verb = "written by" if value in written_in_place(made) else "made by"
+    return f"{verb} {wording.code_span(display_name(made.target))}{place(made)}"
 
 
 def place(call: Call) -> str:
@@ -209,8 +214,10 @@ def place(call: Call) -> str:
 
 
 def _maker(program: Program, value: int, before: int) -> Call | Input | None:
-    """The call that computed a value, or the input that it is, behind what only passes it on."""
+    """The call that computed or wrote a value, or the input that it is, behind what only passes it on."""
     for call in reversed(program.calls[:before]):
+        if value in written_in_place(call):
+            return call
         if value in call.output_refs():
             operands = call.input_refs()
             if not operands or (short_name(call) not in VIEWS and call.name != "dropout") or call.target == GRAD_READ:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from markdown_it import MarkdownIt
 
+import reprokit
 from reprokit.cli import main
 from reprokit.errors import UsageError
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Site
@@ -441,3 +442,21 @@ def test_a_test_says_that_it_needs_the_repro(attention: Path, capsys: Any, tmp_p
     assert main(shlex.split(last)) == 0  # what it says helps
     assert main(["render", snapshot, "--as", "test", "-f", "-o", test]) == 0
     assert told not in capsys.readouterr().err
+
+
+def test_an_operand_that_the_step_has_written_is_no_input(tmp_path: Path) -> None:
+    with reprokit.capture(tmp_path / "x.pt", quiet=True):
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            mask = torch.ones(8, 2)
+            if step == 3:
+                mask[2] = 0.0
+            loss = (model(torch.randn(8, 4)) * (mask / mask.sum(1, keepdim=True))).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    snapshot = reprokit.load(tmp_path / "x.pt")
+    rendered = reprokit.render(reprokit.shrink(snapshot, whatif=False), snapshot, tmp_path / "out")
+    text = rendered.issue.read_text()
+    assert "written by `torch.Tensor.__setitem__`" in text and "input of the step, `mask`" not in text
