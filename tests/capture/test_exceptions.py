@@ -372,16 +372,6 @@ def test_a_bad_update_before_the_exception_is_what_is_saved(tmp_path: Path) -> N
     assert fidelity(snapshot) == EXACT
 
 
-def test_the_traceback_inside_the_process_begins_in_the_loop(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError) as plain:
-        shape_mismatch()
-    with pytest.raises(RuntimeError) as watched, Session(directory=tmp_path):
-        shape_mismatch()
-    assert str(plain.value) == str(watched.value)
-    assert plain.traceback[-1].lineno == watched.traceback[-1].lineno
-    assert watched.value.__cause__ is None and watched.value.__context__ is None
-
-
 # -- the command line -----------------------------------------------------------------------------------------------
 
 TRAINING = """

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture import meters
 from reprokit.errors import UsageError
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import update
@@ -125,18 +124,3 @@ def test_parameters_without_gradient_are_printed_once(tmp_path: Path, run_reprok
 
 
 # -- patterns ----------------------------------------------------------------------------------------------------------
-
-
-def test_recording_ends_inside_of_a_cuda_graph(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[dict[str, float]] = []
-    monkeypatch.setattr(meters, "is_capturing", lambda: len(seen) >= 2)
-    torch.manual_seed(0)
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with reprokit.capture(record="1", on_numbers=seen.append):
-        for _ in range(6):
-            update(optimizer, net(torch.ones(2, 3)).sum())
-    assert len(seen) == 2
-    assert capsys.readouterr().err.count("`--record` is off") == 1

@@ -15,8 +15,8 @@ HEALTHY = import_benchmark("healthy_runs")
 
 
 RUNS = (
-    "warm_restarts", "gan", "tiny_batches", "dropout_heavy", "fine_tuning", "gaussian_likelihood",
-    "loss_to_zero", "wgan_gp", "lstm_clipped", "batch_norm_one_cycle", "mixed_precision", "sparse_activations",
+    "warm_restarts", "gan", "tiny_batches", "gaussian_likelihood", "wgan_gp", "lstm_clipped", "mixed_precision",
+    "sparse_activations",
 )  # fmt: skip
 
 

