@@ -17,12 +17,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from reprokit.render import findings
 from reprokit.render.gate import require_closed
 from reprokit.render.script import write_script
 from reprokit.render.templates import jinja_environment
 from reprokit.render.wording import prose
-from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.words import visible, visible_line, visible_name
 from tests.conftest import import_benchmark
 from tests.render.programs import masked_softmax, snapshot_of
@@ -82,16 +80,6 @@ def test_prose_is_text_and_code(text: str) -> None:
         "bullet_list_close",
     }  # fmt: skip
     assert {inner.type for token in paragraphs for inner in token.children or ()} <= TEXT_OR_CODE
-
-
-@settings(max_examples=100)
-@given(ANYTHING, ANYTHING)
-def test_a_cell_stays_a_cell(name: str, detail: str) -> None:
-    row = Answered("v", visible_line(name), "same", visible_line(detail), 1.0)
-    table = findings.table_markdown(WhatIfResult(tables={"minimum": (row,)}), "minimum")
-    tokens = MarkdownIt("commonmark").enable("table").parse(f"{table}\n") if table else []
-    assert [token.type for token in tokens].count("td_open") in (0, 2)
-    assert {inner.type for token in tokens for inner in token.children or ()} <= TEXT_OR_CODE
 
 
 @settings(max_examples=100)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +14,7 @@ import torch
 
 from reprokit.cli import main
 from reprokit.cli.capture import Capture
-from tests.conftest import ROOT, Run, run_python_in
+from tests.conftest import Run, run_python_in
 
 COMMANDS = ["capture", "show", "shrink", "whatif", "verify", "render", "demo"]
 NAN_SCRIPT = """\
@@ -298,17 +297,6 @@ def test_a_file_among_results_stands_for_its_folder(run_here: Run, tmp_path: Pat
     assert run_here("render", "x/repro.py").stderr.splitlines()[1] == "hint: give the folder that it is in: x"
 
 
-@pytest.mark.parametrize("option", ["-o", "--dir"])
-def test_a_place_below_a_file(
-    option: str, captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
-) -> None:
-    (tmp_path / "x").write_text("")
-    path = str(captured[0] / "train-step3.repro.pt")
-    result = run_here(*(["shrink", path] if option == "-o" else ["demo"]), option, "x/y")
-    assert_one_error(result, "`x` is not a folder")
-    assert result.stderr.splitlines()[1] == f"hint: choose another place with {option}"
-
-
 def test_a_reduction_that_failed_leaves_no_empty_folder(
     captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
 ) -> None:
@@ -331,20 +319,6 @@ def test_a_disk_that_is_full(
     result = run_here("render", path, "-o", "x.py")
     assert_one_error(result, "the system refuses: no space left on device", exit_code=1)
     assert result.stderr.splitlines()[2] == "note: it was about `x.py`"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that takes nothing")
-def test_an_output_that_takes_nothing(captured: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "reprokit", "render", str(captured[0] / "train-step3.repro.pt")],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
-        )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        "reprokit: error: cannot write the output: no space left on device",
-        "hint: look at where it goes, or use -o",
-    ]
 
 
 def test_the_hint_for_a_missing_file_names_its_neighbours(run_here: Run, tmp_path: Path) -> None:
@@ -374,15 +348,6 @@ def test_an_output_that_no_file_can_be_called(
 ) -> None:
     path = str(captured[0] / "train-step3.repro.pt")
     assert_one_error(run_here(*words, "x" * 300, path), "cannot write")
-
-
-def test_a_snapshot_that_was_cut_off(
-    captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
-) -> None:
-    whole = (captured[0] / "train-step3.repro.pt").read_bytes()
-    for size in (len(whole) // 2, len(whole) - 10):
-        (tmp_path / "cut.pt").write_bytes(whole[:size])
-        assert_one_error(run_here("show", "cut.pt"), "is cut off", exit_code=1)
 
 
 def test_shrink_refuses_a_folder_with_something_in_it(

@@ -13,11 +13,8 @@ from torch import nn
 import reprokit
 from reprokit.capture.failure_text import growth
 from reprokit.cli import main
-from reprokit.render.report import write_report
-from reprokit.render.sources import snapshot_script
 from reprokit.rules.match import diagnose
 from reprokit.snapshot.format import Snapshot, load
-from tests.render.programs import VERIFIED
 
 STEPS, BAD_STEP = 8, 6
 
@@ -76,12 +73,6 @@ def test_every_optimizer_that_takes_turns_has_its_own_line(tmp_path: Path, faili
     assert not any(name.startswith("learning rate") for name in shown)  # they never changed
 
 
-def test_the_report_draws_them_apart(tmp_path: Path) -> None:
-    snapshot = captured(tmp_path, adversaries)
-    html = write_report(snapshot, snapshot_script(snapshot), VERIFIED)
-    assert "Loss (critic_optimizer)" in html and "Loss (generator_optimizer)" in html
-
-
 def test_a_diagnosis_looks_at_the_losses_of_the_failing_one(tmp_path: Path) -> None:
     growing = captured(tmp_path, lambda: adversaries(failing="generator", level=lambda step: 4.0**step))
     (tmp_path / "x.pt").unlink()
@@ -99,24 +90,6 @@ def test_one_optimizer_has_one_line_that_ends_with_the_failing_loss(tmp_path: Pa
 
     shown = numbers(captured(tmp_path, loop))
     assert set(shown) == {"loss"} and shown["loss"].endswith("  nan")
-
-
-def test_two_optimizers_behind_one_backward_leave_no_gaps(tmp_path: Path) -> None:
-    def loop() -> None:
-        body, head = nn.Linear(2, 2), nn.Linear(2, 2)
-        first = torch.optim.SGD(body.parameters(), lr=0.01)
-        second = torch.optim.SGD(head.parameters(), lr=0.02)
-        for step in range(STEPS):
-            loss = loss_of(nn.Sequential(body, head), 1.0, is_bad=step == BAD_STEP)
-            first.zero_grad()
-            second.zero_grad()
-            loss.backward()
-            first.step()
-            second.step()
-
-    shown = numbers(captured(tmp_path, loop))
-    assert set(shown) == {"loss (first)"}
-    assert "-" not in shown["loss (first)"].split() and shown["loss (first)"].endswith("  nan")
 
 
 # -- the step -------------------------------------------------------------------------------------------------------

@@ -146,17 +146,6 @@ def test_a_program_that_cannot_run_here_has_no_ranges() -> None:
     assert steps(snapshot) == []
 
 
-def test_of_booleans_it_says_how_many_are_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x.masked_fill(x > 1.5, -1.0).log().sum()
-
-    save(failing.record(step, x=torch.arange(1.0, 4.0)), tmp_path / "x.pt")
-    assert main(["show", str(tmp_path / "x.pt")]) == 0
-    said = re.sub(r"\s+", " ", capsys.readouterr().err)
-    assert "bool 3, 2 of 3 True" in said
-    assert "bool 3, |x|" not in said
-
-
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_long_line_is_cut_before_its_number_and_its_mark(
     width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -69,14 +69,6 @@ def test_callback_captures_a_bad_batch(script: str, loop: str, plain: Run) -> No
     assert_captured_nan(result, f"{Path(script).stem}-step3.repro.pt")
 
 
-def test_callback_ends_a_program_that_does_not_handle_it(run: Run) -> None:
-    result = run("train_lightning.py", "pytorch_lightning", "manual:nan:callback")
-    assert result.code == 3, result.stderr
-    assert "parameters" not in result.stdout
-    assert "Traceback" not in result.stderr
-    assert_captured_nan(result, "train_lightning-step3.repro.pt")
-
-
 @pytest.mark.parametrize(("script", "loop"), CALLBACKS)
 def test_callback_captures_an_exception(script: str, loop: str, plain: Run) -> None:
     result = plain(script)
@@ -114,18 +106,6 @@ def test_span_ends_where_it_is_told_to(span: Span) -> None:
     assert span.snapshots == []
 
 
-def test_span_is_stopped_by_a_capture_and_can_begin_again(span: Span) -> None:
-    owner = Owner()
-    for _ in range(2):
-        span.begin(owner)
-        with pytest.raises(CaptureStop) as stop:
-            train(bad_step=2)
-        span.end(stop.value)
-        assert stop.value.code == 3
-        assert not is_watched()
-    assert [path.name for path in span.snapshots] == ["loop-step2.repro.pt", "loop-step2-1.repro.pt"]
-
-
 def test_failure_found_only_at_the_end_stops_the_program(tmp_path: Path) -> None:
     owner = Owner()
     span = Span(tmp_path / "late.pt", Options(history=100, quiet=True))
@@ -136,27 +116,6 @@ def test_failure_found_only_at_the_end_stops_the_program(tmp_path: Path) -> None
     assert span.snapshots == [tmp_path / "late.pt"]
     assert load(span.snapshots[0]).step == 3
     assert not is_watched()
-
-
-def test_span_ends_with_its_owner(span: Span) -> None:
-    owner = Owner()
-    span.begin(owner)
-    train()
-    assert is_watched()
-    del owner
-    assert not is_watched()
-
-
-def test_span_that_begins_anew_ends_the_old_one(span: Span) -> None:
-    owner = Owner()
-    span.begin(owner)
-    with pytest.raises(RuntimeError):
-        train(raising_step=1)  # the program handles it
-    span.begin(owner)
-    train()
-    span.finish()
-    assert not is_watched()
-    assert span.snapshots == []
 
 
 def test_span_ends_with_an_exception_that_nobody_handles(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,13 +62,6 @@ def test_a_large_diff_is_cut(repository: git.Repo, monkeypatch: pytest.MonkeyPat
     assert described.diff_truncated
 
 
-def test_a_detached_head(repository: git.Repo) -> None:
-    repository.git.checkout(repository.head.commit.hexsha)
-    described = describe_source(script_of(repository), [])
-    assert described.branch is None
-    assert described.commit == repository.head.commit.hexsha
-
-
 def test_before_the_first_commit(tmp_path: Path) -> None:
     git.Repo.init(tmp_path, initial_branch="trunk").close()
     script = tmp_path / "train.py"
