@@ -37,11 +37,13 @@ _SKIPPED_STREAK = 100
 @dataclass(eq=False, slots=True)
 class Seat:
     """A place among the optimizers: the parameters ``owned`` by all that have had it, the iteration of its ``last``
-    update, and the number of the ``model`` that it trains; of one that has not stepped yet there is none."""
+    update, how many it made in its last ``turn``, and the number of the ``model`` that it trains; of one that has not
+    stepped yet there is none."""
 
     number: int
     owned: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     last: int | None = None
+    turn: int = 0
     model: int = -1
 
     @property
@@ -196,6 +198,8 @@ class Iterations:
         if len(self._after) > _MOST_TURNS:
             self._after.clear()
         self._after[self._turns] = self._after[self._turns[-1:]] = seat
+        if before is not None and before is not seat:
+            before.turn = count
         if before is seat:
             self._turns = (*self._turns[:-1], (number, min(count + 1, _LONGEST)))
         else:
@@ -258,7 +262,10 @@ class Iterations:
 
     def _next_of(self, seat: Seat) -> int:
         """The iteration of the next update of a seat. One that has never stepped belongs to the iteration of the last
-        update if its parameters were there before, and no other optimizer has made several steps alone."""
+        update if its parameters were there before, and no other optimizer has made several steps alone. Where each
+        makes several in its turn, as the clients of federated training do, every update is an iteration."""
+        if seat.last is not None and seat.last != self._current and min(seat.turn, self._turns[-1][1]) > 1:
+            return self._current + 1
         if seat.last is not None:
             is_resumed = 0 <= seat.model < len(self._began) - 1  # what seemed to be another model takes turns with it
             return seat.last + 1 if is_resumed else self._current + (seat.last == self._current)

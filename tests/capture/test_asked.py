@@ -125,6 +125,31 @@ def test_iterations_of_a_critic_that_steps_more_often(at: int, tmp_path: Path) -
     assert [result["failure"]["step"] for result in session.results] == [at]
 
 
+def test_iterations_of_three_optimizers_in_uneven_turns(tmp_path: Path) -> None:
+    parts = [nn.Linear(2, 2) for _ in range(3)]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    seen = []
+    with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
+        for step in range(24):
+            seen.append(session.num_steps)
+            for turn in (0, *((1 + step % 3 // 2,) if step % 3 else ())):
+                update(optimizers[turn], parts[turn](torch.randn(4, 2)).pow(2).mean())
+    assert seen[9:] == list(range(9, 24))
+
+
+def test_every_update_of_clients_that_train_in_turns_is_an_iteration(tmp_path: Path) -> None:
+    """Each makes three steps with a new optimizer, as in federated training."""
+    clients = [nn.Linear(2, 1) for _ in range(3)]
+    with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
+        for turn in range(4):
+            for client in clients:
+                optimizer = torch.optim.SGD(client.parameters(), lr=0.1)
+                for step in range(3):
+                    is_bad = turn == 3 and client is clients[1] and step == 1
+                    update(optimizer, client(torch.randn(4, 2)).pow(2).mean() * (torch.nan if is_bad else 1.0))
+    assert [result["failure"]["step"] for result in session.results] == [3 * 9 + 3 + 1]
+
+
 def test_a_step_of_two_optimizers_is_saved_whole(tmp_path: Path) -> None:
     with reprokit.capture(tmp_path / "x.pt", quiet=True, at_step=[2, 3]) as session:
         gan(6)
