@@ -1,4 +1,4 @@
-"""Callbacks for training frameworks, for those who prefer three lines in a script over ``reprokit capture``.
+"""Callbacks for training frameworks and sinks for trackers, for those who prefer code over ``reprokit capture``.
 
 One module a framework (`transformers`, `lightning`); importing this package imports none of them. What the callbacks
 share is here: finding the framework, and `Span` in the module of that name.
@@ -34,6 +34,6 @@ def find_framework(*names: str) -> ModuleType:
                 raise
     package = names[0].partition(".")[0]
     raise MissingFramework(
-        f"the callback for `{package}` needs `{package}`, which is not installed",
-        hint=f"`pip install {package}`, or run the script with `reprokit capture`, which needs no callback",
+        f"`{package}` is not installed",
+        hint=f"pip install {package}; `reprokit capture` needs no callback",
     )

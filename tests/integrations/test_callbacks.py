@@ -118,6 +118,15 @@ def test_failure_found_only_at_the_end_stops_the_program(tmp_path: Path) -> None
     assert not is_watched()
 
 
+def test_span_ends_with_its_owner(span: Span) -> None:
+    owner = Owner()
+    span.begin(owner)
+    train()
+    assert is_watched()
+    del owner
+    assert not is_watched()
+
+
 def test_span_ends_with_an_exception_that_nobody_handles(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(error))
@@ -145,7 +154,7 @@ def test_missing_framework_is_an_import_error_with_a_hint(name: str, monkeypatch
         importlib.import_module(f"reprokit.integrations.{name}")
     error = raised.value
     assert isinstance(error, MissingFramework)
-    assert str(error) == f"the callback for `{name}` needs `{name}`, which is not installed"
+    assert str(error) == f"`{name}` is not installed"
     assert error.hint is not None
     assert f"pip install {name}" in error.hint
     assert error.__notes__ == [f"hint: {error.hint}"]
