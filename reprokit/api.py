@@ -72,18 +72,27 @@ def shrink(
     jobs: int = 1,
     executor: Executor | None = None,
     whatif: bool = True,
+    fast: bool = False,
 ) -> Reduction:
     """Return the smallest program found that fails like the snapshot, with the piece of the model and the diagnosis.
 
     ``check`` is a failure specification as in ``--check``; the default is the captured failure. ``max_time`` (seconds)
     and ``max_checks`` bound the search. ``jobs`` candidates run at once, in child processes or in ``executor``.
-    ``whatif`` adds the table of other ways to run the result, which takes up to five seconds. Raises `NotReproduced`
+    ``whatif`` adds the table of other ways to run the result, which takes up to five seconds.
+    ``fast`` leaves out that table and the piece of the model. Raises `NotReproduced`
     or `Flaky` if the snapshot does not fail reliably.
     """
     from reprokit.workflow import shrink as shrink_snapshot
 
     return shrink_snapshot(
-        snapshot, check=check, max_time=max_time, max_checks=max_checks, jobs=jobs, executor=executor, whatif=whatif
+        snapshot,
+        check=check,
+        max_time=max_time,
+        max_checks=max_checks,
+        jobs=jobs,
+        executor=executor,
+        whatif=whatif,
+        fast=fast,
     )
 
 

@@ -38,13 +38,15 @@ def shrink(
     jobs: int = 1,
     executor: Executor | None = None,
     whatif: bool = True,
+    fast: bool = False,
     view: View | None = None,
     on_replayed: Callable[[], None] | None = None,
     on_minimum: Callable[[Reduction], None] | None = None,
 ) -> Reduction:
     """`reducer.shrink` with diagnosis and table. An error in one of these is shown, and the rest of the result stays.
 
-    Ctrl-C raises `SearchStopped` with the best so far, or `KeyboardInterrupt` before there is one.
+    ``fast`` leaves out the piece of the model and the table. Ctrl-C raises `SearchStopped` with the best so far, or
+    `KeyboardInterrupt` before there is one.
     """
     view = view or View()
     if check is None and snapshot.failure.is_given:  # the reducer would say so without the names in the user's code
@@ -58,11 +60,12 @@ def shrink(
         max_checks=max_checks,
         jobs=jobs,
         executor=executor,
+        with_piece=not fast,
         view=view,
         on_replayed=on_replayed,
         on_minimum=on_minimum,
     )
-    is_compared = whatif and reduction.failure.event is None
+    is_compared = whatif and not fast and reduction.failure.event is None
     try:
         with (
             _comparing(reduction, snapshot, check, view)

@@ -63,6 +63,7 @@ VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky", GivenInput: "given"
     help="Candidates to check at once. Default: 1, or what the executor runs at once.",
 )
 @click.option("--executor", metavar="WHERE", help=f"Where to check candidates: {EXECUTORS}. Default: here.")
+@click.option("--fast", is_flag=True, help="Write the minimum and summary.md only.")
 @click.option("--no-whatif", is_flag=True, help="Do not run the result in other precisions, compiled and so on.")
 @click.option(
     "--source",
@@ -81,6 +82,7 @@ def command(
     check: str | None,
     executor: str | None,
     jobs: int | None,
+    fast: bool,
     no_whatif: bool,
     source: Source,
     no_data: bool,
@@ -90,8 +92,8 @@ def command(
 ) -> int:
     """Shrink a snapshot to the smallest program that fails the same way.
 
-    FILE may also be a reduction.pt to go on from, with its snapshot in the folder around. DIR gets repro.py, issue.md,
-    report.html, test_repro.py, reduction.pt and, where there is such a piece, repro_module.py.
+    FILE may also be a reduction.pt to go on from, with its snapshot in the folder around. DIR gets repro.py,
+    summary.md, issue.md, report.html, test_repro.py, reduction.pt and, where there is such a piece, repro_module.py.
     """
     spec = parse(check) if check is not None else None
     is_result = file.name == REDUCTION_FILE or os.path.isdir(file)
@@ -111,7 +113,7 @@ def command(
                 contextlib.closing(open_view(verbosity)) as view,
             ):
                 name = earlier.origin.file if earlier is not None else file.name
-                work = _Work(name, snapshot, folder, view, processes, rendering, json, verbosity)
+                work = _Work(name, snapshot, folder, view, processes, rendering, fast, json, verbosity)
                 work.run(
                     earlier=earlier,
                     out_dir=folder if not no_data else None,
@@ -119,6 +121,7 @@ def command(
                     jobs=jobs or num_slots,
                     executor=pool,
                     whatif=not no_whatif,
+                    fast=fast,
                     **limits,
                 )
     return 0
@@ -174,6 +177,7 @@ class _Work:
     view: View
     processes: CleanProcesses
     rendering: dict[str, Any]
+    fast: bool
     json: bool
     verbosity: Verbosity
 
@@ -227,6 +231,7 @@ class _Work:
             self.folder,
             on_reason=lambda reason: self.view.say(f"there is no repro_module.py: {reason}"),
             processes=self.processes,
+            fast=self.fast,
             **self.rendering,
         )
         fidelity = {"fidelity": self.snapshot.fidelity, "fidelity_note": self.snapshot.fidelity_note}
@@ -324,6 +329,9 @@ def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path) ->
     if context:
         words = f"{context['lines']} lines, verified {context['verified']}"
         say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
-    say(f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}")
+    if (folder / "issue.md").is_file():
+        say(f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}")
+    else:
+        say(f"to read: {shown_path(folder / 'summary.md')}")
     if repro is not None:
         say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")

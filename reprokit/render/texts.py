@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from reprokit.errors import ReprokitError, UsageError
-from reprokit.render import KINDS
+from reprokit.render import KINDS, facts
+from reprokit.render.findings import one_line
 from reprokit.render.gate import require_test
 from reprokit.render.issue import Issue, make_issue
 from reprokit.render.literals import MAX_LITERALS
@@ -35,14 +36,15 @@ from reprokit.render.sources import (
 )
 from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
-from reprokit.render.wording import headline
+from reprokit.render.wording import headline, prose
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, replaced, write_text
 from reprokit.snapshot.format import Snapshot
+from reprokit.snapshot.redact import shorten_paths
 from reprokit.snapshot.source import Source, private
-from reprokit.words import visible_line
+from reprokit.words import counted, visible_line
 
-ISSUE_FILE = "issue.md"
+ISSUE_FILE, SUMMARY_FILE = "issue.md", "summary.md"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can name
 
 
@@ -74,6 +76,7 @@ def write_zip(path: Path, script: Script, issue: Issue, *, context: str = "", wi
 
 
 TIMES = 20
+_MOST_LINES = 15  # of a summary
 REPORT_FILE = "report.html"
 
 
@@ -86,15 +89,16 @@ def render_all(
     source: Source = "all",
     no_data: bool = False,
     check: Path | None = None,
+    fast: bool = False,
     on_reason: Callable[[str], None] = lambda reason: None,
     processes: CleanProcesses | None = None,
 ) -> dict[str, Any]:
     """Write every file of a result, verified; the parts ``context`` and ``repro`` of the summary.
 
     ``source`` says how much of the snapshot's source text is shown. With ``no_data`` a result that needs recorded
-    numbers is a `UsageError`. ``check`` is the file of a check of the user's, which the repro runs. ``on_reason`` gets
-    the reason why there is no context. ``processes`` are those that verify. Where there is no repro, ``repro`` is
-    ``None``.
+    numbers is a `UsageError`. ``check`` is the file of a check of the user's, which the repro runs. ``fast``: the
+    minimum and the summary only. ``on_reason`` gets the reason why there is no context. ``processes`` are those that
+    verify. Where there is no repro, ``repro`` is ``None``.
     """
     with contextlib.ExitStack() as stack:
         if processes is None:
@@ -120,13 +124,13 @@ def render_all(
             on_reason(f"{type(error).__name__}: {error}")
             context = None
     snapshot, reduction = private(snapshot, source), without_source(reduction, source)
-    beside = _beside(script, Path(context["path"]).read_text(encoding="utf-8")) if context is not None else ""
-    issue = make_issue(snapshot, script, result, reduction=reduction, context=beside)
-    texts = {
-        ISSUE_FILE: issue.text,
-        REPORT_FILE: write_report(snapshot, script, result, reduction=reduction, title=issue.title),
-    }
-    if not script.reason:
+    texts = {SUMMARY_FILE: write_summary(snapshot, reduction, script, result)}
+    if not fast:
+        beside = _beside(script, Path(context["path"]).read_text(encoding="utf-8")) if context is not None else ""
+        issue = make_issue(snapshot, script, result, reduction=reduction, context=beside)
+        texts[ISSUE_FILE] = issue.text
+        texts[REPORT_FILE] = write_report(snapshot, script, result, reduction=reduction, title=issue.title)
+    if not (fast or script.reason):
         texts["test_repro.py"] = write_test(reduction)
     for name, text in texts.items():
         write_text(out_dir / name, text)
@@ -140,6 +144,22 @@ def render_all(
         "verified": result.verified if result.fails else f"{result.num_failed}/{times}",
     }
     return {"context": context, "repro": repro}
+
+
+def write_summary(snapshot: Snapshot, reduction: Reduction, script: Script, result: VerifyResult) -> str:
+    """What failed, where, why, and how small it is, for a colleague: at most 15 lines of Markdown."""
+    story = [("story", facts.story(snapshot))] if facts.story(snapshot) else []
+    rows = [row for row in (*facts.of_failure(snapshot), *story) if row[0] != "program"]
+    if reduction.diagnosis is not None:
+        rows.append(("why", one_line(reduction.diagnosis)))
+    if script.reason:
+        rows.append(("repro", f"there is none: {script.reason}"))
+    else:
+        size = counted(script.num_lines, "line")
+        rows.append(("repro", f"`{REPRO_FILE}`, {size}, verified {result.verified} in clean processes"))
+    title = prose(headline(snapshot.failure, is_reduced=False))
+    lines = [f"# {title}", "", *(f"- {name}: {prose(shorten_paths(text))}" for name, text in rows)]
+    return "".join(f"{line}\n" for line in lines[:_MOST_LINES])
 
 
 def write_given(snapshot: Snapshot, out_dir: Path, *, source: Source = "all") -> None:

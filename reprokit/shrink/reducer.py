@@ -75,6 +75,7 @@ def shrink(
     limits: RunLimits | None = None,
     check: str | None = None,
     observe: Observe | None = None,
+    with_piece: bool = True,
     view: View | None = None,
     on_replayed: Callable[[], None] | None = None,
     on_minimum: Callable[[Reduction], None] | None = None,
@@ -89,9 +90,9 @@ def shrink(
     ``check`` says what counts as the failure (`spec.CHECKS`), by default what the snapshot recorded.
     ``executor``, any of ``concurrent.futures``, takes the candidates that do not run in this process. ``jobs`` is how
     many run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by
-    default in terms of the first run. ``observe`` runs candidates in place of the check. ``on_replayed`` is called when
-    the snapshot has failed again, ``on_minimum`` with the reduction when the search is over; explanation and context
-    are not in it yet.
+    default in terms of the first run. Without ``with_piece`` no piece of the model is looked for. ``observe`` runs
+    candidates in place of the check. ``on_replayed`` is called when the snapshot has failed again, ``on_minimum`` with
+    the reduction when the search is over; explanation and context are not in it yet.
     """
     origin = replace(origin_of(snapshot), check=check or "")
     view = view or View()
@@ -106,7 +107,7 @@ def shrink(
             certainty = Certainty(oracle, places, chosen, snapshot.settings, observe is None, snapshot.failure)
             file = out_dir / REDUCTION_FILE if out_dir is not None else None
             no_repro = missing_cause(snapshot) if isinstance(chosen, PredicateCheck) else ""
-            run = _Run(snapshot, file, view, origin, earlier, oracle, certainty, no_repro)
+            run = _Run(snapshot, file, view, origin, earlier, oracle, certainty, no_repro, with_piece)
             return run.reduce(on_replayed, on_minimum)
 
 
@@ -142,6 +143,7 @@ class _Run:
     oracle: Oracle
     certainty: Certainty
     no_repro: str
+    with_piece: bool
     context: Context | None = None
     stopped: str | None = None
     is_minimal: bool = False
@@ -246,7 +248,11 @@ class _Run:
     def _find_context(self, whole: Step) -> Context | None:
         """The piece of the model that shows the failure, if that is one value or exception that comes every time."""
         certainty = self.certainty
-        if certainty.is_flaky or not isinstance(certainty.check, (NonfiniteCheck, ExceptionCheck)):
+        if (
+            not self.with_piece
+            or certainty.is_flaky
+            or not isinstance(certainty.check, (NonfiniteCheck, ExceptionCheck))
+        ):
             return None
         oracle = Oracle(
             certainty.check, certainty.isolation, max(0.0, self.oracle.seconds_left), self.oracle.max_checks

@@ -63,7 +63,10 @@ def _umask() -> int:
 
 REDUCTION_FILE = "reduction.pt"
 REPRO_FILE = "repro.py"
-RESULTS = (REPRO_FILE, "repro_inputs.pt", "repro_module.py", "issue.md", "report.html", "test_repro.py")
+RESULTS = (
+    *(REPRO_FILE, "repro_inputs.pt", "repro_module.py", "test_repro.py"),
+    *("summary.md", "issue.md", "report.html"),
+)
 _MAX_NAMED = 5
 
 

@@ -169,7 +169,7 @@ def test_warnings_of_what_is_tried_are_not_printed(tmp_path: Path, monkeypatch: 
 
 
 begin = CleanProcesses.begin
-RESULTS = {"issue.md", "reduction.pt", "report.html", "repro.py", "test_repro.py"}
+RESULTS = {"issue.md", "reduction.pt", "report.html", "repro.py", "summary.md", "test_repro.py"}
 
 
 class Counted:
@@ -259,6 +259,14 @@ def test_a_repro_that_cannot_be_verified_stays(shrink: Any, monkeypatch: pytest.
     assert "error: could not verify `snap/repro.py`: cannot start `python`\n" in err and err.count("error") == 1
     assert NOT_VERIFIED in Path("snap", "repro.py").read_text()
     assert {path.name for path in Path("snap").iterdir()} == {"reduction.pt", "repro.py"}
+
+
+def test_fast_writes_the_minimum_and_the_summary(shrink: Any) -> None:
+    code, summary, err = shrink("--fast")
+    assert (code, summary["calls"], summary["context"]) == (0, 2, None)
+    assert {path.name for path in Path("snap").iterdir()} == {"reduction.pt", "repro.py", "summary.md"}
+    lines = Path("snap", "summary.md").read_text().splitlines()
+    assert 5 <= len(lines) <= 15 and lines[0].startswith("# ") and "to read: snap/summary.md" in err
 
 
 def test_the_short_summary(shrink: Any) -> None:

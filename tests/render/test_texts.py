@@ -138,7 +138,13 @@ def test_all_of_it_is_written(tmp_path: Path) -> None:
         "names": {"input": "x"},
         "verified": "3/3",
     }
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["issue.md", "report.html", "repro.py", "test_repro.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "issue.md",
+        "report.html",
+        "repro.py",
+        "summary.md",
+        "test_repro.py",
+    ]
 
 
 def test_one_text_from_a_snapshot(tmp_path: Path) -> None:

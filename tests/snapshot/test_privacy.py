@@ -207,4 +207,4 @@ def test_shrinking_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert not Path("snap").exists()
     assert main(words) == 0
     texts = [file.read_text() for file in Path("snap").iterdir() if file.suffix != ".pt"]
-    assert len(texts) == 4 and "1234567" not in "".join(texts)  # ranges of the step are in the report
+    assert len(texts) == 5 and "1234567" not in "".join(texts)  # ranges of the step are in the report
