@@ -177,7 +177,6 @@ class Seen:
     has_backward: bool = False
     num_steps: int = 0
     num_skipped: int = 0
-    has_other_thread: bool = False
     has_transform: bool = False
     unseen: tuple[str, ...] = ()
     on: tuple[str, ...] = ()
@@ -192,26 +191,26 @@ def closing_line(seen: Seen, error: BaseException | None) -> str | None:
     if ending is None and seen.has_backward:
         skipped = f"{seen.num_skipped} steps with a bad loss or gradient were skipped by the loop"
         return f"{skipped}; `--on skipped` saves the first" if seen.num_skipped > 1 else None
-    reasons = list(_reasons(seen)) or [_why_not_saved(seen, error)]
+    reasons = _why_not_checked(seen) or [_why_not_saved(seen, error)]
     return "; ".join([f"nothing was saved: {ending or reasons.pop(0)}", *reasons])
 
 
-def _reasons(seen: Seen) -> Iterator[str]:
-    """The reason why no step was checked, with a hint."""
+def _why_not_checked(seen: Seen) -> list[str]:
+    """Why no step was checked, with a hint; empty if some were."""
     if not seen.has_torch:
-        yield "torch was not imported"
-        return
+        return ["torch was not imported"]
+    found = []
     if any(COMPILED in note for note in seen.unseen):
-        yield "functions compiled before the capture are not noted: compile inside it or set TORCH_COMPILE_DISABLE=1"
-    if seen.has_other_thread:
-        yield "a second thread trained, which is not watched"
-    if seen.has_transform and not seen.has_backward:
-        yield (
-            "`torch.func` was called, and no update made of its gradients was seen: write updates in place or call "
-            "`session.step()` after each"
+        found.append(
+            "functions compiled before the capture are not noted: compile inside it or set TORCH_COMPILE_DISABLE=1"
         )
+    if seen.has_transform and not seen.has_backward:
+        what = "`torch.func` was called, and no update made of its gradients was seen"
+        found.append(f"{what}: write updates in place or call `session.step()` after each")
     elif not seen.has_backward:
-        yield f"{'forward passes but no' if seen.has_forward else 'no'} backward pass was seen, so no step was checked"
+        lead = "forward passes but no" if seen.has_forward else "no"
+        found.append(f"{lead} backward pass was seen, so no step was checked")
+    return found
 
 
 def _why_not_saved(seen: Seen, error: BaseException | None) -> str:
@@ -224,6 +223,4 @@ def _why_not_saved(seen: Seen, error: BaseException | None) -> str:
         return checked
     if "exception" not in seen.on:
         return "exceptions were not asked for: add `--on exception`"
-    if "by peer" in str(error):  # "Connection closed by peer", "Connection reset by peer"
-        return f"the connection to another process broke; {checked}"
     return f"the exception came from outside of a step; {checked}"

@@ -277,21 +277,18 @@ class Failures:
         if verdict.difference is not None:
             step = verdict.difference.began_at
             return f"parameters differ between ranks after step {step}; going back to find the first such step"
-        start = None
-        if op is not None:
-            starts = op.note.losses or [loop.tape.alive().get(number) for number in op.ins]
-            start = number_of(starts[0]) if len(starts) == 1 else None
+        starts = (op.note.losses or [loop.tape.alive().get(number) for number in op.ins]) if op is not None else []
+        start = number_of(starts[0]) if len(starts) == 1 else None
+        pending, step = loop.judge.pending, loop.running()[0]
+        if pending is not None and op is not None and op.note is pending.note:
+            step = pending.step
+        named = ("buffer" if op is None else "value") if verdict.where == "output" else verdict.where
+        what = f"a {named} is nan or inf"
         if verdict.raised is not None:
             what = f"{verdict.raised.type} was raised"
         elif start is not None:
             what = f"{'the loss' if verdict.where == 'loss' else 'a value'} is {start}"
-        else:
-            named = "value" if op is not None else "buffer"
-            what = f"a {named if verdict.where == 'output' else verdict.where} is nan or inf"
         doing = "going back to find the step that made it" if verdict.is_late else "replaying the step"
-        pending, step = loop.judge.pending, loop.running()[0]
-        if pending is not None and op is not None and op.note is pending.note:
-            step = pending.step
         return f"{what} at step {step}; {doing}"
 
     def save(self, verdict: Verdict, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:

@@ -569,11 +569,8 @@ class Replay:
 
     @property
     def notes(self) -> list[str]:
-        """The differences from training; of losses the first one, and how many more there are."""
-        losses = self._other_losses[:1]
-        if len(self._other_losses) > 1:
-            losses = [f"{losses[0]}; {len(self._other_losses) - 1} later losses differ too"]
-        return [*losses, *self._notes]
+        """The differences from training; of losses the first one."""
+        return [*self._other_losses[:1], *self._notes]
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:

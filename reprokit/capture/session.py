@@ -196,7 +196,6 @@ class Session:
             has_backward=recorder.is_claimed or (recorder.has_transform and loop.iterations.total > 0),
             num_steps=loop.iterations.total,
             num_skipped=self._failures.num_skipped,
-            has_other_thread=recorder.has_other_thread,
             has_transform=recorder.has_transform,
             unseen=tuple(loop.unseen),
             on=self._on,

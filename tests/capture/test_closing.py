@@ -28,7 +28,6 @@ def test_a_run_that_was_judged_and_ended_well_has_no_line(ending: BaseException 
 @pytest.mark.parametrize(
     ("seen", "ending", "words"),
     [
-        (JUDGED, RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), "the connection"),
         (JUDGED, SystemExit("no data"), "exit code 1"),
         (JUDGED, KeyboardInterrupt(), "none was bad"),
         (replace(JUDGED, num_skipped=1), OSError("x"), "checked and the loop skipped 1 bad step"),
