@@ -422,8 +422,8 @@ class _Tried:
             self._read(kind, target.read_text(encoding="utf-8"))
 
     def _read_all(self, folder: Path) -> None:
-        for name, kind in (("issue.md", "issue"), ("report.html", "report"), ("repro.py", "repro"),
-                           ("repro_module.py", "repro"), ("test_repro.py", "test")):  # fmt: skip
+        kinds = {"summary.md": "issue", "issue.md": "issue", "report.html": "report", "test_repro.py": "test"}
+        for name, kind in (kinds | dict.fromkeys(("repro.py", "repro_module.py"), "repro")).items():
             if (folder / name).is_file():
                 self._read(kind, (folder / name).read_text(encoding="utf-8"))
 
