@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {"forward": "masked_attention.py", "backward": "where_gradient.py", "optimizer": "adam_eps.py"}
-FILES = ("repro.py", "repro_module.py", "issue.md", "report.html", "test_repro.py")
+FILES = ("repro.py", "repro_module.py", "summary.md", "issue.md", "report.html", "test_repro.py")
 CAPTURED = 3
 
 
