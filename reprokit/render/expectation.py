@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
-from reprokit.locate.spelling import VIEWS, short_name
+from reprokit.locate.spelling import VIEWS, constant_ways, short_name
 from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
@@ -79,10 +79,12 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
         return _of_cause(snapshot, failure, cause, owner)
     if snapshot.failure.event is not None:
         failure = snapshot.failure  # a smaller program has another loss
+    index = snapshot.failure.call_index
+    is_constant = index is not None and failure.way in constant_ways(snapshot.program.calls[index])
     return Expectation(
         reason.title[:1].lower() + reason.title[1:] if reason is not None else "",
-        _with_training(wording.observed(failure), snapshot.failure, failure),
-        _expected(failure, reason, owner),
+        _with_training(wording.observed(failure, is_constant=is_constant), snapshot.failure, failure),
+        "A finite number in its place." if is_constant else _expected(failure, reason, owner),
         _remark(snapshot, failure, reason, _operands(snapshot, reduction), owner),
         owner,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reprokit.errors import ReprokitError, UsageError
+from reprokit.program.step import Step
 from reprokit.render import KINDS, facts
 from reprokit.render.findings import one_line
 from reprokit.render.gate import require_test
@@ -37,6 +38,7 @@ from reprokit.render.sources import (
 from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
 from reprokit.render.wording import headline, prose
+from reprokit.rules.match import with_rule
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, replaced, write_text
 from reprokit.snapshot.format import Snapshot
@@ -328,6 +330,9 @@ def presentable_context(
     """The context as a script; ``None`` when there is none to show, and `on_reason` gets the reason if there is one."""
     if is_minimum_again(reduction):
         return None
+    if reduction.context is not None and not _is_same(reduction):
+        on_reason("the part of the model that was found fails in another way than `repro.py`")
+        return None
     script = context_script(reduction, snapshot)
     if script is None:
         if reduction.context is not None:
@@ -337,6 +342,14 @@ def presentable_context(
         on_reason(f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit")
         return None
     return script
+
+
+def _is_same(reduction: Reduction) -> bool:
+    """True if the context fails by the same rule as the minimum: the spread of nothing is not that of one element."""
+    assert reduction.context is not None
+    found = (reduction.context, reduction)
+    rules = [with_rule(item.failure, Step.of(item), reduction.failure.rule).rule for item in found]
+    return rules[0] == rules[1]
 
 
 def _verified_context(

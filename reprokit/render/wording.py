@@ -117,7 +117,8 @@ def written(failure: Failure) -> str:
     return str(failure.input_name).rpartition(".")[2] if is_written else ""
 
 
-def observed(failure: Failure) -> str:
+def observed(failure: Failure, *, is_constant: bool = False) -> str:
+    """What happened, in a sentence; ``is_constant``: the bad value is a constant in the call itself."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
     if failure.kind == "function":
         return f"The check `{failure.check[1]}` holds for what the program leaves behind."
@@ -149,7 +150,8 @@ def observed(failure: Failure) -> str:
     places = {"optimizer": "the optimizer step", "backward": _CUSTOM}
     inside = f", called in {places[failure.phase]}," if failure.phase in places else ""
     what = f"writes {kind} into `{written(failure)}`" if written(failure) else f"returns {kind}"
-    return f"{name}{inside} {what} although none of its inputs is {failure.way or kind}."
+    why = f"although none of its inputs is {failure.way or kind}"
+    return f"{name}{inside} {what} {f'because the code gives it {kind}' if is_constant else why}."
 
 
 def _observed_drop(failure: Failure, drop: Drop) -> str:
@@ -242,9 +244,10 @@ def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
     if matters:
         subject, verb = ("value", "matters") if len(matters) == 1 else ("values", "matter")
         sentences.append(f"The {subject} of {listed(matters)} {verb}.")
-    if reduction.nearest is not None:
-        new, old = nearest_words(reduction.nearest, names)
-        sentences.append(f"It passes with {code_span(new)} instead of {code_span(old)}.")
+    nearest = reduction.nearest
+    if nearest is not None and (nearest.to, nearest.from_) != (0, 0):  # minus zero for zero tells nothing
+        new, old = nearest_words(nearest, names)
+        sentences.append(f"With {code_span(new)} in place of {code_span(old)} the failure is gone.")
     return " ".join(sentences)
 
 
@@ -268,6 +271,8 @@ def _says(item: VariedPart) -> str:
 def _constant_name(item: ProgramPart) -> str:
     """``exponent of pow``, ``constant of the division``."""
     name = (item.call or "").rpartition(".")[2]
+    if (item.call or "").startswith("torch.optim."):
+        return f"{item.argument} of {short_name(item.call or '').partition('.')[0]}"
     operation = _OPERATORS.get(name.strip("_")) if name.startswith("__") else None
     argument = "constant" if item.argument == "other" else item.argument
     return f"{argument} of {f'the {operation}' if operation else name.strip('_')}"

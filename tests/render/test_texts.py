@@ -95,7 +95,7 @@ def test_the_issue_says_it_all_on_the_first_screen(template: str) -> None:
         assert words in screen
     assert "failed 20 of 20 runs" in screen
     assert "Every value of `unused` that was tried fails. The value of `x` matters." in screen
-    assert "It passes with `x[0] = 0` instead of `-inf`." in screen
+    assert "With `x[0] = 0` in place of `-inf` the failure is gone." in screen
     assert "your own words" in screen
     assert "mechanically by reprokit from 10 torch calls to 1, in 11 checks" in screen
     assert "`layers.1.attention`" in screen and "`train.py:31`" in screen
