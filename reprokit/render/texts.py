@@ -348,6 +348,8 @@ def _is_same(reduction: Reduction) -> bool:
     """True if the context fails by the same rule as the minimum: the spread of nothing is not that of one element."""
     assert reduction.context is not None
     found = (reduction.context, reduction)
+    if (reduction.context.failure.call_index or 0) >= len(reduction.context.program.calls):
+        return False  # the file names a call that is not there
     rules = [with_rule(item.failure, Step.of(item), reduction.failure.rule).rule for item in found]
     return rules[0] == rules[1]
 
