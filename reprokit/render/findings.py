@@ -27,12 +27,12 @@ _SURE = {
 _TRIED = {
     True: "A fix was tried on the captured step and helped",
     False: "A change was tried on the captured step and made it finite, but its loss is absurd, so it is no fix",
-    None: "A change was tried on the captured step and made it finite; there is no loss to check",
+    None: "A change was tried on the captured step and ended the failure; there is no loss to check",
 }
 _MADE = {
     True: "fixed when tried",
     False: "made finite when tried, but not fixed",
-    None: "made finite when tried, without a loss to check",
+    None: "the failure ended when tried, without a loss to check",
 }
 
 

@@ -2,10 +2,6 @@
 
 Each returns the numbers it saw, which the texts of a rule are worded with, or ``None`` when it does not hold. A
 predicate about an argument that the origin does not have does not hold.
-
-For zeros that float64 would not have made the program is run once more, and the calls close to the origin are done in
-float64 beside it, on what the calls before them gave in float64. Only calls in which nothing cancels count: a
-difference of rounded numbers is zero by chance.
 """
 
 from __future__ import annotations
@@ -15,18 +11,18 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reprokit.locate.domains import COMPARISONS, DOMAINS, compare
 from reprokit.locate.failure import EXCEPTION
-from reprokit.locate.spelling import VIEWS, Slot, short_name
-from reprokit.program.convert import exact_results
+from reprokit.locate.spelling import Slot, short_name
+from reprokit.program.convert import in_dtype
 from reprokit.program.dataflow import calls_behind, written_in_place
 from reprokit.program.interpreter import run
-from reprokit.program.ir import Call, Ref
+from reprokit.program.ir import Input, Program, Ref
+from reprokit.program.step import Step
 from reprokit.rules.rule import Numbers, of_scene
 from reprokit.rules.scene import Scene
 
@@ -166,70 +162,42 @@ def is_dangerous(scene: Scene) -> Numbers | None:
 
 
 _REACH = 32  # calls behind the origin that are looked at
-_SUMS = frozenset({"sum", "mean", "add", "cumsum", "matmul", "mm", "bmm", "mv"})  # nothing cancels above zero
-_OTHERS = VIEWS | {
-    "exp", "exp2", "softmax", "sigmoid", "mul", "div", "cat", "stack", "sqrt", "abs", "neg", "square", "pow",
-}  # fmt: skip
 
 
 @of_scene
 def underflowed(scene: Scene, role: Slot = "x", *, makers: str = "") -> Numbers | None:
-    """True if zeros in an argument would not be zero in exact arithmetic; ``makers``: lost by one of these calls."""
+    """True if zeros in an argument would not be zero in float64; ``makers``: lost by one of these calls.
+
+    The calls close to the origin are done in float64 beside it, on what the calls before them gave. A zero counts that
+    float64 makes smaller than the dtype's smallest normal number: a difference of rounded numbers is zero by chance.
+    """
     values, argument = scene.tensor(role), scene.recorded(role)
-    if not isinstance(argument, Ref) or not bool((values == 0).any()):
+    if not isinstance(argument, Ref) or not values.is_floating_point() or not bool((values == 0).any()):
         return None
-    watch = _Watch(frozenset(calls_behind(scene.program.calls, scene.origin.call.input_refs(), scene.index)[-_REACH:]))
-    run(scene.program, scene.tensors, observer=watch, keep=frozenset(), only=range(scene.index))
-    found = watch.found[argument.value]
-    maker = short_name(scene.program.calls[found.maker])
-    if makers and maker not in makers.split():
+    calls = scene.program.calls
+    behind = [calls[index] for index in calls_behind(calls, [argument.value], scene.index)[-_REACH:]]
+    made = [value for call in behind for value in call.output_refs()]
+    if any(set(written_in_place(call)) - set(made) for call in behind) or len(set(made)) < len(made):
+        return None  # written in place: what it was before is gone
+    wanted = frozenset((*made, *(value for call in behind for value in call.input_refs())))
+    seen = run(scene.program, scene.tensors, keep=wanted, only=range(scene.index)).values
+    inputs = tuple(Input(value, "x") for value in seen if value not in made)
+    alone = Program(tuple(behind), inputs, tuple(map(Ref, made)))
+    wide = in_dtype(Step(alone, {item.value: seen[item.value].detach() for item in inputs}), torch.float64)
+    exact = run(wide.program, wide.tensors).values
+    for call in behind:
+        for value in call.output_refs():
+            zeros = _lost(seen[value], exact.get(value))
+            if zeros is not None and bool(zeros.any()):
+                maker, lost = short_name(call), (values == 0) & (exact[argument.value] != 0)
+                if makers and maker not in makers.split():
+                    return None
+                return places(lost, maker=maker, zeros=int(zeros.sum()), dtype=dtype_name(values))
+    return None
+
+
+def _lost(result: torch.Tensor, exact: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask of the zeros that are below the smallest normal number in float64."""
+    if exact is None or exact.shape != result.shape or not result.is_floating_point():
         return None
-    return places(found.lost, maker=maker, zeros=found.num_zeros, dtype=dtype_name(values))
-
-
-@dataclass(frozen=True, slots=True)
-class _Underflow:
-    """A mask of the zeros in a value that float64 would not have made, the call that first made zeros, how many."""
-
-    lost: torch.Tensor
-    maker: int
-    num_zeros: int
-
-
-@dataclass
-class _Watch:
-    """Keeps ``exact``, what values are in float64, and the zeros ``found``, by value."""
-
-    reach: frozenset[int]
-    exact: dict[int, torch.Tensor] = field(default_factory=dict)
-    found: dict[int, _Underflow] = field(default_factory=dict)
-    _made: torch.Tensor | None = None
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Do the call in float64, before it writes into its arguments."""
-        self._made = None
-        name, refs = short_name(call), call.input_refs()
-        if index not in self.reach or not refs or call.mode.rng is not None:
-            return
-        if name in _OTHERS or (name in _SUMS and all(bool((values[v] >= 0).all()) for v in refs)):
-            given = {v: self.exact[v] if v in self.exact else values[v].detach() for v in refs}
-            made = {value: given[refs[0]] for value in call.output_refs()[:1]}
-            self._made = next(iter(exact_results(call, given, made).values()), None)
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Compare with what it made."""
-        for value in written_in_place(call):
-            self.exact.pop(value, None)
-        if index not in self.reach or not isinstance(call.outputs, Ref):
-            return
-        value, exact, result = call.outputs.value, self._made, values[call.outputs.value].detach()
-        if exact is None or exact.shape != result.shape:
-            return
-        self.exact[value] = exact
-        known = next((self.found[v] for v in call.input_refs() if v in self.found), None)
-        lost = (result == 0) & (exact != 0)
-        if known is None:
-            lost &= exact.abs() < (torch.finfo(result.dtype).tiny if result.is_floating_point() else 0.0)
-        if bool(lost.any()):
-            first = (known.maker, known.num_zeros) if known else (index, int(lost.sum()))
-            self.found[value] = _Underflow(lost, *first)
+    return (result == 0) & (exact != 0) & (exact.abs() < torch.finfo(result.dtype).tiny)

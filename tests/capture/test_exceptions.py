@@ -268,7 +268,7 @@ def test_the_last_bad_scalar_is_no_loss(tmp_path: Path) -> None:
     assert not any(call.is_differentiation for call in snapshot.program.calls)
     found = diagnose(snapshot)
     assert found.fix is not None and found.fix.is_plausible is None and "loss" not in found.fix.outcome
-    assert "made finite when tried, without a loss to check" in one_line(found)
+    assert "the failure ended when tried, without a loss to check" in one_line(found)
     assert "there is no loss to check" in markdown(found)
 
 

@@ -22,7 +22,8 @@ from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
 from reprokit.rules.diagnosis import UNKNOWN, Diagnosis
 from reprokit.rules.edits import away_from_zero, clamp, set_argument
-from reprokit.rules.match import TrialBudget, apply, attempt, diagnose, matches, numbers_of
+from reprokit.rules.fix import TrialBudget, apply, attempt
+from reprokit.rules.match import diagnose, matches, numbers_of
 from reprokit.rules.rule import CONFIDENCES, TIERS, Fix
 from reprokit.rules.scene import observe
 from reprokit.rules.table import RULES
