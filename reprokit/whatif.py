@@ -57,7 +57,7 @@ _SLOW = 0.5  # seconds from which on one run has to do
 _UNSUPPORTED = ("not implemented", "not supported", "unsupported", "does not have a deterministic", "CUBLAS_WORKSPACE",
                 "No viable backend", "No available kernel")  # fmt: skip
 _ANOMALY_WORDS = "returned nan values"
-_ANOMALY_IS_SILENT = "in this program anomaly mode reports nothing"  # it may in the whole step
+_ANOMALY_IS_SILENT = "anomaly mode reports nothing in the captured step: it looks for NaN in the backward pass only"
 _MAX_WORDS = 160  # a row of the table stays readable
 _Bad = dict[tuple[int, bool], frozenset[str]]
 
@@ -151,7 +151,7 @@ VARIANTS = (
     ),
     Variant("deterministic", "deterministic algorithms", around=_deterministic),
     Variant("one_thread", "one thread", around=partial(determinism, Settings(num_threads=1))),
-    Variant(ANOMALY, "`set_detect_anomaly`", around=partial(torch.autograd.set_detect_anomaly, True)),
+    Variant(ANOMALY, "`set_detect_anomaly`, captured step", around=partial(torch.autograd.set_detect_anomaly, True)),
     _kernel("math", "math", "MATH"),
     _kernel("flash", "flash", "FLASH_ATTENTION"),
     _kernel("efficient", "memory-efficient", "EFFICIENT_ATTENTION"),
@@ -195,12 +195,14 @@ class Trials:
     def __call__(self, plain: Step, key: str) -> Trial:
         """The trial; whatever else goes wrong is a reason why the variant cannot be run."""
         variant = BY_KEY[key]
-        check = self.checks[plain.digest]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 changed = variant.change(plain)
                 with variant.around():
+                    if key == ANOMALY:
+                        return _in_anomaly_mode(plain, any(c.signature.kind == EXCEPTION for c in self.checks.values()))
+                    check = self.checks[plain.digest]
                     return (
                         _compiled(changed, check, variant.backend)
                         if variant.backend
@@ -224,37 +226,43 @@ def exception_line(kind: str, message: str) -> str:
 
 def _eager(changed: Step, plain: Step, check: SignatureCheck, variant: Variant) -> Trial:
     failure = check.observe(changed)
-    trial = _judged(failure, changed, plain, check, variant)
+    trial = _judged(failure, changed, plain, check)
     if trial.answer is Answer.CANNOT_RUN:
         return trial
     return replace(trial, seconds=_timed(lambda: run(changed.program, changed.tensors, keep=frozenset())))
 
 
-def _judged(failure: Failure | None, changed: Step, plain: Step, check: SignatureCheck, variant: Variant) -> Trial:
+def _in_anomaly_mode(step: Step, is_about_exceptions: bool) -> Trial:
+    """Forward and backward pass of a whole step; from its results where none was recorded."""
+    outcome = run(step.program, step.tensors)
+    error = outcome.error
+    if error is None and not any(call.is_differentiation for call in step.program.calls):
+        results = [tensor for tensor in outcome.values.values() if tensor.requires_grad]
+        try:
+            if results:
+                torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+        except RuntimeError as raised:
+            error = raised
+    if error is None:
+        return Trial(Answer.SAME, _ANOMALY_IS_SILENT)
+    is_same = _ANOMALY_WORDS in str(error) or is_about_exceptions
+    return Trial(Answer.SAME if is_same else Answer.OTHER, one_line(error))
+
+
+def _judged(failure: Failure | None, changed: Step, plain: Step, check: SignatureCheck) -> Trial:
     if failure is None:
         return Trial(Answer.PASSES)
-    verdict = check.judge(failure, changed)
-    is_anomaly = variant.key == ANOMALY
-    if verdict is Ruling.SAME:
+    if check.judge(failure, changed) is Ruling.SAME:
         spoiled = _spoiled(plain, changed)
         if spoiled is not None:
             return Trial(Answer.OTHER, f"`{spoiled}` is not finite any more when the program begins")
-        return Trial(Answer.SAME, _silence(failure, changed) if is_anomaly else "")
+        return Trial(Answer.SAME)
     if failure.exception is None:
         return Trial(Answer.OTHER, _words(failure))
     words = exception_line(*failure.exception)
-    if is_anomaly and _ANOMALY_WORDS in failure.exception[1]:
-        return Trial(Answer.SAME, words)
     is_about_exceptions = check.signature.kind == EXCEPTION
     is_missing = any(part.lower() in failure.exception[1].lower() for part in _UNSUPPORTED)
     return Trial(Answer.OTHER if is_about_exceptions and not is_missing else Answer.CANNOT_RUN, words)
-
-
-def _silence(failure: Failure, candidate: Step) -> str:
-    """The words for a failure that anomaly mode does not report, with the reason if that is known."""
-    if failure.phase != Phase.BACKWARD or not any(call.is_differentiation for call in candidate.program.calls):
-        return f"{_ANOMALY_IS_SILENT} (it only looks for NaN in the backward pass)"
-    return f"{_ANOMALY_IS_SILENT} (it only looks for NaN)" if failure.kind == "inf" else _ANOMALY_IS_SILENT
 
 
 def _spoiled(plain: Step, changed: Step) -> str | None:
@@ -353,21 +361,23 @@ def of_reduction(
     reduction: Reduction,
     settings: Settings,
     *,
+    step: Step | None = None,
     seconds: float = SECONDS,
     check: str | None = None,
     on_trial: OnTrial | None = None,
 ) -> WhatIfResult:
     """The table of a reduction's minimum, and of its context where it has one.
 
-    ``check`` is the check that the reduction was made with, if that is a function of the user's: a file that names one
-    is no reason to run it, so without it such a reduction raises `UsageError`. ``on_trial`` is given every answer.
+    ``step`` is the captured step that the reduction was made from. ``check`` is the check that it was made with, if
+    that is a function of the user's: a file that names one is no reason to run it, so without it such a reduction
+    raises `UsageError`. ``on_trial`` is given every answer.
     """
-    return make_table(_subjects_of(reduction, check), settings, seconds, on_trial=on_trial)
+    return make_table(_subjects_of(reduction, check), settings, seconds, step=step, on_trial=on_trial)
 
 
 @contextmanager
 def making_of_reduction(
-    reduction: Reduction, settings: Settings, *, seconds: float = SECONDS, check: str | None = None
+    reduction: Reduction, settings: Settings, *, step: Step, seconds: float = SECONDS, check: str | None = None
 ) -> Iterator[Callable[[], WhatIfResult]]:
     """Make `of_reduction` in a forked process; the yielded function waits for the table.
 
@@ -376,7 +386,7 @@ def making_of_reduction(
     subjects = _subjects_of(reduction, check)
 
     def make(_: Step | None = None) -> WhatIfResult:
-        return make_table(subjects, settings, seconds)
+        return make_table(subjects, settings, seconds, step=step)
 
     if not apart.can_fork():
         yield make
@@ -399,7 +409,7 @@ def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, on_trial: OnTri
     """The table of a whole snapshot. ``on_trial`` is given every answer."""
     whole = Step.of(snapshot)
     check = check_of(whole, snapshot.failure, None, None)
-    return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds, on_trial=on_trial)
+    return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds, step=whole, on_trial=on_trial)
 
 
 def make_table(
@@ -407,14 +417,15 @@ def make_table(
     settings: Settings,
     seconds: float,
     variants: Sequence[Variant] = VARIANTS,
+    step: Step | None = None,
     on_trial: OnTrial | None = None,
 ) -> WhatIfResult:
-    """The rows of every subject by its name."""
+    """The rows of every subject by its name; ``step`` is the captured step, without which anomaly mode says nothing."""
     checks = {candidate.digest: check for candidate, check in subjects.values()}
     # Reports carry any dataclass of reprokit's; the reducer's are failures.
     task = Task.of(cast(Observe, Trials(checks)), settings)
     with closing(Isolation(task, always_apart=True)) as places:
-        return _Table(subjects, places, seconds, variants, on_trial).make()
+        return _Table(subjects, step, places, seconds, variants, on_trial).make()
 
 
 @dataclass
@@ -422,6 +433,7 @@ class _Table:
     """A table in the making."""
 
     subjects: Subjects
+    step: Step | None
     places: Isolation
     budget: float
     variants: Sequence[Variant]
@@ -455,6 +467,8 @@ class _Table:
         for name, (candidate, check) in self.subjects.items():
             for variant in self.variants:
                 is_asked = not variant.is_of_mismatch or check.signature.kind == MISMATCH
+                if variant.key == ANOMALY:  # one run says the same of all subjects
+                    is_asked = self.step is not None and name == next(iter(self.subjects))
                 if is_asked and variant.is_of_interest(candidate):
                     yield name, variant
 
@@ -465,9 +479,12 @@ class _Table:
             self._note(jobs, repeat(self._too_late(), len(jobs)))
             return
         self.places.limits = RunLimits(left, self._memory)
-        candidates = [self.subjects[name][0] for name, _ in jobs]
+        candidates = [self._program(name, variant) for name, variant in jobs]
         with closing(self.places.reports(candidates, [variant.key for _, variant in jobs])) as reports:
             self._note(jobs, map(self._trial, reports))
+
+    def _program(self, name: str, variant: Variant) -> Step:
+        return self.step if variant.key == ANOMALY and self.step is not None else self.subjects[name][0]
 
     def _note(self, jobs: Sequence[tuple[str, Variant]], trials: Iterable[Trial]) -> None:
         for (name, variant), trial in zip(jobs, trials, strict=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from reprokit.errors import ReprokitError
 from reprokit.program.ir import Program
+from reprokit.program.step import Step
 from reprokit.render.fix_code import fix_code
 from reprokit.render.names import in_users_words
 from reprokit.rules.diagnosis import Diagnosis, resting_on_replay
@@ -91,7 +92,9 @@ def _comparing(
     view.say(f"running the result in other ways, for {seconds:g} s at most (--no-whatif leaves this out)")
     with contextlib.ExitStack() as stack:
         try:
-            making = making_of_reduction(reduction, snapshot.settings, seconds=seconds, check=check)
+            making = making_of_reduction(
+                reduction, snapshot.settings, step=Step.of(snapshot), seconds=seconds, check=check
+            )
             table = stack.enter_context(making)
         except ReprokitError as error:
             view.say(f"there is no what-if table: {error.message}")

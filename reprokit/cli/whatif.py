@@ -74,6 +74,7 @@ def _print_table(table: WhatIfResult) -> None:
 def _table(opened: Opened, seconds: float, view: View) -> WhatIfResult:
     """The table; every answer is shown as soon as it is there."""
     from reprokit.program.interpreter import Settings
+    from reprokit.program.step import Step
     from reprokit.render.findings import WORDS
     from reprokit.whatif import of_reduction, of_snapshot
 
@@ -84,6 +85,7 @@ def _table(opened: Opened, seconds: float, view: View) -> WhatIfResult:
     assert subject is not None, "a source holds one or the other"
     if opened.reduction is not None:
         settings = opened.snapshot.settings if opened.snapshot is not None else Settings()
-        return of_reduction(opened.reduction, settings, seconds=seconds, on_trial=show_trial)
+        step = Step.of(opened.snapshot) if opened.snapshot is not None else None
+        return of_reduction(opened.reduction, settings, step=step, seconds=seconds, on_trial=show_trial)
     assert opened.snapshot is not None, "a source holds one or the other"
     return of_snapshot(opened.snapshot, seconds=seconds, on_trial=show_trial)

@@ -29,6 +29,9 @@ _PLAIN = (0.0, 1.0, -1.0, 0.5)
 MAX_RUNS = 120  # so that a large result is not explained for ever
 _MAX_CONSTANTS = 16  # each costs up to six runs
 _MAX_STEPS = 16  # of a bisection
+_LEAST = 1e-3  # the smallest number next to zero that a person would call ordinary
+# Whole numbers that decide what is computed; others are sizes and places.
+_DECIDING = ("input_lengths", "target_lengths", "blank", "ignore_index", "correction", "exponent", "other", "diagonal")
 Number = float | bool
 
 
@@ -62,12 +65,14 @@ class Nearest(ProgramPart):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One number of the result exchanged: what it is, and what makes a candidate of a new number."""
+    """One number of the result exchanged: what it is, and what makes a candidate of a new number. Not ``may_grow``: a
+    larger whole number could point behind the end of a tensor, and the call does not look."""
 
     name: str
     place: ProgramPart
     old: float | int | bool
     dtype: torch.dtype
+    may_grow: bool
     apply: Callable[[float | int | bool], Step]
 
 
@@ -89,16 +94,15 @@ def _input_part(best: Step, item: Input) -> Part:
 
 
 def _elements(best: Step, item: Input, may_index: bool) -> Iterator[Change]:
-    """The first elements; numbers that choose something only if choosing wrongly is safe."""
+    """The first elements."""
     tensor = best.tensors[item.value]
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
         return
-    if tensor.is_floating_point() or tensor.dtype is torch.bool or may_index:
-        for index in range(min(tensor.numel(), _MAX_ELEMENTS)):
-            place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
-            at = ProgramPart(item.name, tuple(place))
-            apply = partial(_with_element, best, item.value, tuple(place))
-            yield Change(item.name, at, tensor[tuple(place)].item(), tensor.dtype, apply)
+    for index in range(min(tensor.numel(), _MAX_ELEMENTS)):
+        place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
+        at = ProgramPart(item.name, tuple(place))
+        apply = partial(_with_element, best, item.value, tuple(place))
+        yield Change(item.name, at, tensor[tuple(place)].item(), tensor.dtype, may_index, apply)
 
 
 def _with_element(best: Step, value: int, place: tuple[int, ...], number: float | int | bool) -> Step:
@@ -119,9 +123,11 @@ def _other_contents(tensor: torch.Tensor, may_index: bool) -> Iterator[torch.Ten
             yield (torch.randn(tensor.shape, generator=random) * scale).to(tensor.device, real).to(tensor.dtype)
     elif tensor.layout is torch.strided and tensor.dtype is torch.bool:
         yield from (~tensor, torch.zeros_like(tensor), torch.ones_like(tensor))
-    elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized and may_index:
+    elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized:
         largest = int(tensor.max())
-        if largest == 0:
+        if not may_index:  # nothing larger than what is there
+            yield from ((tensor - 1).clamp(min=0), torch.zeros_like(tensor))
+        elif largest == 0:
             yield torch.ones_like(tensor)
         elif largest > 0:
             yield from (torch.zeros_like(tensor), torch.full_like(tensor, largest))
@@ -131,16 +137,19 @@ def _other_contents(tensor: torch.Tensor, may_index: bool) -> Iterator[torch.Ten
 def _constant_change(best: Step, index: int, path: Path, number: float | int) -> Change:
     call = best.program.calls[index]
     name = _argument_name(call, path)
+    dtype = torch.int64 if isinstance(number, int) else torch.float64
 
     def apply(other: float | int | bool) -> Step:
         return best.with_call(index, with_leaf(call, path, other))
 
-    return Change(name, ProgramPart(call=call.target, argument=name), number, torch.float64, apply)
+    may_grow = not trusts_arguments(best.program)
+    return Change(name, ProgramPart(call=call.target, argument=name), number, dtype, may_grow, apply)
 
 
 def _constant_part(change: Change) -> Part:
     number = change.old
-    others = dict.fromkeys((0.0, 1.0, -number, number * 2, number / 2))
+    near = _whole_numbers(change) if isinstance(number, int) else (0.0, 1.0, -number, number * 2, number / 2)
+    others: dict[float, None] = dict.fromkeys(near)
     variants = (change.apply(other) for other in others if other != number)
     return Part(change.name, replace(change.place, value=number), variants, iter((change,)))
 
@@ -223,11 +232,16 @@ def _fields(
 
 
 def _constants(best: Step) -> list[Part]:
-    """The first numbers in arguments; whole ones are sizes and places more often than not."""
+    """The first numbers in arguments that decide what is computed."""
     calls = enumerate(best.program.calls)
     found = ((n, path, leaf) for n, call in calls if not call.is_differentiation for path, leaf in leaves(call))
-    numbers = [place for place in found if isinstance(place[2], float)]
+    numbers = [place for place in found if _decides(best.program.calls[place[0]], *place[1:])]
     return [_constant_part(_constant_change(best, *place)) for place in numbers[:_MAX_CONSTANTS]]
+
+
+def _decides(call: Call, path: Path, leaf: object) -> bool:
+    is_whole = isinstance(leaf, int) and not isinstance(leaf, bool)
+    return isinstance(leaf, float) or (is_whole and _argument_name(call, path) in _DECIDING)
 
 
 def _nearest(trials: _Trials, parts: list[Part]) -> Nearest | None:
@@ -245,9 +259,17 @@ def _targets(change: Change) -> Iterator[float | int | bool]:
     if isinstance(old, bool):
         yield not old
     elif not change.dtype.is_floating_point:
-        yield from (number for number in dict.fromkeys((old - 1, 0, 1)) if 0 <= number != old)
+        yield from _whole_numbers(change)
     else:
         yield from (number for number in (0.0, 1.0, -1.0) if number != old)
+
+
+def _whole_numbers(change: Change) -> Iterator[int]:
+    """Whole numbers to try in place of one, the nearest first."""
+    old = int(change.old)
+    for number in dict.fromkeys((old - 1, old + 1, 1, 0)):
+        if 0 <= number != old and (number < old or change.may_grow):
+            yield number
 
 
 def _nearer(trials: _Trials, change: Change, target: float | int | bool) -> float | int | bool:
@@ -268,11 +290,15 @@ def _nearer(trials: _Trials, change: Change, target: float | int | bool) -> floa
 
 
 def _middle(first: float, second: float) -> float:
-    """Half the way, in orders of magnitude where these differ."""
+    """Half the way, in orders of magnitude where these differ; never between zero and an ordinary number, since a
+    border there is zero itself."""
     if first * second > 0 and not 0.25 < first / second < 4:
         return math.copysign(math.sqrt(abs(first)) * math.sqrt(abs(second)), first)
     if 0.0 in (first, second):
-        return (first + second) * 1e-4
+        other = first + second
+        return math.copysign(max(abs(other) * 1e-4, _LEAST), other) if abs(other) > _LEAST else other
+    if first * second < 0:
+        return 0.0
     return first / 2 + second / 2
 
 

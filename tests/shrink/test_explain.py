@@ -90,6 +90,23 @@ def test_a_whole_number_that_is_zero_is_varied_too() -> None:
     assert (nearest.from_, nearest.to) == (0, 1)
 
 
+def test_a_whole_number_that_decides_is_varied_and_its_neighbour_passes() -> None:
+    def step(scores: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(scores, torch.ones(1, 4, dtype=torch.int64), (4,), (4,))  # equal labels need 7 frames
+
+    reduction = shrink(failing.record(step, scores=torch.zeros(4, 1, 2).log_softmax(-1)))
+    assert {item.argument: item.free for item in reduction.constants}["target_lengths"] is False
+    nearest = nearest_of(reduction)
+    assert isinstance(nearest.to, int) and nearest.to < nearest.from_
+
+
+@pytest.mark.parametrize("number", [-1.0, 1e-30])
+def test_the_nearest_variant_has_an_ordinary_number(number: float) -> None:
+    reduction = shrink(failing.record(lambda x: (x - number).reciprocal().sum(), x=torch.tensor([number])))
+    nearest = reduction.nearest
+    assert nearest is None or nearest.to == 0 or abs(nearest.to) >= 1e-3, nearest
+
+
 def test_without_a_budget_nothing_is_claimed() -> None:
     def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return F.softmax(x.masked_fill(mask, -failing.INF), dim=-1).sum()

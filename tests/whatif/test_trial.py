@@ -107,6 +107,14 @@ def test_anomaly_mode_is_quoted() -> None:
     assert "Backward0' returned nan values" in trial.detail
 
 
+def test_anomaly_mode_runs_the_backward_pass_of_a_step_that_has_none() -> None:
+    trained = failing.record(lambda x: x.sqrt().sum(), x=torch.tensor([-1.0], requires_grad=True))
+    trial = trial_of(trained, "detect_anomaly")
+    assert trial.answer is SAME and "'SqrtBackward0' returned nan values" in trial.detail
+    without = trial_of(failing.record(lambda x: x.sqrt().sum(), x=torch.tensor([-1.0])), "detect_anomaly")
+    assert without.answer is SAME and "reports nothing in the captured step" in without.detail
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_other_device_is_missing() -> None:
     assert trial_of(failing.masked_softmax(), "cuda") == Trial(CANNOT_RUN, "torch sees no GPU")
