@@ -152,9 +152,10 @@ class _Comparison:
         for index in calls_behind(calls, [value]) if value is not None else ():
             off = [result for result in written_by(calls[index]) if self.is_made_off(index, result)]
             if off and innocent.isdisjoint(calls[index].input_refs()):
-                if not self.is_of_data(off[0]) or self.ends_without(off[0], index) is not False:
+                is_cause = self.ends_without(off[0], index) if self.is_of_data(off[0]) else True
+                if is_cause:
                     return index
-                innocent.update(written_by(calls[index]))
+                innocent.update(written_by(calls[index]) if is_cause is False else ())
         return None
 
     def backward(self) -> int | None:

@@ -50,7 +50,7 @@ def markdown(diagnosis: Diagnosis) -> str:
         lines += ["", wording.prose("{intro}: {change}. Then: {outcome}.".format_map(fix))]
         if fix["code"]:
             lines += ["", f"{fence(fix['code'])}python", *fix["code"].splitlines(), fence(fix["code"])]
-    lines += [f"- Did not help: {wording.prose('{change} ({outcome}).'.format_map(fix))}" for fix in shown["tried"]]
+    lines += [f"- {wording.prose('{verdict}: {change} ({outcome}).'.format_map(fix))}" for fix in shown["tried"]]
     if diagnosis.note is not None:
         lines += ["", wording.prose(shown["note"])]
     if diagnosis.links:
@@ -88,6 +88,7 @@ def one_line(diagnosis: Diagnosis) -> str:
 def _fix_data(fix: TriedFix) -> dict[str, Any]:
     return {
         "intro": _TRIED[fix.is_plausible],
+        "verdict": "Made the step finite, but not its loss usual" if fix.helped else "Did not help",
         "change": _change(fix),
         "outcome": _safe(fix.outcome),
         "code": redact_source(fix.code),

@@ -150,6 +150,8 @@ def observed(failure: Failure, *, is_constant: bool = False) -> str:
     places = {"optimizer": "the optimizer step", "backward": _CUSTOM}
     inside = f", called in {places[failure.phase]}," if failure.phase in places else ""
     what = f"writes {kind} into `{written(failure)}`" if written(failure) else f"returns {kind}"
+    if failure.call.endswith(".__setitem__"):
+        name, what = "The index assignment", f"writes {kind}"
     why = f"although none of its inputs is {failure.way or kind}"
     return f"{name}{inside} {what} {f'because the code gives it {kind}' if is_constant else why}."
 

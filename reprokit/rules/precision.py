@@ -378,13 +378,14 @@ PRECISION = [
         why="The failure is the end of a longer story: {what} had been growing for some steps before it. The origin "
             "is only the first call that could not hold the numbers any more.",
         seen=["the {what} went from {low:.4g} at step {from_step} to {high:.4g} at step {to_step}{lr}"],
-        advice="Lower the learning rate, warm it up, or clip gradients.", links="pytorch/examples/pull/223"),
+        advice="Lower the learning rate, warm it up, or clip gradients (to a lower norm if they are clipped already).",
+        links="pytorch/examples/pull/223"),
     Rule("huge-parameters", "Parameters that have left every usual range",
         tier="context", confidence="likely", when=[parameters_are_huge],
         why="The parameters were ruined before this step, by an update or what came before it; the failure is only "
             "where it shows.",
         seen=["{input} holds values up to {largest:.4g}{lr}"],
-        advice="Lower the learning rate, warm it up, or clip gradients."),
+        advice="Lower the learning rate, warm it up, or clip gradients (to a lower norm if they are clipped already)."),
     Rule("overflow", "A product or sum beyond the largest number",
         phases="forward", tier="general", is_local=True, when=[overflows(halves=False)],
         why="`{call}` gives a number beyond the largest {dtype} number ({limit:.4g}).",
@@ -397,7 +398,8 @@ PRECISION = [
         why="Nothing that is known about `{call}` explains an infinity at its arguments: most likely the gradient is "
             "a product of too many, or too large, factors.",
         seen=["everything `{call}` was given is finite (at most {largest:.4g}), its gradient is not"],
-        advice="Clip gradients, normalise between layers, or lower the learning rate."),
+        advice="Clip gradients (to a lower norm if they are clipped already), normalise between layers, or lower the "
+               "learning rate."),
     Rule("log-rate-overflow", "A log rate whose exponential overflows", phases="forward", calls="poisson_nll_loss",
         is_local=True, when=[option("log_input", equal=1.0), has(above="log_max"), turns_bad],
         why="With `log_input` the loss takes the exponential of its input, which goes beyond the largest {dtype} "

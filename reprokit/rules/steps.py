@@ -253,8 +253,8 @@ STEPS = [
         why="The parameter {source} is off its usual range when step {step} begins: an update after step {healthy} "
             "has changed it.",
         seen=["compared with step {healthy} when the step was captured: {source}"],
-        advice="Look at the gradient and the learning rate of the step before; clip gradients, lower the learning "
-               "rate, or warm it up."),
+        advice="Look at the gradient and the learning rate of the step before. Lower the learning rate, warm it up, or "
+               "clip gradients (to a lower norm if they are clipped already)."),
     Rule("dead-relu-bias", "A bias that keeps a layer below zero",
         kinds="dead", calls="relu", when=[argument_blocks_gradient, bias_blocks_gradient],
         why="The bias {bias} makes all arguments of `{call}` negative. Its result and its derivative are zero, so no "

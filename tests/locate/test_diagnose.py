@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from reprokit.compare.healthy import explained
 from reprokit.grammar import plain_of, read
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import EVENTS, EXCEPTION
+from reprokit.locate.failure import EVENTS, EXCEPTION, Failure, Predicate
 from reprokit.program.ir import Phase
+from reprokit.program.step import Step
 from reprokit.render.expectation import expect
 from reprokit.render.findings import markdown, one_line, page
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
-from reprokit.rules.diagnosis import UNKNOWN, Diagnosis
+from reprokit.rules.diagnosis import UNKNOWN, Diagnosis, TriedFix
 from reprokit.rules.edits import away_from_zero, clamp, set_argument
 from reprokit.rules.fix import TrialBudget, apply, attempt
 from reprokit.rules.match import diagnose, matches, numbers_of
@@ -37,7 +39,7 @@ from tests.locate.mechanisms import (
     near_miss,
     with_bystanders,
 )
-from tests.shrink.failing import INF, record
+from tests.shrink.failing import INF, record, traced
 
 BY_NAME = {rule.name: rule for rule in RULES}
 WITH_FIXES = [rule.name for rule in RULES if rule.fixes]
@@ -421,3 +423,40 @@ def test_a_call_in_a_custom_backward_is_no_derivative(
 def test_a_divisor_that_is_no_tensor_is_named_as_on_the_line(temperature: float, divide: Any, words: str) -> None:
     found = diagnose(record(lambda x: divide(x, temperature), x=torch.ones(4)))
     assert (found.id, found.evidence) == ("division-by-the-number-zero", (f"{words} is the divisor of all 4 elements",))
+
+
+def test_a_change_that_is_no_fix_is_not_said_to_have_done_nothing() -> None:
+    found = diagnosis_of("log-of-zero")
+    tried = TriedFix("clamp", ("clamp it",), "", ("",), True, "loss 1e9", is_plausible=False)
+    text = markdown(replace(found, tried=(tried, replace(tried, text=("leave it",), helped=False))))
+    assert "- Made the step finite, but not its loss usual: clamp it (" in text
+    assert "- Did not help: leave it (" in text
+
+
+def test_an_infinity_that_is_assigned_is_written_by_the_code() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        y[0] = INF
+        return y.sum()
+
+    found = expect(record(step, x=torch.ones(3)))
+    assert found.observed == "The index assignment writes inf because the code gives it inf."
+    assert found.expected == "A finite number in its place."
+
+
+def test_rows_of_a_smaller_batch_are_not_where_an_event_begins() -> None:
+    """Batches differ, and there is no healthy value to put in the place of one of another shape."""
+
+    def step(size: int, largest: float, rate: float) -> Step:
+        def compute(data: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return (data[:size] * weight).sum()
+
+        tensors = {"data": torch.ones(8) * largest, "weight": torch.tensor(rate)}
+        made = traced(compute, **tensors)
+        roles = {"data": "batch", "weight": "parameter"}
+        inputs = tuple(replace(item, role=roles[item.name]) for item in made.program.inputs)
+        return Step(replace(made.program, inputs=inputs), made.tensors)
+
+    event = Predicate("loss", 3e4, 100.0, reference_step=3, began_at=4, usual=4.0)
+    found = explained(step(3, 20.0, 500.0), step(4, 1.0, 1.0), Failure(Phase.FORWARD, "spike", event=event))
+    assert found.call == "torch.Tensor.mul"
