@@ -6,6 +6,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.trace import InputName, Tracer, recording
 from reprokit.render.script import write_script
+from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 
 INF = float("inf")
 Step = Callable[[], Snapshot]
+minimum_of = partial(shrink, with_piece=False)  # looking for the piece of the model costs more than the minimum
 
 
 def record(step: Callable[..., Any], **tensors: torch.Tensor) -> Snapshot:

@@ -33,17 +33,13 @@ class NeedsBoth:
 
 @dataclass(frozen=True)
 class Hostile(NeedsBoth):
-    """The same, but of the candidates with more than a few calls half crash and a tenth hang."""
+    """The same, but half of the candidates with more than a few calls crash."""
 
     num_calls: int = 0
 
     def __call__(self, candidate: Step) -> Failure | None:
-        if FEW_CALLS < candidate.num_calls < self.num_calls:
-            fate = int(candidate.digest, 16) % 10
-            if fate < 5:
-                crash()
-            if fate == 5:
-                hang()
+        if FEW_CALLS < candidate.num_calls < self.num_calls and int(candidate.digest, 16) % 2:
+            crash()
         return super().__call__(candidate)
 
 

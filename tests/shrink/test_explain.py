@@ -16,10 +16,10 @@ from reprokit.shrink import explain as explaining
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.explain import Nearest
 from reprokit.shrink.leaves import leaves, with_leaf
-from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Ruling
 from tests.shrink import failing
+from tests.shrink.failing import minimum_of
 from tests.shrink.views import Lines
 
 
@@ -67,24 +67,24 @@ def nearest_of(reduction: Reduction) -> Nearest:
 
 
 def test_the_border_of_an_overflow_is_found() -> None:
-    nearest = nearest_of(shrink(failing.where_gradient()))
+    nearest = nearest_of(minimum_of(failing.where_gradient()))
     assert nearest.from_ == 100.0
     assert 87.0 <= nearest.to <= 88.73  # the largest number whose exponential float32 holds is 88.72
 
 
 def test_a_constant_that_matters_is_named_with_its_border() -> None:
-    reduction = shrink(failing.label_smoothing())
+    reduction = minimum_of(failing.label_smoothing())
     (constant,) = reduction.constants
     assert (constant.argument, constant.value, constant.free) == ("label_smoothing", 0.2, False)
 
 
 def test_a_constant_that_does_not_matter_is_free() -> None:
-    reduction = shrink(failing.in_place_gradient())
+    reduction = minimum_of(failing.in_place_gradient())
     assert [(item.value, item.free) for item in reduction.constants] == [(1.0, True)]
 
 
 def test_a_whole_number_that_is_zero_is_varied_too() -> None:
-    reduction = shrink(failing.record(lambda x, y: x / y, x=torch.zeros(2), y=torch.zeros(2, dtype=torch.int64)))
+    reduction = minimum_of(failing.record(lambda x, y: x / y, x=torch.zeros(2), y=torch.zeros(2, dtype=torch.int64)))
     assert [(item.free, item.tried) for item in reduction.explain] == [(False, False), (False, None)]  # 1 / 0 is inf
     nearest = nearest_of(reduction)
     assert (nearest.from_, nearest.to) == (0, 1)
@@ -94,7 +94,7 @@ def test_a_whole_number_that_decides_is_varied_and_its_neighbour_passes() -> Non
     def step(scores: torch.Tensor) -> torch.Tensor:
         return F.ctc_loss(scores, torch.ones(1, 4, dtype=torch.int64), (4,), (4,))  # equal labels need 7 frames
 
-    reduction = shrink(failing.record(step, scores=torch.zeros(4, 1, 2).log_softmax(-1)))
+    reduction = minimum_of(failing.record(step, scores=torch.zeros(4, 1, 2).log_softmax(-1)))
     assert {item.argument: item.free for item in reduction.constants}["target_lengths"] is False
     nearest = nearest_of(reduction)
     assert isinstance(nearest.to, int) and nearest.to < nearest.from_
@@ -102,7 +102,7 @@ def test_a_whole_number_that_decides_is_varied_and_its_neighbour_passes() -> Non
 
 @pytest.mark.parametrize("number", [-1.0, 1e-30])
 def test_the_nearest_variant_has_an_ordinary_number(number: float) -> None:
-    reduction = shrink(failing.record(lambda x: (x - number).reciprocal().sum(), x=torch.tensor([number])))
+    reduction = minimum_of(failing.record(lambda x: (x - number).reciprocal().sum(), x=torch.tensor([number])))
     nearest = reduction.nearest
     assert nearest is None or nearest.to == 0 or abs(nearest.to) >= 1e-3, nearest
 
@@ -112,7 +112,7 @@ def test_without_a_budget_nothing_is_claimed() -> None:
         return F.softmax(x.masked_fill(mask, -failing.INF), dim=-1).sum()
 
     program = failing.record(step, x=failing.seeded(3), mask=torch.ones(3, dtype=torch.bool))
-    reduction = shrink(program, max_checks=0)
+    reduction = minimum_of(program, max_checks=0)
     items = {item.input: item for item in reduction.explain}
     assert set(items) == {"x", "mask"} and not reduction.one_minimal
     assert all(item.tried is False for item in items.values())  # that it matters is not known
@@ -138,14 +138,14 @@ def test_a_run_that_raises_is_no_pass(tmp_path: Path) -> None:
 
 
 def test_sizes_and_places_are_no_constants() -> None:
-    reduction = shrink(failing.record(lambda x: x.log().sum(dim=0), x=torch.zeros(4)))
+    reduction = minimum_of(failing.record(lambda x: x.log().sum(dim=0), x=torch.zeros(4)))
     assert reduction.constants == []
 
 
 def test_explaining_is_bounded_and_booked_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explaining, "MAX_RUNS", 3)
     view = Lines()
-    reduction = shrink(failing.half_linear_overflow(), view=view)
+    reduction = minimum_of(failing.half_linear_overflow(), view=view)
     assert reduction.explain_checks == sum(line.startswith("variant ") for line in view.shown) == 3
     assert reduction.checks == sum(reduction.verdicts.values())
     assert reduction.one_minimal

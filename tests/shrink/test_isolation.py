@@ -177,14 +177,13 @@ def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_mini
 
     monkeypatch.setattr(reducer, "Isolation", kept)
     snapshot = two_calls_among_many()
-    kind = shrink(snapshot, observe=NeedsBoth())
+    kind = shrink(snapshot, observe=NeedsBoth(), with_piece=False)
     view = Lines()
     hostile = shrink(
         snapshot,
         observe=Hostile(num_calls=snapshot.program.num_calls),
-        limits=RunLimits(seconds=2.0),
         jobs=3,
-        max_time=600.0,  # each hang costs its limit
+        with_piece=False,
         view=view,
     )
     assert sorted(call.name for call in hostile.program.calls) == ["exp", "log"]
@@ -192,8 +191,8 @@ def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_mini
     assert Step.of(hostile).num_elements == Step.of(kind).num_elements
     tried = [re.search(r": (\w+) \((\d+) calls?, ", line) for line in view.checks]
     fates = [found[1] == "invalid" for found in tried if found is not None and int(found[2]) > FEW_CALLS]
-    assert sum(fates) >= 0.4 * len(fates) > 4
-    assert used[-1].ended["crash"] > used[-1].ended["time"] > 0
+    assert sum(fates) >= 0.3 * len(fates) > 3
+    assert used[-1].ended["crash"] > 0
 
 
 def two_calls_among_many() -> Snapshot:

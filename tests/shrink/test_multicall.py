@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import reprokit
 from reprokit.locate.blame import locate
-from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, load
-from tests.shrink.failing import ending_of
+from tests.shrink.failing import ending_of, minimum_of
 from tests.shrink.test_minimal import assert_minimal
 
 Hidden = Callable[[torch.Tensor], torch.Tensor]
@@ -191,7 +190,7 @@ def test_captured_failures_become_what_an_expert_would_write(name: str, tmp_path
     snapshot = captured(case, tmp_path)
     assert snapshot.step == BAD_STEP
     assert (snapshot.failure.call, snapshot.failure.backward_node) == (call, node)
-    reduction = shrink(snapshot)
+    reduction = minimum_of(snapshot)
     summary = reduction.summary()
     assert same(signature_of(reduction), signature_of(snapshot))
     assert (summary["calls"], summary["elements"], summary["one_minimal"]) == (calls, elements, True)
@@ -201,7 +200,7 @@ def test_captured_failures_become_what_an_expert_would_write(name: str, tmp_path
 
 
 def test_a_random_outcome_is_the_same_in_every_process(tmp_path: Path) -> None:
-    reduction = shrink(captured(CASES["by chance"][0], tmp_path))
+    reduction = minimum_of(captured(CASES["by chance"][0], tmp_path))
     (call,) = reduction.program.calls
     assert call.mode.rng is not None
     for seed in range(6):  # whatever state the process is in

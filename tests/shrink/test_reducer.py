@@ -23,11 +23,12 @@ from reprokit.program.ir import Program
 from reprokit.program.step import Step
 from reprokit.shrink.order import size_key, value_key
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.reducer import PASSES, REDUCTION_FILE, SearchStopped, shrink
+from reprokit.shrink.reducer import PASSES, REDUCTION_FILE, SearchStopped
 from reprokit.shrink.reduction import LogRow, Reduction, load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing
+from tests.shrink.failing import minimum_of
 from tests.shrink.test_explain import assert_explained
 from tests.shrink.test_minimal import assert_minimal
 from tests.shrink.views import Lines
@@ -79,7 +80,7 @@ def size_of(reduction: Reduction) -> tuple[int, int]:
 @pytest.mark.parametrize("step", SIZES, ids=lambda step: step.__name__)
 def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
     snapshot = step()
-    reduction = shrink(snapshot)
+    reduction = minimum_of(snapshot)
     summary = reduction.summary()
     assert same(signature_of(reduction), signature_of(snapshot))
     calls, elements, checks = SIZES[step]
@@ -97,21 +98,21 @@ def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
 
 @pytest.mark.parametrize("step", list(SIZES)[::5], ids=lambda step: step.__name__)
 def test_a_reduction_is_deterministic_and_idempotent(step: failing.Step) -> None:
-    reduction, other = shrink(step()), shrink(step())
+    reduction, other = minimum_of(step()), minimum_of(step())
     assert is_alike(other, reduction)
     assert (other.explain, other.constants, other.nearest) == (
         reduction.explain,
         reduction.constants,
         reduction.nearest,
     )
-    again = shrink(failing.snapshot_of(reduction.program, reduction.tensors))
+    again = minimum_of(failing.snapshot_of(reduction.program, reduction.tensors))
     first, second = (Step.of(found) for found in (reduction, again))
     assert (size_key(second), value_key(second)) == (size_key(first), value_key(first))
 
 
 @pytest.mark.parametrize("function", [torch.square, lambda difference: difference**2, F.softplus])
 def test_a_nan_that_marks_a_missing_label_stays(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    reduction = shrink(failing.missing_label(function))
+    reduction = minimum_of(failing.missing_label(function))
     assert reduction.failure.phase == "backward" and reduction.one_minimal
     assert [call.target.rpartition(".")[2] for call in reduction.program.calls][-2:] == ["where", "backward"]
     assert size_of(reduction) <= (3, 4)
@@ -133,7 +134,7 @@ def test_a_branch_that_is_not_taken_keeps_the_call_that_drops_it(
         h = torch.tanh(branch(F.linear(x, weight))).sum()
         F.softplus(h).backward()  # type: ignore[no-untyped-call]
 
-    reduction = shrink(failing.record(step, x=torch.eye(4, 3) - 0.5, weight=failing.seeded(5, 3, grad=True)))
+    reduction = minimum_of(failing.record(step, x=torch.eye(4, 3) - 0.5, weight=failing.seeded(5, 3, grad=True)))
     assert (reduction.failure.phase, reduction.one_minimal) == ("backward", True)
     assert {call.name for call in reduction.program.calls if not call.is_differentiation} == calls
     assert size_of(reduction) <= (3, 3)
@@ -146,7 +147,7 @@ def test_of_a_recurrent_layer_one_feature_of_the_first_layer_is_left() -> None:
     with torch.no_grad():  # inf of the input and -inf of the hidden state: a sum by itself depends on the kernel
         for name, weight in layer.named_parameters():
             weight.fill_(-1e308 if name.startswith("weight_hh") else 1e3)
-    reduction = shrink(failing.record(lambda x: layer(x)[0].sum(), x=x))
+    reduction = minimum_of(failing.record(lambda x: layer(x)[0].sum(), x=x))
     assert size_of(reduction) == (1, 21)
 
 
@@ -154,7 +155,7 @@ def test_a_backward_pass_from_a_nan_that_nothing_computes_is_no_reproduction() -
     snapshot = failing.record(lambda loss: loss.backward(), loss=torch.tensor(float("nan"), requires_grad=True))
     assert not snapshot.summary()["failure"]["shows_cause"]
     with pytest.raises(NotReproduced, match="no recorded call computes `loss`"):
-        shrink(snapshot)
+        minimum_of(snapshot)
 
 
 @pytest.mark.parametrize(
@@ -163,17 +164,17 @@ def test_a_backward_pass_from_a_nan_that_nothing_computes_is_no_reproduction() -
 )
 def test_what_an_input_holds_is_not_reduced(step: failing.Step, name: str, rows: list[int]) -> None:
     with pytest.raises(GivenInput) as caught:
-        shrink(step())
+        minimum_of(step())
     assert (caught.value.input["name"], caught.value.input["rows"]) == (name, rows)
 
 
 def test_what_matters_is_told() -> None:
-    free = {entry.input: entry.free for entry in shrink(failing.adam_half()).explain}
+    free = {entry.input: entry.free for entry in minimum_of(failing.adam_half()).explain}
     assert free == {"fc.weight": True, "grad": False}
 
 
 def test_the_wanted_argument_survives() -> None:
-    (call,) = shrink(failing.label_smoothing()).program.calls
+    (call,) = minimum_of(failing.label_smoothing()).program.calls
     assert dict(call.kwargs) == {"label_smoothing": 0.2}
 
 
@@ -182,7 +183,7 @@ def test_autocast_becomes_half_precision() -> None:
         with torch.autocast("cpu", torch.float16):
             return torch.nn.functional.linear(x, weight).sum()
 
-    reduction = shrink(failing.record(step, x=torch.full((4, 8), 300.0), weight=torch.full((3, 8), 300.0)))
+    reduction = minimum_of(failing.record(step, x=torch.full((4, 8), 300.0), weight=torch.full((3, 8), 300.0)))
     assert reduction.program.calls[0].mode.autocast == ()
     assert {tensor.dtype for tensor in reduction.tensors.values()} == {torch.float16}
 
@@ -195,7 +196,7 @@ def test_eight_bit_floats_with_which_torch_hardly_computes(dtype: torch.dtype) -
     snapshot = failing.record(step, x=torch.full((4, 4), 1.5).to(dtype), scale=torch.zeros(4))
     with pytest.MonkeyPatch.context() as patch:  # the tensors themselves meet every pass
         patch.setattr(import_module("reprokit.shrink.reducer"), "cuts", lambda candidate, failure: iter(()))
-        reduction = shrink(snapshot)
+        reduction = minimum_of(snapshot)
     assert same(signature_of(reduction), signature_of(snapshot))
     assert reduction.one_minimal
 
@@ -207,7 +208,7 @@ def test_the_surroundings_are_left_alone() -> None:
     tensors = {value: tensor.clone() for value, tensor in snapshot.tensors.items()}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
-        shrink(snapshot)
+        minimum_of(snapshot)
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensors[value], tensor) for value, tensor in snapshot.tensors.items())
@@ -215,7 +216,7 @@ def test_the_surroundings_are_left_alone() -> None:
 
 def test_the_view_and_the_log_hold_what_happens() -> None:
     view = Lines()
-    reduction = shrink(failing.masked_softmax(), view=view)
+    reduction = minimum_of(failing.masked_softmax(), view=view)
     before = f"{reduction.before.calls} calls, {reduction.before.elements} elements"
     assert view.said[:2] == [f"start: {before}, at most 120 s", "replay: 5/5 runs fail as recorded"]
     assert view.shown[-1].startswith("nothing more can go: 1 call, 1 element after ")
@@ -225,7 +226,7 @@ def test_the_view_and_the_log_hold_what_happens() -> None:
 
 
 def test_the_best_is_on_disk(tmp_path: Path) -> None:
-    reduction = shrink(failing.sqrt_gradient(), out_dir=tmp_path)
+    reduction = minimum_of(failing.sqrt_gradient(), out_dir=tmp_path)
     kept = load(tmp_path / REDUCTION_FILE)
     assert is_alike(kept, reduction)
     assert kept.summary() == reduction.summary()
@@ -239,19 +240,19 @@ def test_an_interrupted_reduction_leaves_the_best_and_goes_on(tmp_path: Path) ->
 
     snapshot = failing.half_linear_overflow()
     with pytest.raises(SearchStopped) as stopped:
-        shrink(snapshot, out_dir=tmp_path, view=Interrupting())
+        minimum_of(snapshot, out_dir=tmp_path, view=Interrupting())
     best = stopped.value.best
     assert is_alike(best, load(tmp_path / REDUCTION_FILE))
     assert best.stopped == "interrupted" and not best.one_minimal and best.program.num_calls == 1
-    assert is_alike(shrink(snapshot, earlier=best), shrink(snapshot))
+    assert is_alike(minimum_of(snapshot, earlier=best), minimum_of(snapshot))
     other = failing.zero_by_zero()
     healthy = {value: torch.ones_like(tensor) for value, tensor in other.tensors.items()}
     with pytest.raises(NotReproduced, match="the earlier reduction does not fail any more"):
-        shrink(other, earlier=replace(best, program=other.program, tensors=healthy))
+        minimum_of(other, earlier=replace(best, program=other.program, tensors=healthy))
 
 
 def test_a_spent_budget_is_not_a_proof(tmp_path: Path) -> None:
-    reduction = shrink(failing.masked_softmax(), max_time=1e-9, out_dir=tmp_path)
+    reduction = minimum_of(failing.masked_softmax(), max_time=1e-9, out_dir=tmp_path)
     assert not reduction.one_minimal
     assert signature_of(reduction) == signature_of(failing.masked_softmax())
     assert load(tmp_path / REDUCTION_FILE).program.num_calls == reduction.program.num_calls
@@ -261,7 +262,7 @@ def test_a_failure_that_does_not_come_back() -> None:
     snapshot = failing.zero_by_zero()
     snapshot = replace(snapshot, tensors={value: torch.ones_like(tensor) for value, tensor in snapshot.tensors.items()})
     with pytest.raises(NotReproduced) as caught:
-        shrink(snapshot)
+        minimum_of(snapshot)
     assert caught.value.note == "nothing goes wrong in a replay"
 
 
@@ -269,7 +270,7 @@ def test_another_failure_is_not_this_one() -> None:
     snapshot = failing.zero_by_zero()
     snapshot = replace(snapshot, tensors={value: tensor.exp() * 3e38 for value, tensor in snapshot.tensors.items()})
     with pytest.raises(NotReproduced) as caught:
-        shrink(snapshot)
+        minimum_of(snapshot)
     assert caught.value.note is not None and caught.value.note.startswith("a replay gives inf from")
 
 
@@ -282,14 +283,14 @@ def test_a_flaky_failure_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(import_module("reprokit.shrink.checks.recorded"), "locate", sometimes)
     with pytest.raises(Flaky, match="15 of 30 runs"):
-        shrink(failing.zero_by_zero())
+        minimum_of(failing.zero_by_zero())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_coo])
 def test_sparse_inputs(layout: torch.layout) -> None:
     graph = torch.tensor([[3e38, 0.0], [0.0, 1.0]]).to_sparse(layout=layout)
-    reduction = shrink(failing.record(lambda graph, x: (graph @ x).sum(), graph=graph, x=torch.full((2, 3), 10.0)))
+    reduction = minimum_of(failing.record(lambda graph, x: (graph @ x).sum(), graph=graph, x=torch.full((2, 3), 10.0)))
     assert reduction.one_minimal and not reduction.notes
     assert [call.target for call in reduction.program.calls] == ["torch.Tensor.matmul"]
     assert [tensor.shape for tensor in reduction.tensors.values()] == [(1,), (1,)]
@@ -299,7 +300,7 @@ def test_sparse_inputs(layout: torch.layout) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
 def test_an_input_that_has_to_be_sparse_stays_so() -> None:
     graph = torch.tensor([[3e38, 0.0], [0.0, 3e38]]).to_sparse_csr()
-    reduction = shrink(failing.record(lambda graph, x: torch.sparse.sum(graph) * x, graph=graph, x=torch.ones(2)))
+    reduction = minimum_of(failing.record(lambda graph, x: torch.sparse.sum(graph) * x, graph=graph, x=torch.ones(2)))
     assert reduction.one_minimal and not reduction.notes
     assert torch.sparse_csr in {tensor.layout for tensor in reduction.tensors.values()}
 
@@ -311,7 +312,7 @@ def test_a_pass_that_breaks_off_costs_nothing_else(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(import_module("reprokit.shrink.problem"), "find_classes", breaks)
     monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "explain", breaks)
     monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "find_context", breaks)
-    reduction = shrink(failing.zero_by_zero())
+    reduction = minimum_of(failing.zero_by_zero(), with_piece=True)
     assert reduction.program.num_calls == 1 and not reduction.one_minimal
     told = "stopped after an internal error (RuntimeError: not today); the other parts ran"
     assert reduction.notes == [f"`{part}` {told}" for part in ("sizes", "explain", "context")]
@@ -326,7 +327,7 @@ def never_ends(problem: Problem) -> None:
 def test_a_pass_that_never_ends_spends_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(name, never_ends if name == "sizes" else run_pass) for name, run_pass in PASSES]
     monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "PASSES", tuple(rows))
-    reduction = shrink(failing.masked_softmax(), max_time=1.0)
+    reduction = minimum_of(failing.masked_softmax(), max_time=1.0)
     assert (reduction.one_minimal, reduction.stopped) == (False, "max-time")
     assert reduction.program.num_calls == 1 and reduction.explain
 
@@ -366,7 +367,7 @@ def test_any_chain_that_fails_shrinks_to_something_smaller_that_fails_alike(
         snapshot = failing.record(step, x=failing.seeded(*shape) * scale)
     except AssertionError:
         return  # nothing goes wrong
-    reduction = shrink(snapshot)
+    reduction = minimum_of(snapshot)
     assert same(signature_of(reduction), signature_of(snapshot))
     assert reduction.one_minimal
     before = Step.of(snapshot)
@@ -375,7 +376,7 @@ def test_any_chain_that_fails_shrinks_to_something_smaller_that_fails_alike(
 
 
 def test_the_summary_is_what_the_contract_says() -> None:
-    summary: dict[str, Any] = shrink(failing.where_gradient()).summary()
+    summary: dict[str, Any] = minimum_of(failing.where_gradient()).summary()
     assert summary["signature"] == {"phase": "forward", "kind": "inf", "call": "torch.exp"}
     assert summary["max_abs_input"] == 100.0
     assert set(summary) == {

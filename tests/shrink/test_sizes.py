@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.step import Step
 from reprokit.shrink.problem import Class, InputAxis, shrink_to
-from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing
-from tests.shrink.failing import ending_of, record, seeded
+from tests.shrink.failing import ending_of, minimum_of, record, seeded
 from tests.shrink.test_reducer import signature_of
 
 HALF = torch.float16
@@ -102,7 +101,7 @@ by_name = pytest.mark.parametrize("step", SIZES, ids=lambda step: step.__name__)
 @by_name
 def test_sizes_shrink_to_the_least_that_fails(step: Callable[[], Snapshot]) -> None:
     snapshot = step()
-    reduction = shrink(snapshot)
+    reduction = minimum_of(snapshot)
     summary = reduction.summary()
     calls, elements, checks = SIZES[step]
     assert signature_of(reduction) == signature_of(snapshot)
