@@ -32,6 +32,11 @@ from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_
 from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
 from reprokit.program.ir import OPAQUE, Call, Phase, Program, Ref, Scope, iter_refs
 
+GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
+_BOUNDING = ("clamp", "clip", "nan_to_num")
+_MOST_OPERANDS = 8  # of a call, each of which is followed to its origin
+_STAND_IN = 1.0  # any moderate number will do
+
 
 def find_drop(
     notes: Notes, values: Set[int], after: int, before: int, differentiated: Set[int], *, through_layers: bool
@@ -53,10 +58,6 @@ def find_drop(
         elif index in differentiated:
             return index
     return None
-
-
-_MOST_OPERANDS = 8  # of a call, each of which is followed to its origin
-_STAND_IN = 1.0  # any moderate number will do
 
 
 def explains_gradient(program: Program, tensors: Tensors, value: int, reader: int, found: BadValue) -> bool:
@@ -128,12 +129,6 @@ class _Trial:
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(tensor.isfinite(), tensor, torch.full_like(tensor, 0.5)) if ways_of(tensor) else tensor
-
-
-__all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_exception", "locate_with_losses"]
-
-GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
-_BOUNDING = ("clamp", "clip", "nan_to_num")
 
 
 def locate(

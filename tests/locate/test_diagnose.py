@@ -66,6 +66,19 @@ def test_every_rule_is_found(name: str) -> None:
     assert found.confidence == BY_NAME[name].confidence
     assert len(found.evidence) == len(BY_NAME[name].seen) >= 1
     assert "{" not in found.mechanism + "".join(found.evidence)
+    assert read(Diagnosis, plain_of(found)) == found
+
+
+@pytest.mark.parametrize("name", WITH_FIXES)
+def test_a_fix_is_reported_only_when_the_step_is_finite_with_it(name: str) -> None:
+    fix = diagnosis_of(name).fix
+    assert fix is not None and fix.helped, diagnosis_of(name).tried
+    assert "not finite" not in fix.outcome
+    assert ("finite" in fix.outcome) != (fix.outcome == "the call returns")
+    assert len(fix.text) == len(fix.where) >= 1
+    has_lines = any(call.site is not None for call in CASES[name]().program.calls)
+    has_code = fix.id != "step_in" and (has_lines or fix.id in ("set_option", "zeros_for_bad_input"))
+    assert bool(ast.parse(fix.code).body) is has_code
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,15 +91,6 @@ def test_evidence_is_what_the_failure_depends_on(name: str) -> None:
 @pytest.mark.parametrize("name", MISSES)
 def test_no_rule_is_found_in_its_near_miss(name: str) -> None:
     assert numbers_of(BY_NAME[name], observe(near_miss(name))) is None
-
-
-@pytest.mark.parametrize("name", WITH_FIXES)
-def test_a_fix_is_reported_only_when_the_step_is_finite_with_it(name: str) -> None:
-    fix = diagnosis_of(name).fix
-    assert fix is not None and fix.helped, diagnosis_of(name).tried
-    assert "not finite" not in fix.outcome
-    assert ("finite" in fix.outcome) != (fix.outcome == "the call returns")
-    assert len(fix.text) == len(fix.where) >= 1
 
 
 @functools.cache
@@ -118,16 +122,6 @@ def test_a_fix_changes_nothing_but_what_it_says() -> None:
     ]
     assert locate(edited.step.program, edited.step.tensors) is None
     assert locate(snapshot.program, snapshot.tensors) is not None
-
-
-@pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_a_fix_that_helped_has_code_that_is_python(name: str) -> None:
-    fix = diagnosis_of(name).fix
-    assert fix is not None or name not in WITH_FIXES
-    if fix is not None:
-        has_lines = any(call.site is not None for call in CASES[name]().program.calls)
-        has_code = fix.id != "step_in" and (has_lines or fix.id in ("set_option", "zeros_for_bad_input"))
-        assert bool(ast.parse(fix.code).body) is has_code
 
 
 @pytest.mark.parametrize(
@@ -224,11 +218,6 @@ def test_the_budget_bounds_the_tries() -> None:
     found = diagnose(CASES["log-of-zero"](), budget=TrialBudget(runs=0))
     assert found.id == "log-of-zero" and found.fix is None and found.tried == ()
     assert found.note is not None and "Time was up" in found.note
-
-
-def test_a_diagnosis_survives_being_stored() -> None:
-    for name in ("log-of-zero", "zero-times-log-zero", "bad-parameter"):
-        assert read(Diagnosis, plain_of(diagnosis_of(name))) == diagnosis_of(name)
 
 
 def test_shown_as_markdown_and_as_data() -> None:
