@@ -165,7 +165,7 @@ class Failure:
             self.backward_node if drop != "made" else None,
             self.operand if drop != "made" and not is_sum else None,
             self.input_name if self.call is None and not is_sum else None,
-            _wording(*self.exception) if self.exception is not None else None,
+            wording_of(*self.exception) if self.exception is not None else None,
             drop,
             (self.cause.kind, self.cause.call) if self.cause is not None else None,
             self.rule,
@@ -204,7 +204,7 @@ class Failure:
         return self.kind not in ("nan", "inf", EXCEPTION, HEALTHY) and self.call is None and self.input_name is None
 
 
-def _wording(kind: str, message: str) -> tuple[str, str]:
+def wording_of(kind: str, message: str) -> tuple[str, str]:
     """An exception's type and first line without shapes, addresses and numbers."""
     first = re.sub(r"\b0x[0-9a-fA-F]+", "#", message.strip().split("\n")[0])
     first = re.sub(r"[\[(][\d\s,x.-]*[\])]", "#", first)

@@ -7,7 +7,6 @@ input. Two more guards are needed for the same reason: no input may be bad that 
 
 from __future__ import annotations
 
-import re
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 
 from reprokit.errors import ReprokitError
 from reprokit.grammar import Line, Name, left_out
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import ACCUMULATION, EXCEPTION, Failure, wording_of
 from reprokit.locate.spelling import constant_ways
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.interpreter import Tensors
@@ -28,7 +27,6 @@ from reprokit.shrink.leaves import leaves
 from reprokit.shrink.recording import record
 
 Given = frozenset[tuple[int | str, str]]
-ACCUMULATION = "AccumulateGrad"
 ALL_WAYS = frozenset({NAN, PLUS, MINUS})
 
 
@@ -90,7 +88,7 @@ class Signature:
             failure.backward_node if drop != "made" else None,
             _position(failure, program) if drop != "made" else None,
             failure.input_name if failure.call is None else None,
-            _wording(*failure.exception) if failure.exception else None,
+            wording_of(*failure.exception) if failure.exception else None,
             drop,
             failure.is_overflow,
             failure.spectrum,
@@ -146,13 +144,6 @@ def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:
     if call.is_differentiation or (failure.phase == Phase.FORWARD and failure.value in call.output_refs()):
         return None  # in a second derivative its arguments are no operands; a result has no place among them
     return next((path for path, leaf in leaves(call) if leaf == Ref(failure.value)), None)
-
-
-def _wording(kind: str, message: str) -> tuple[str, str]:
-    """An exception's type and first line without shapes, addresses and numbers."""
-    first = re.sub(r"\b0x[0-9a-fA-F]+", "#", message.strip().split("\n")[0])
-    first = re.sub(r"[\[(][\d\s,x.-]*[\])]", "#", first)
-    return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)
 
 
 @dataclass(frozen=True)

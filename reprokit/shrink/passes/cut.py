@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import ACCUMULATION, EXCEPTION, Failure
 from reprokit.program.dataflow import BACKWARDS, needed_calls
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import (
@@ -30,7 +30,6 @@ from reprokit.shrink.context.step import StepGraph, written
 from reprokit.shrink.leaves import unique_name, without_defaults
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.recording import Excerpt, Recording, record
-from reprokit.shrink.signature import ACCUMULATION
 
 _MAX_WRITES = 4  # autograd objects to one of the latest writes
 
