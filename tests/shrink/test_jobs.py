@@ -25,7 +25,7 @@ from tests.shrink.test_isolation import candidate, needs_fork
 from tests.shrink.views import Lines
 
 leaves_nothing_behind = pytest.mark.usefixtures("nothing_is_left_behind")
-STEPS = (failing.masked_softmax, failing.adam_half, failing.gated_recurrence, failing.wrong_shapes)
+STEPS = (failing.adam_half, failing.gated_recurrence)  # an optimizer, and calls that never run in this process
 
 
 def outcome(run: Callable[..., Reduction], **options: Any) -> tuple[Any, ...]:
