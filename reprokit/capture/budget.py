@@ -1,9 +1,10 @@
 """The budget of a capture: a share of the loop's CPU time, kept by noting fewer steps.
 
-The share is an estimate, made from time to time over a window of steps: a cost for each call that is noted and one for
-each step, by what torch takes at that time to ask a function mode. Where it exceeds the budget the tape notes every
-second, fourth, ... step, at last every 64th; more again when that would take less than half the budget. A run that is
-short never steps down.
+The share is an estimate, made from time to time over a window of steps: a cost for each call that is noted, one for
+each step that is noted and one for every step, by what torch takes at that time to ask a function mode. Above the
+budget the tape notes every second, fourth, ... step, at last every 64th; more again when that would take less than half
+the budget. Where what every step takes leaves less, noting may take a quarter of the budget all the same: fewer noted
+steps would save little then. A run that is short never steps down.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 
 from reprokit.capture.options import DEFAULT_PERCENT
-from reprokit.words import counted
 
 PATIENCE = 30.0  # seconds of training before the first window: a short run costs nobody much
 RARELY = 64  # steps between two noted ones at most
 BETWEEN = 10.0  # seconds between two windows
 WINDOW = 32  # steps: past steps are frozen 16 at a time
-_CALL = 8.0  # a noted call takes 11 us where an empty mode takes 1.4 us (benchmarks/overhead.py)
-_STEP = 100.0  # and what is done once in a step, noted or not, 0.15 ms
+_CALL = 12.0  # a noted call takes 10 us where an empty mode takes 0.8 us
+_NOTED = 80.0  # and what is done once in a step that is noted 0.06 ms
+_STEP = 350.0  # and in any step 0.3 ms
 _DISPATCH_CALLS = 100
 
 
@@ -93,16 +94,18 @@ class Budget:
     def keep(self, num_calls: int, num_noted: int, num_steps: int, seconds: float) -> None:
         """Choose which steps are noted, after some that took so many seconds of CPU time, with calls in those noted."""
         unit, before, limit, every = dispatch_seconds(), self.every, self.limit or math.inf, 1
-        noting, rest = num_calls * _CALL * unit, num_steps * _STEP * unit
+        noting, rest = (num_calls * _CALL + num_noted * _NOTED) * unit, num_steps * _STEP * unit
         bare, whole = max(seconds - noting - rest, 1e-9), noting * num_steps / num_noted
-        while every < RARELY and (whole / every + rest) / bare > (limit if every >= before else limit / 2):
+        while every < RARELY:
+            bound = limit if every >= before else limit / 2
+            if whole / every / bare <= max(bound - rest / bare, bound / 4):
+                break
             every *= 2
         if every == before:
             return
-        self.every, calls = every, round(num_calls / num_noted)
+        self.every = every
         pace = f"noting every {_ordinal(every)} step" if every > 1 else "noting every step again"
-        named = f", with {counted(calls, 'call')} a step outside of models" if calls else ""
-        share = f"{(noting + rest) / bare:.0%} of the CPU time{named}"
+        share = f"{(noting + rest) / bare:.0%} of the CPU time"
         more = ". A failure in another step is saved without its program; `--budget off` notes all" if every > 1 else ""
         self.say(f"{pace}: watching took about {share}; the budget is {limit:.0%}{more}")
 

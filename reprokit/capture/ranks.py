@@ -90,6 +90,7 @@ class Ranks:
 
     def __init__(self, loop: Loop) -> None:
         self.is_parallel = self.is_sharded = self.is_apart = self.goes_back = False
+        self.is_alone = True  # this process trains by itself
         self.meeting: Meeting | None = None
         self.due_at = _FIRST_COPY
         self.rank: int | None = None
@@ -102,11 +103,6 @@ class Ranks:
         self._prefix = f"reprokit/{Ranks._runs}"
 
     # -- who is there --------------------------------------------------------------------------------------------
-
-    @property
-    def is_alone(self) -> bool:
-        """True if this process trains by itself."""
-        return not (self.is_parallel or self.is_sharded)
 
     def meet(self) -> None:
         """A new root or optimizer was met: look at what is trained."""
@@ -134,6 +130,7 @@ class Ranks:
             self._join()
 
     def _join(self) -> None:
+        self.is_alone = not (self.is_parallel or self.is_sharded)
         if not self.is_alone and self._others is None and self.rank is not None:
             store = torch_private.default_store()
             self.meeting = self._others = Meeting(

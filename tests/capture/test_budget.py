@@ -115,7 +115,7 @@ def test_steps_are_noted_again_when_that_costs_little(monkeypatch: pytest.Monkey
     kept = budget.Budget(10)
     kept.say = said.append
     paces = []
-    for num_calls, num_noted in ((32_000, 32), (2_000, 2), (32, 2), (0, 1), (10_000, 32), (20_000, 32)):
+    for num_calls, num_noted in ((20_000, 32), (1_300, 2), (32, 2), (0, 1), (5_000, 32), (9_000, 32)):
         kept.keep(num_calls, num_noted, 32, 1.0)
         paces.append(kept.every)
     assert paces == [4, 4, 1, 1, 1, 2]
