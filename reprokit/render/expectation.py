@@ -15,7 +15,7 @@ from reprokit.locate.spelling import VIEWS, constant_ways, short_name
 from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
-from reprokit.render import facts, wording
+from reprokit.render import wording
 from reprokit.rules.rule import Rule
 from reprokit.rules.table import RULES
 from reprokit.shrink.checks.recorded import is_out_of_memory
@@ -112,8 +112,10 @@ def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) 
     name = wording.code_span(snapshot.failure.call or "")
     expected = "The call returns, as it does with finite numbers in place of those that are not."
     found = f"In the training step {name} is given numbers that are not finite, and returns with finite ones"
-    verb, line = "which is" if cause.call is None else "which returns", facts.line(cause)
-    remark = f"{found}. They come from {facts.origin(snapshot, cause)}{f' at {line}' if line else ''}, {verb} {kind}. "
+    verb, line = "which is" if cause.call is None else "which returns", wording.line(cause)
+    remark = (
+        f"{found}. They come from {wording.origin(snapshot, cause)}{f' at {line}' if line else ''}, {verb} {kind}. "
+    )
     remark += f"Why it does so is a question about {_whom(owner)}."
     return Expectation(f"because of {kind} from {wording.short_call(cause)}", observed, expected, remark, owner)
 
@@ -210,6 +212,8 @@ def place(call: Call) -> str:
     """The place of a call: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
     site = call.site
     words = f" at {wording.code_span(redact_text(site.place))}" if site is not None else ""
+    if site is not None and site.library is not None:
+        words = f" at {wording.code_span(redact_text(':'.join(map(str, site.library))))}, called from{words[3:]}"
     module = label_of(call)
     words += f" in {wording.code_span(module.strip('<>'))}" if module else ""
     return words + wording.code_of(site)

@@ -1,21 +1,38 @@
-"""The facts of a snapshot as names and values: gathered here once, laid out by terminal, issue and report.
+"""What texts say about a failure: `Facts`, found once and laid out by summary, issue and report; and the rows of names
+and values that a terminal shows too.
 
 Values are redacted text in which code stands in backticks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import warnings
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
-from reprokit.locate.failure import HEALTHY, Failure, root_of
-from reprokit.program.ir import Phase
-from reprokit.render import wording
-from reprokit.render.names import labels
+import torch
+
+from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, root_of
+from reprokit.locate.ranges import Range
+from reprokit.program.dataflow import needed_calls
+from reprokit.program.interpreter import determinism, run
+from reprokit.program.ir import Call, Phase
+from reprokit.program.step import Step
+from reprokit.render import findings, wording
+from reprokit.render.expectation import OWN, Expectation, expect
+from reprokit.render.module_ranges import calls_in_frames
+from reprokit.render.names import in_users_words, labels
+from reprokit.render.script import Script
+from reprokit.render.survey import Survey, survey
+from reprokit.render.verify import VerifyResult
 from reprokit.series.story import has_several_optimizers, paragraph
+from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
-from reprokit.snapshot.redact import redact_text
+from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
+from reprokit.whatif import home_of
 from reprokit.words import counted, in_root, replay_words
 
 Fact = tuple[str, str]
@@ -26,6 +43,160 @@ _NOTICED = {
     "parameter": "a parameter",
     "output": "an output of the model",
 }
+_MAX_SHAPES = 6
+
+
+class Facts:
+    """The facts of one rendering, each found when a text first asks for it. Inputs have the user's names for them."""
+
+    def __init__(
+        self, snapshot: Snapshot, script: Script, verified: VerifyResult, reduction: Reduction | None = None
+    ) -> None:
+        self.snapshot = in_users_words(snapshot)
+        self.script, self.verified, self.reduction = script, verified, reduction
+        self.names = labels(self.snapshot.program)
+        items = reduction.program.inputs if reduction is not None else ()
+        data = [item.name for item in items if item.role not in ("parameter", "buffer")]
+        # inputs of the step as the repro calls them; parameters and buffers keep their full names
+        self.names_of_data = {name: script.names[name] for name in data if name in script.names}
+
+    @cached_property
+    def expectation(self) -> Expectation:
+        return expect(self.snapshot, self.reduction)
+
+    @cached_property
+    def survey(self) -> Survey:
+        """The captured step, measured where the report shows it."""
+        failure = self.snapshot.failure
+        bad = self.names.get(failure.value, "the tensor") if failure.value is not None else "the tensor"
+        bad = f"gradient of {bad}" if failure.is_derivative else bad
+        shown = calls_in_frames(self.snapshot.program, failure)
+        return survey(self.snapshot, bad, shown if failure.call_index is not None else None)
+
+    @cached_property
+    def operands(self) -> list[tuple[str, Range]]:
+        """The names and ranges of what the origin read in the captured step."""
+        return [(self.names.get(value, "x"), found) for value, found in self.survey.operands.items()]
+
+    @cached_property
+    def title(self) -> str:
+        """``softmax returns nan in Attention: a softmax over a fully masked row (float32, CPU, torch 2.13.0)``.
+
+        The module or the line is named where the failure is a matter of the model's code.
+        """
+        snapshot, source = self.snapshot, self.reduction if self.reduction is not None else self.snapshot
+        failure = source.failure if source.failure.event is None else snapshot.failure  # the minimum has another loss
+        inside, site = (module(snapshot) or "").strip("<>"), snapshot.failure.site
+        place = f"in {inside}" if inside else redact_text(f"in {site.place}") if site is not None else ""
+        is_own = self.expectation.owner == OWN and failure.kind in ("nan", "inf")
+        headline = (
+            f"{wording.headline(failure)} {shorten_paths(place)}" if is_own and place else wording.headline(failure)
+        )
+        number = snapshot.environment.torch.partition("+")[0]
+        in_training = _autocast(snapshot)  # the repro may need none
+        lost = f"{in_training} autocast in training" if in_training and not _autocast(source) else ""
+        devices, home = snapshot.environment.devices, home_of(Step.of(source))
+        device = devices[0] if home == "cuda" and devices else home.upper()
+        details = filter(None, (_dtype(source), lost, device, f"torch {number}" if number else ""))
+        words = f": {self.expectation.words}" if self.expectation.words else ""
+        return f"{headline}{words} ({redact_text(', '.join(details))})"
+
+    @cached_property
+    def given(self) -> str:
+        """The shapes that a call was given which raised, as a sentence; empty for any other failure."""
+        if self.snapshot.failure.kind != EXCEPTION or not self.operands:
+            return ""
+        shown = [f"{wording.code_span(name)} {list(found.shape)} {found.dtype}" for name, found in self.operands]
+        more = f" and {len(shown) - _MAX_SHAPES} more" if len(shown) > _MAX_SHAPES else ""
+        return f"In training it was given {', '.join(shown[:_MAX_SHAPES])}{more}."
+
+    @cached_property
+    def which(self) -> str:
+        """How many elements are bad, and their pattern: rows, a column, all of them."""
+        event, positions = self.snapshot.failure.event, self.survey.positions
+        if event is not None:
+            rows = f"{event.rows} of the batch stand out; " if event.rows else ""
+            return f"{rows}{event_words(self.snapshot)}"
+        if positions is None:
+            return how_much(self.snapshot.failure)
+        pattern = positions.pattern.removesuffix(".")
+        return f"{sum(positions.counts.values()):,} of {positions.size[0] * positions.size[1]:,} elements of {wording.code_span(positions.name)}: {pattern[:1].lower()}{pattern[1:]}"  # noqa: E501
+
+    @cached_property
+    def rate(self) -> str:
+        """A sentence with the number of runs that fail; without a repro with the reason."""
+        verified = self.verified
+        if not verified.times:
+            return f"There is no repro: {verified.signature}."
+        runs, apart = f"{verified.times} runs", "each in a process of its own"
+        if verified.num_failed:
+            is_one_way = verified.fails and verified.agreed == verified.num_failed
+            return f"It failed {verified.num_failed} of {runs}{' in the same way' if is_one_way else ''}, {apart}."
+        if verified.exit_code == 0:
+            return f"It did not fail in {runs}, {apart}."
+        return f"It neither failed nor passed in {runs}, {apart}; {verified.agreed} ended with {verified.signature}."
+
+    @property
+    def output(self) -> str:
+        """The output of a repro, or its end if it printed nothing; empty without a repro."""
+        return (self.verified.output.strip() or self.verified.signature) if self.verified.times else ""
+
+    @cached_property
+    def size(self) -> str:
+        if self.reduction is None or self.reduction.no_repro:
+            return counted(self.snapshot.program.num_calls, "torch call")
+        before, checks = counted(self.reduction.before.calls, "torch call"), counted(self.reduction.checks, "check")
+        return f"{before} to {self.reduction.program.num_calls:,}, in {checks}"
+
+    @cached_property
+    def log(self) -> str:
+        log = "\n".join(map(str, self.reduction.log)) if self.reduction is not None else ""
+        return redact_source(wording.renamed(log, self.script.names))
+
+    @cached_property
+    def diagnosis(self) -> Mapping[str, Any] | None:
+        """The diagnosis as plain text by part, ``None`` if nothing is known."""
+        found = self.reduction.diagnosis if self.reduction is not None else None
+        if found is None or not found.is_known:
+            return None
+        return findings.page(found, is_exception=self.snapshot.failure.kind == EXCEPTION)
+
+
+class _Dtypes:
+    """Notes the dtypes of what call number ``index`` reads."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.found = index, dict[str, None]()
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        if index == self.index:
+            tensors = (values[value] for value in call.input_refs() if value in values)
+            self.found.update({str(tensor.dtype).removeprefix("torch."): None for tensor in tensors})
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        pass
+
+
+def _dtype(source: Reduction | Snapshot) -> str:
+    """The dtypes of the floating-point numbers that the failing call reads, or that autocast makes of them."""
+    autocast, index = _autocast(source), source.failure.call_index
+    if autocast:
+        return f"autocast to {autocast}"
+    noted = _Dtypes(index if index is not None else -1)
+    if index is not None:
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"), determinism(None):
+            only = needed_calls(source.program.calls, {index})
+            run(source.program, source.tensors, observer=noted, keep=frozenset(), only=only)
+    inputs = [item for item in source.program.inputs if item.role != "rng"]
+    known = noted.found or {str(source.tensors[item.value].dtype).removeprefix("torch."): None for item in inputs}
+    floats = [name for name in known if name.startswith(("float", "bfloat", "complex"))]
+    return " and ".join((floats or list(known))[: 2 if noted.found else 1])
+
+
+def _autocast(source: Reduction | Snapshot) -> str:
+    index = source.failure.call_index
+    autocast = source.program.calls[index].mode.autocast if index is not None else ()
+    return autocast[0][1].removeprefix("torch.") if autocast else ""
 
 
 def of_failure(snapshot: Snapshot) -> list[Fact]:
@@ -39,16 +210,13 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     message = f": {wording.message(failure)}" if wording.message(failure) else ""
     note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
     size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
-    shown = labels(snapshot.program)
-    items = (item for item in snapshot.program.inputs if item.role == "batch" and item.value in shown)
-    batch = {item.name: shown[item.value] for item in items}
     facts = [
         ("where", where(snapshot)),
-        ("origin", origin(snapshot, failure)),
-        ("line", line(failure)),
+        ("origin", wording.origin(snapshot, failure)),
+        ("line", wording.line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
         ("because of", cause(snapshot)),
-        ("event", wording.renamed(wording.event_words(failure), batch)),
+        ("event", event_words(snapshot)),
         ("difference", wording.difference_words(failure)),
         ("how much", how_much(failure)),
         ("when", f"{when(snapshot)}{noticed}"),
@@ -56,6 +224,13 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("program", size),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def event_words(snapshot: Snapshot) -> str:
+    """An event in a few words, with the inputs as the user's code calls them."""
+    shown = labels(snapshot.program)
+    items = (item for item in snapshot.program.inputs if item.role == "batch" and item.value in shown)
+    return wording.renamed(wording.event_words(snapshot.failure), {item.name: shown[item.value] for item in items})
 
 
 def doubt(snapshot: Snapshot) -> str:
@@ -87,35 +262,13 @@ def where(snapshot: Snapshot) -> str:
     return f"{phase}{', without gradients' if is_validation else ''}{place}"
 
 
-def origin(snapshot: Snapshot, failure: Failure) -> str:
-    """The call that a failure of the step, or the bad value behind it, began with, or what there is in its place."""
-    if failure.call is not None:
-        node = f" ({failure.backward_node})" if failure.backward_node else ""
-        into = f", into {wording.code_span(wording.written(failure))}" if wording.written(failure) else ""
-        return f"`{failure.call}`{node}{into}"
-    if failure.difference is not None:
-        return ""
-    if failure.input_name is not None:
-        words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
-        return f"the {words[0]} {wording.code_span(failure.input_name)}, bad before the first {words[1]}"
-    return "the training loop's own code" if failure.exception is not None else "unknown"
-
-
 def cause(snapshot: Snapshot) -> str:
     """The bad value without which a call does not raise, and its origin; empty without one."""
     found = snapshot.failure.cause
     if found is None:
         return ""
-    made = f"{'in' if found.call is None else 'from'} {origin(snapshot, found)}"
-    return ", ".join(filter(None, (f"{wording.kind_words(found)} {made}", line(found))))
-
-
-def line(failure: Failure) -> str:
-    """``file:line`` and its code."""
-    site = failure.site
-    if site is None:
-        return ""
-    return f"{wording.code_span(redact_text(site.place))}{wording.code_of(site)}"
+    made = f"{'in' if found.call is None else 'from'} {wording.origin(snapshot, found)}"
+    return ", ".join(filter(None, (f"{wording.kind_words(found)} {made}", wording.line(found))))
 
 
 def how_much(failure: Failure) -> str:

@@ -36,11 +36,8 @@ _MADE = {
 }
 
 
-def markdown(diagnosis: Diagnosis) -> str:
-    """The diagnosis as Markdown without a heading; empty when nothing is known."""
-    if not diagnosis.is_known:
-        return ""
-    shown = page(diagnosis)
+def markdown(shown: Mapping[str, Any]) -> str:
+    """A diagnosis, from `page`, as Markdown without a heading."""
     lines = [f"**{wording.prose(shown['title'])}** ({shown['sure']}). {wording.prose(shown['mechanism'])}", ""]
     lines += [f"- {wording.prose(line)}" for line in shown["evidence"]]
     lines += [f"- Also: {wording.prose(line[:1].lower() + line[1:])}" for line in shown["also"]]
@@ -51,17 +48,19 @@ def markdown(diagnosis: Diagnosis) -> str:
         if fix["code"]:
             lines += ["", f"{fence(fix['code'])}python", *fix["code"].splitlines(), fence(fix["code"])]
     lines += [f"- {wording.prose('{verdict}: {change} ({outcome}).'.format_map(fix))}" for fix in shown["tried"]]
-    if diagnosis.note is not None:
+    if shown["note"]:
         lines += ["", wording.prose(shown["note"])]
-    if diagnosis.links:
-        lines += ["", f"See also {', '.join(diagnosis.links)}."]
+    if shown["links"]:
+        lines += ["", f"See also {', '.join(shown['links'])}."]
     return "\n".join(lines)
 
 
-def page(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as plain text, in which parts in backticks are code; only links to web addresses are kept."""
+def page(diagnosis: Diagnosis, *, is_exception: bool = False) -> dict[str, Any]:
+    """The diagnosis as plain text, in which parts in backticks are code; only links to web addresses are kept.
+
+    ``is_exception``: the step raised, so a fix is one after which the call returns.
+    """
     return {
-        "known": diagnosis.is_known,
         "title": _safe(diagnosis.title),
         "sure": _SURE.get(diagnosis.confidence, diagnosis.confidence),
         "mechanism": _safe(diagnosis.mechanism),
@@ -69,8 +68,8 @@ def page(diagnosis: Diagnosis) -> dict[str, Any]:
         "advice": _safe(diagnosis.advice),
         "links": [link for link in diagnosis.links if link.startswith("https://")],
         "also": [": ".join(map(_safe, (item.title, *item.evidence[:1]))) for item in diagnosis.also],
-        "fix": _fix_data(diagnosis.fix) if diagnosis.fix is not None else None,
-        "tried": [_fix_data(fix) for fix in diagnosis.tried],
+        "fix": _fix_data(diagnosis.fix, is_exception=is_exception) if diagnosis.fix is not None else None,
+        "tried": [_fix_data(fix, is_exception=is_exception) for fix in diagnosis.tried],
         "note": _safe(diagnosis.note or ""),
     }
 
@@ -85,9 +84,10 @@ def one_line(diagnosis: Diagnosis) -> str:
     return _safe(words)
 
 
-def _fix_data(fix: TriedFix) -> dict[str, Any]:
+def _fix_data(fix: TriedFix, *, is_exception: bool) -> dict[str, Any]:
+    returned = "A change was tried on the captured step, and the call returned"
     return {
-        "intro": _TRIED[fix.is_plausible],
+        "intro": returned if is_exception and fix.helped else _TRIED[fix.is_plausible],
         "verdict": "Made the step finite, but not its loss usual" if fix.helped else "Did not help",
         "change": _change(fix),
         "outcome": _safe(fix.outcome),

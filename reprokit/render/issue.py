@@ -1,7 +1,8 @@
-"""The text of an issue: what a maintainer wants on the first screen, everything else folded away.
+"""The texts of a failure in Markdown: a summary of a dozen lines for a colleague, an issue for a maintainer.
 
-Nothing is ever submitted by the tool: the text has a slot for the reporter's own words and says that the reduction was
-mechanical. What came from the user's machine is redacted again here, and a text that would be too long is cut visibly.
+An issue has on its first screen what a maintainer wants, everything else is folded away. Nothing is ever submitted by
+the tool: the text has a slot for the reporter's own words and says that the reduction was mechanical. What came from
+the user's machine is redacted again here, and a text that would be too long is cut visibly.
 """
 
 from __future__ import annotations
@@ -10,32 +11,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reprokit.program.step import Step
-from reprokit.render import facts, findings, wording
-from reprokit.render.expectation import OWN, Expectation, expect
-from reprokit.render.names import in_users_words
-from reprokit.render.script import Script
-from reprokit.render.templates import Template, find_template
-from reprokit.render.verify import VerifyResult
-from reprokit.shrink.reduction import Reduction
+from reprokit.render import facts as rows
+from reprokit.render import findings, wording
+from reprokit.render.expectation import OWN
+from reprokit.render.facts import Facts
+from reprokit.render.templates import Template, find_template, render_template, tidied
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
-from reprokit.whatif import MINIMUM, home_of
+from reprokit.whatif import MINIMUM
 from reprokit.words import counted
 
 MAX_CHARACTERS = 65_536
 MAX_SCRIPT_LINES = 40
 MAX_OUTPUT_CHARACTERS = 2_000
+MAX_SUMMARY_CODE = 4  # lines of a fix, so that a summary has at most 15
 _CUT_ORDER = ("log", "versions", "traceback", "module", "output", "variants", "script")
-_PROSE = ("observed", "expected", "remark", "rate", "origin", "story", "size", "matters")
+_PROSE = ("observed", "expected", "remark", "rate", "origin", "story", "size", "matters", "no_module")
 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """An issue ready to be finished by a person.
-
-    ``repository`` is where it belongs, ``None`` when unknown.
-    """
+    """An issue ready to be finished by a person; ``repository`` is where it belongs, ``None`` when unknown."""
 
     title: str
     text: str
@@ -43,92 +39,72 @@ class Issue:
     repository: str | None
 
 
-def make_issue(
-    snapshot: Snapshot,
-    script: Script,
-    verified: VerifyResult,
-    *,
-    reduction: Reduction | None = None,
-    template: str | None = None,
-    context: str = "",
-) -> Issue:
+def make_issue(facts: Facts, *, template: str | None = None, context: str = "", no_module: str = "") -> Issue:
     """The issue in a template: a name, the path of a Jinja file or folder, or the one of whose code it is about.
 
-    ``context`` is the text of the script beside the repro, the piece of the model that the failure comes from.
+    ``context`` is the text of the script beside the repro, the piece of the model that the failure comes from;
+    ``no_module`` says why there is none.
     """
-    snapshot = in_users_words(snapshot)
-    expectation = expect(snapshot, reduction)
+    snapshot, expectation, names = facts.snapshot, facts.expectation, facts.script.names
     chosen = find_template(template or expectation.template)
-    long_texts = {**_long_texts(snapshot, script, verified, reduction), "module": context.rstrip()}
-    matters = wording.what_matters(reduction, wording.shown_names(reduction, script.names)) if reduction else ""
+    inputs = wording.shown_names(facts.reduction, names) if facts.reduction else {}
+    observed = wording.renamed(expectation.observed, facts.names_of_data)
     parts = {
-        "title": title_of(snapshot, reduction, expectation),
-        "observed": shorten_paths(wording.renamed(expectation.observed, _names_of_data(script, reduction))),
+        "title": facts.title,
+        "observed": shorten_paths(" ".join(filter(None, (observed, facts.given)))),
         "expected": shorten_paths(expectation.expected),
-        "remark": shorten_paths(wording.renamed(expectation.remark, _names_of_data(script, reduction))),
+        "remark": shorten_paths(wording.renamed(expectation.remark, facts.names_of_data)),
         "owner": expectation.owner,
         "is_upstream": expectation.owner != OWN,
-        "files": script.files,
-        "is_long": script.num_shown_lines > MAX_SCRIPT_LINES,
-        "verified": verified,
-        "rate": " ".join(filter(None, (rate(verified), shorten_paths(facts.doubt(snapshot))))),
+        "files": facts.script.files,
+        "is_long": facts.script.num_shown_lines > MAX_SCRIPT_LINES,
+        "verified": facts.verified,
+        "rate": " ".join(filter(None, (facts.rate, shorten_paths(rows.doubt(snapshot))))),
         "origin": shorten_paths(_origin(snapshot)),
-        "story": shorten_paths(facts.story(snapshot)),
-        "size": _size(snapshot, reduction),
-        "reduced": reduction is not None,
-        "matters": redact_source(matters),
-        "environment": _lines(facts.versions(snapshot.environment)),
-        "libraries": {name: wording.prose(text) for name, text in facts.libraries(snapshot.environment)},
+        "story": shorten_paths(rows.story(snapshot)),
+        "size": facts.size,
+        "reduced": facts.reduction is not None,
+        "matters": redact_source(wording.what_matters(facts.reduction, inputs)) if facts.reduction else "",
+        "no_module": no_module,
+        "environment": _lines(rows.versions(snapshot.environment)),
+        "libraries": {name: wording.prose(text) for name, text in rows.libraries(snapshot.environment)},
     }
     parts |= {name: wording.prose(str(parts[name])) for name in _PROSE}
-    text = _fitted(chosen, parts, long_texts)
-    return Issue(str(parts["title"]), text, chosen.name, chosen.repository or _own_repository(snapshot))
+    text = _fitted(chosen, parts, _long_texts(facts, context))
+    return Issue(facts.title, text, chosen.name, chosen.repository or _own_repository(snapshot))
 
 
-def title_of(snapshot: Snapshot, reduction: Reduction | None = None, expectation: Expectation | None = None) -> str:
-    """``softmax returns nan in Attention: a softmax over a fully masked row (float32, CPU, torch 2.13.0)``.
-
-    The module or the line is named where the failure is a matter of the model's code.
-    """
-    source = reduction if reduction is not None else snapshot
-    found = expectation if expectation is not None else expect(snapshot, reduction)
-    failure = source.failure if source.failure.event is None else snapshot.failure  # a smaller program has another loss
-    module = (facts.module(snapshot) or "").strip("<>")
-    site = snapshot.failure.site
-    line = shorten_paths(redact_text(f"in {site.place}")) if site is not None else ""
-    place = f"in {module}" if module else line
-    is_own = found.owner == OWN and failure.kind in ("nan", "inf")
-    headline = " ".join(filter(None, (wording.headline(failure), place if is_own else "")))
-    number = snapshot.environment.torch.partition("+")[0]
-    version = f"torch {number}" if number else ""
-    dtype = _autocast(snapshot)  # training ran under it, and the repro may need none
-    lost = f"{dtype} autocast in training" if dtype and not _autocast(source) else ""
-    devices = snapshot.environment.devices
-    home = home_of(Step.of(source))
-    device = devices[0] if home == "cuda" and devices else home.upper()
-    parts = (_dtype(source), lost, device, version)
-    details = ", ".join(part for part in parts if part)
-    return f"{': '.join(filter(None, (headline, found.words)))} ({redact_text(details)})"
+def write_summary(facts: Facts, no_module: str = "") -> str:
+    """What failed, where, in which rows, since when, why and the fix, in at most 15 lines."""
+    snapshot, found, files = facts.snapshot, facts.diagnosis, facts.script.files
+    since = [rows.when(snapshot), rows.story(snapshot), rows.doubt(snapshot)]
+    fix, code = _fix(found) if found is not None else ("", "")
+    repro = facts.rate
+    if not facts.script.reason:
+        beside = f" (with `{'`, `'.join(files[1:])}` beside it)" if len(files) > 1 else ""
+        repro = f"`python repro.py`{beside}, {counted(facts.script.num_lines, 'line')}. {facts.rate}"
+    if no_module:
+        repro += f" There is no `repro_module.py`: {no_module}."
+    parts = {
+        "where": f"{rows.where(snapshot)}{f', at {line}' if (line := wording.line(snapshot.failure)) else ''}",
+        "which": wording.renamed(" ".join(filter(None, (facts.which, facts.given))), facts.names_of_data),
+        "since": ". ".join(part.removesuffix(".") for part in since if part),
+        "why": f"{found['mechanism']} ({found['sure']})" if found is not None else "",
+        "fix": fix,
+        "repro": repro,
+        "title": facts.title,
+    }
+    shown = {name: wording.prose(shorten_paths(redact_text(text))) for name, text in parts.items()}
+    return tidied(render_template("summary.md.j2", code=redact_source(code), **shown))
 
 
-def rate(verified: VerifyResult) -> str:
-    """A sentence with the number of runs that fail; without a repro with the reason."""
-    if not verified.times:
-        return f"There is no repro: {verified.signature}."
-    runs, apart = f"{verified.times} runs", "each in a process of its own"
-    if verified.num_failed:
-        is_one_way = verified.fails and verified.agreed == verified.num_failed
-        return f"It failed {verified.num_failed} of {runs}{' in the same way' if is_one_way else ''}, {apart}."
-    if verified.exit_code == 0:
-        return f"It did not fail in {runs}, {apart}."
-    return f"It neither failed nor passed in {runs}, {apart}; {verified.agreed} ended with {verified.signature}."
-
-
-def shown_output(verified: VerifyResult) -> str:
-    """The output of a repro, or its end if it printed nothing; empty without a repro."""
-    if not verified.times:
-        return ""
-    return verified.output.strip() or verified.signature
+def _fix(found: Mapping[str, Any]) -> tuple[str, str]:
+    """The fix in a line, and as code if that is short; without one the advice."""
+    fix = found["fix"]
+    if fix is None:
+        return found["advice"], ""
+    code = fix["code"] if len(fix["code"].splitlines()) <= MAX_SUMMARY_CODE else ""
+    return "{intro}: {change}. Then: {outcome}.".format_map(fix), code
 
 
 def cut(text: str, limit: int) -> str:
@@ -139,66 +115,34 @@ def cut(text: str, limit: int) -> str:
     return f"{kept}\n... cut here, {len(text) - len(kept)} characters left out\n"[:limit]
 
 
-def _long_texts(
-    snapshot: Snapshot, script: Script, verified: VerifyResult, reduction: Reduction | None
-) -> dict[str, str]:
-    log = "\n".join(map(str, reduction.log)) if reduction is not None else ""
-    found = reduction.diagnosis if reduction is not None else None
-    diagnosis = shorten_paths(findings.markdown(found)) if found is not None else ""
-    collected, environment = redact_text(snapshot.environment.collect_env.strip()), snapshot.environment
-    libraries = f"{collected}\n\n{_lines(facts.libraries(environment))}"
-    versions = libraries if collected else _lines(facts.versions(environment))
+def _long_texts(facts: Facts, context: str) -> dict[str, str]:
+    environment, reduction, found = facts.snapshot.environment, facts.reduction, facts.diagnosis
+    collected = redact_text(environment.collect_env.strip())
+    libraries = f"{collected}\n\n{_lines(rows.libraries(environment))}"
+    versions = libraries if collected else _lines(rows.versions(environment))
+    names = facts.script.names
     return {
-        "script": script.text.rstrip(),
-        "output": cut(shorten_paths(redact_text(shown_output(verified))), MAX_OUTPUT_CHARACTERS),
-        "traceback": shorten_paths(redact_text(verified.error_output.rstrip())),
+        "script": facts.script.text.rstrip(),
+        "output": cut(shorten_paths(redact_text(facts.output)), MAX_OUTPUT_CHARACTERS),
+        "traceback": shorten_paths(redact_text(facts.verified.error_output.rstrip())),
         "versions": versions.strip(),
-        "log": redact_source(wording.renamed(log, script.names)),
-        "variants": findings.table_markdown(reduction.whatif, MINIMUM, script.names) if reduction is not None else "",
-        "diagnosis": wording.renamed(diagnosis, _names_of_data(script, reduction)),
+        "log": facts.log,
+        "variants": findings.table_markdown(reduction.whatif, MINIMUM, names) if reduction is not None else "",
+        "diagnosis": wording.renamed(shorten_paths(findings.markdown(found)), facts.names_of_data) if found else "",
+        "module": context.rstrip(),
     }
 
 
-def _names_of_data(script: Script, reduction: Reduction | None) -> dict[str, str]:
-    """The names of inputs of the step in the repro; parameters and buffers keep their full names."""
-    items = reduction.program.inputs if reduction is not None else ()
-    data = [item.name for item in items if item.role not in ("parameter", "buffer")]
-    return {name: script.names[name] for name in data if name in script.names}
-
-
-def _dtype(source: Reduction | Snapshot) -> str:
-    """The dtype that the origin computes in: that of autocast around it, else of the first floating-point input."""
-    autocast = _autocast(source)
-    if autocast:
-        return f"autocast to {autocast}"
-    tensors = (source.tensors[item.value] for item in source.program.inputs if item.role != "rng")
-    floats = (tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
-    return next((str(tensor.dtype).removeprefix("torch.") for tensor in floats), "")
-
-
-def _autocast(source: Reduction | Snapshot) -> str:
-    index = source.failure.call_index
-    autocast = source.program.calls[index].mode.autocast if index is not None else ()
-    return autocast[0][1].removeprefix("torch.") if autocast else ""
-
-
-def _lines(rows: Iterable[facts.Fact]) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in rows)
+def _lines(found: Iterable[rows.Fact]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in found)
 
 
 def _origin(snapshot: Snapshot) -> str:
-    place = f", at {facts.line(snapshot.failure)}" if snapshot.failure.site is not None else ""
-    around = dict(facts.surroundings(snapshot))
+    place = f", at {wording.line(snapshot.failure)}" if snapshot.failure.site is not None else ""
+    around = dict(rows.surroundings(snapshot))
     process = f" on {around['process']} processes" if "process" in around else ""
     compiled = f" (compiled: {around['compiled']})" if "compiled" in around else ""
-    return f"{facts.when(snapshot)} of a training run{process}{compiled}, {facts.where(snapshot)}{place}"
-
-
-def _size(snapshot: Snapshot, reduction: Reduction | None) -> str:
-    if reduction is None or reduction.no_repro:
-        return counted(snapshot.program.num_calls, "torch call")
-    before, checks = counted(reduction.before.calls, "torch call"), counted(reduction.checks, "check")
-    return f"{before} to {reduction.program.num_calls:,}, in {checks}"
+    return f"{rows.when(snapshot)} of a training run{process}{compiled}, {rows.where(snapshot)}{place}"
 
 
 def _own_repository(snapshot: Snapshot) -> str | None:

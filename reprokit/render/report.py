@@ -10,23 +10,22 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
 from reprokit.locate.ranges import range_text
 from reprokit.locate.ways import MINUS, NAN, PLUS
 from reprokit.program.step import Step
-from reprokit.render import facts, findings, wording
-from reprokit.render.issue import cut, rate, shown_output, title_of
-from reprokit.render.module_ranges import calls_in_frames, frames
-from reprokit.render.names import labels
-from reprokit.render.script import Script
-from reprokit.render.survey import survey, ways
+from reprokit.render import facts as rows
+from reprokit.render import findings, wording
+from reprokit.render.facts import Facts
+from reprokit.render.issue import cut
+from reprokit.render.module_ranges import frames
+from reprokit.render.survey import ways
 from reprokit.render.templates import render_template
-from reprokit.render.verify import VerifyResult
 from reprokit.series.story import QUANTITIES, LayerSeries, by_layer, by_optimizer, titled
-from reprokit.shrink.reduction import Reduction, WhatIfResult
+from reprokit.shrink.reduction import WhatIfResult
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted, number_words, verdict_words
@@ -140,82 +139,61 @@ class Chart(NamedTuple):
     note: str
 
 
-def write_report(
-    snapshot: Snapshot,
-    script: Script,
-    verified: VerifyResult,
-    *,
-    reduction: Reduction | None = None,
-    title: str | None = None,
-) -> str:
-    """The report's HTML; ``title`` is that of the issue where one was made."""
-    failure, names = snapshot.failure, labels(snapshot.program)
-    shown = calls_in_frames(snapshot.program, failure)
-    bad = names.get(failure.value, "the tensor") if failure.value is not None else "the tensor"
-    bad = f"gradient of {bad}" if failure.is_derivative else bad
-    found = survey(snapshot, bad, shown if failure.call_index is not None else None)
+def write_report(facts: Facts) -> str:
+    """The report's HTML."""
+    snapshot, reduction, script, found = facts.snapshot, facts.reduction, facts.script, facts.survey
     shown_frames, frames_left_out = frames(found)
-    error = found.error
-    operands = [(names.get(value, "x"), range_) for value, range_ in found.operands.items()]
-    log = "\n".join(map(str, reduction.log)) if reduction is not None else ""
     texts = {
-        "output": shown_output(verified),
-        "log": wording.renamed(log, script.names),
+        "output": facts.output,
+        "log": facts.log,
         "collect_env": snapshot.environment.collect_env,
         "diff": snapshot.source.diff,
     }
     tables = reduction.whatif if reduction is not None else WhatIfResult()
-    reason = reduction.diagnosis if reduction is not None else None
-    layer_steps = sorted({row.step for row in snapshot.layers or ()})
+    steps = sorted({row.step for row in snapshot.layers or ()})
     layers = []
     for quantity, name in QUANTITIES.items():
         series = by_layer(snapshot.layers or [], quantity, snapshot.end_of_story, MAX_LAYERS)
-        if len(layer_steps) > 1 and series:
-            layers.append((f"{name[:1].upper()}{name[1:]}", list(heat_map(series, layer_steps))))
+        if len(steps) > 1 and series:
+            layers.append((f"{name[:1].upper()}{name[1:]}", list(heat_map(series, steps))))
+    error = found.error
+    inputs = wording.shown_names(reduction, script.names) if reduction is not None else {}
     content = {
-        "title": title if title is not None else title_of(snapshot, reduction),
-        "headline": wording.headline(failure),
-        "story": sentences(snapshot, reduction, verified),
-        "facts": facts.of_failure(snapshot),
+        "title": facts.title,
+        "headline": wording.headline(snapshot.failure),
+        "story": sentences(facts),
+        "facts": rows.of_failure(snapshot),
         "step": snapshot.step,
         "script": script,
-        "rate": rate(verified),
+        "rate": facts.rate,
         "trouble": redact_text(f"{type(error).__name__}: {error}".splitlines()[0]) if error is not None else "",
-        "ways": ways(found, names),
-        "exception": failure.exception[0] if failure.exception is not None else "",
-        "operands": sorted(operands, key=lambda pair: not pair[1].is_bad)[:MAX_OPERANDS],
-        "operands_left_out": max(0, len(operands) - MAX_OPERANDS),
+        "ways": ways(found, facts.names),
+        "exception": snapshot.failure.exception[0] if snapshot.failure.exception is not None else "",
+        "operands": sorted(facts.operands, key=lambda pair: not pair[1].is_bad)[:MAX_OPERANDS],
+        "operands_left_out": max(0, len(facts.operands) - MAX_OPERANDS),
         "positions": found.positions,
         "way_classes": _CLASSES,
         "layers": layers,
-        "layer_steps": layer_steps,
+        "layer_steps": steps,
         "timeline": list(_timeline(snapshot)),
         "frames": shown_frames,
         "frames_left_out": frames_left_out,
-        "reduction": reduction,
-        "diagnosis": findings.page(reason) if reason is not None else None,
+        "reduction": reduction if reduction is not None and not reduction.no_repro else None,
+        "diagnosis": facts.diagnosis,
         "whatif_programs": findings.programs(tables),
         "whatif_rows": findings.rows(tables, script.names),
-        "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],
-        "source": facts.source(snapshot),
+        "environment": [*rows.versions(snapshot.environment), *rows.settings(snapshot.environment)],
+        "source": rows.source(snapshot),
         "texts": {name: cut(redact_text(text), MAX_TEXT) for name, text in texts.items()},
         "num_variables": len(snapshot.environment.variables),
         "range_text": range_text,
         "with_code": with_code,
-        **(_of_reduction(reduction, script) if reduction is not None else {}),
+        "num_elements": Step.of(reduction).num_elements if reduction is not None else 0,
+        "verdicts": verdict_words(reduction.verdicts) if reduction is not None else "",
+        "explained": wording.explained(reduction, inputs) if reduction is not None else [],
+        "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
     }
     return render_template(TEMPLATE, **content)
-
-
-def _of_reduction(reduction: Reduction, script: Script) -> dict[str, Any]:
-    inputs = wording.shown_names(reduction, script.names)
-    return {
-        "num_calls": reduction.program.num_calls,
-        "verdicts": verdict_words(reduction.verdicts),
-        "num_elements": Step.of(reduction).num_elements,
-        "explained": wording.explained(reduction, inputs),
-        "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction.nearest else None,
-    }
 
 
 def with_code(text: str) -> Markup:
@@ -224,45 +202,36 @@ def with_code(text: str) -> Markup:
 
 
 def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
-    for (key, what), (optimizer, rows) in itertools.product(_SERIES, by_optimizer(snapshot.timeline).items()):
+    for (key, what), (optimizer, numbers) in itertools.product(_SERIES, by_optimizer(snapshot.timeline).items()):
         name = titled(what, redact_text(optimizer))
-        points = [(float(row.step), getattr(row, key)) for row in rows]
+        points = [(float(row.step), getattr(row, key)) for row in numbers]
         svg = plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
         if svg is not None:
             last = next(value for _, value in reversed(points) if value is not None)
             yield Chart(name, svg, f"last {number_words(last, 4)}")
 
 
-def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyResult) -> list[str]:
+def sentences(facts: Facts) -> list[str]:
     """The paragraph, sentence by sentence, in Markdown."""
-    return [*_failure(snapshot), *_size(snapshot, reduction), rate(verified)]
-
-
-def _failure(snapshot: Snapshot) -> Iterator[str]:
-    failure = snapshot.failure
-    if facts.story(snapshot):
-        yield facts.story(snapshot)
-    said = wording.observed(failure)
-    yield f"It happened at {facts.when(snapshot)} of the training run, {facts.where(snapshot)}. {said}"
-    if facts.how_much(failure):
-        yield f"{facts.how_much(failure)}."
-    if facts.noticed_in(snapshot):
-        yield f"It was noticed in {facts.noticed_in(snapshot)}."
-    if facts.doubt(snapshot):
-        yield facts.doubt(snapshot)
-
-
-def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
-    if reduction is None or reduction.no_repro:
-        yield f"The captured step has {counted(snapshot.program.num_calls, 'torch call')}; it was not reduced."
-        return
-    before, after = reduction.before, reduction.program.num_calls
-    elements = Step.of(reduction).num_elements
-    verb = "is" if after == 1 else "are"
-    yield (
-        f"Of {counted(before.calls, 'torch call')} on {counted(before.elements, 'input element')}, "
-        f"{counted(after, 'call')} on {counted(elements, 'element')} {verb} enough to show it."
-    )
-    said = wording.message(reduction.failure)
-    if said and said != wording.message(snapshot.failure):
-        yield f"With these the message is: {said}."
+    snapshot, reduction, failure = facts.snapshot, facts.reduction, facts.snapshot.failure
+    happened = f"It happened at {rows.when(snapshot)} of the training run, {rows.where(snapshot)}."
+    noticed = f"It was noticed in {rows.noticed_in(snapshot)}." if rows.noticed_in(snapshot) else ""
+    bad = f"{rows.how_much(failure)}." if rows.how_much(failure) else ""
+    found = [
+        rows.story(snapshot),
+        happened,
+        facts.expectation.observed,
+        facts.given,
+        bad,
+        noticed,
+        rows.doubt(snapshot),
+    ]
+    size = f"The captured step has {counted(snapshot.program.num_calls, 'torch call')}; it was not reduced."
+    if reduction is not None and not reduction.no_repro:
+        before, after = reduction.before, reduction.program.num_calls
+        verb, elements = "is" if after == 1 else "are", counted(Step.of(reduction).num_elements, "element")
+        size = (
+            f"Of {counted(before.calls, 'torch call')} on {counted(before.elements, 'input element')}, "
+            f"{counted(after, 'call')} on {elements} {verb} enough to show it."
+        )
+    return [*filter(None, found), size, facts.rate]

@@ -9,18 +9,14 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
-from reprokit.program.dataflow import contents
 from reprokit.program.interpreter import Tensors
-from reprokit.program.ir import Program, Ref, map_leaves
-from reprokit.program.step import Step
+from reprokit.program.ir import Program
 from reprokit.render.literals import MAX_LITERALS, is_same, literal
 from reprokit.render.module import ModuleScript, write_module_script
-from reprokit.render.printer import needed_mode
 from reprokit.render.script import Script, require_repro, write_script
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.checks.choice import require_reproducible
@@ -273,32 +269,9 @@ def snapshot_script(snapshot: Snapshot) -> Script:
 
 
 def is_minimum_again(reduction: Reduction) -> bool:
-    """True if the context is the minimum in other sizes."""
+    """True if the context has no module and no other call than the minimum."""
     context = reduction.context
     if context is None or any(isinstance(item, Block) for item in context.tree.root.items):
         return False
-    return _outline(context.candidate) == _outline(Step.of(reduction))
-
-
-def _outline(candidate: Step) -> str:
-    """The calls with values numbered as they come up, without sizes and dimensions, and the numbers of the inputs."""
-    numbers: dict[int, int] = {}
-
-    def plain(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            return "value", numbers.setdefault(leaf.value, len(numbers))
-        return int if type(leaf) is int else leaf
-
-    calls = [
-        (call.target, needed_mode(call), map_leaves((call.args, dict(call.kwargs), call.outputs), plain))
-        for call in candidate.program.calls
-    ]
-    inputs = {numbers.get(item.value): item for item in candidate.program.inputs}
-    given = [(number, item.requires_grad, _contents(candidate, item.value)) for number, item in inputs.items()]
-    return repr((calls, sorted(given, key=repr)))
-
-
-def _contents(candidate: Step, value: int) -> tuple[Any, ...]:
-    tensor = candidate.tensors[value]
-    constant = constant_of(tensor)
-    return tensor.dtype, contents(tensor).tolist() if constant is None else constant
+    made = [call.target for call in context.program.calls]
+    return made == [call.target for call in reduction.program.calls]

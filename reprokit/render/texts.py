@@ -1,4 +1,4 @@
-"""Turning a reduction into what people read and run: the repro, the issue text, the report, a test.
+"""The files of a result: repro, piece of the model, summary, issue, report and test.
 
 `render_all` writes everything that ``reprokit shrink`` leaves behind, `render_one` a single text from a file on disk.
 """
@@ -17,10 +17,10 @@ from typing import Any
 
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.program.step import Step
-from reprokit.render import KINDS, facts
-from reprokit.render.findings import one_line
+from reprokit.render import KINDS
+from reprokit.render.facts import Facts
 from reprokit.render.gate import require_test
-from reprokit.render.issue import Issue, make_issue
+from reprokit.render.issue import Issue, make_issue, write_summary
 from reprokit.render.literals import MAX_LITERALS
 from reprokit.render.module import MAX_LINES, MODULE_FILE, ModuleScript
 from reprokit.render.report import write_report
@@ -37,49 +37,18 @@ from reprokit.render.sources import (
 )
 from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
-from reprokit.render.wording import headline, prose
+from reprokit.render.wording import headline
 from reprokit.rules.match import with_rule
+from reprokit.shrink.context.tree import Context
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, replaced, write_text
 from reprokit.snapshot.format import Snapshot
-from reprokit.snapshot.redact import shorten_paths
 from reprokit.snapshot.source import Source, private
-from reprokit.words import counted, visible_line
+from reprokit.words import visible_line
 
-ISSUE_FILE, SUMMARY_FILE = "issue.md", "summary.md"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can name
-
-
-def write_zip(path: Path, script: Script, issue: Issue, *, context: str = "", with_data: bool = False) -> Path:
-    """Write the zip, with the text of the context beside the repro where there is one.
-
-    Raises `UsageError` when the side file would hand out many recorded numbers unasked.
-    """
-    count = sum(tensor.numel() for tensor in script.side.values())
-    if count > MAX_LITERALS and not with_data:
-        raise UsageError(
-            f"the repro needs {count:,} recorded numbers, which may be training data",
-            hint="attach them with --with-data",
-        )
-    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
-        if not script.reason:
-            script.write(Path(folder))
-        if context:
-            Path(folder, MODULE_FILE).write_text(context, encoding="utf-8")
-        Path(folder, ISSUE_FILE).write_text(issue.text, encoding="utf-8")
-        names = sorted(item.name for item in Path(folder).iterdir())
-        with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            for name in names:
-                entry = zipfile.ZipInfo(name, _EPOCH)
-                entry.create_system = 3
-                entry.external_attr = 0o100644 << 16
-                archive.writestr(entry, Path(folder, name).read_bytes())
-    return path
-
-
+ISSUE_FILE, SUMMARY_FILE, REPORT_FILE, TEST_FILE = "issue.md", "summary.md", "report.html", "test_repro.py"
 TIMES = 20
-_MOST_LINES = 15  # of a summary
-REPORT_FILE = "report.html"
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can name
 
 
 def render_all(
@@ -95,7 +64,7 @@ def render_all(
     on_reason: Callable[[str], None] = lambda reason: None,
     processes: CleanProcesses | None = None,
 ) -> dict[str, Any]:
-    """Write every file of a result, verified; the parts ``context`` and ``repro`` of the summary.
+    """Write every file of a result, verified; the parts ``context`` and ``repro`` of the JSON.
 
     ``source`` says how much of the snapshot's source text is shown. With ``no_data`` a result that needs recorded
     numbers is a `UsageError`. ``check`` is the file of a check of the user's, which the repro runs. ``fast``: the
@@ -105,12 +74,9 @@ def render_all(
     with contextlib.ExitStack() as stack:
         if processes is None:
             processes = stack.enter_context(CleanProcesses([check] if check is not None else []))
-        options: dict[str, Any] = {"source": source, "no_data": no_data, "check": check}
-        script = begin(reduction, snapshot, out_dir, processes, times, **options)
+        script = begin(reduction, snapshot, out_dir, processes, times, source=source, no_data=no_data, check=check)
         reduction = without_data(reduction) if no_data else reduction
-        with contextlib.suppress(Exception):  # an error comes up again when the context is written
-            if (found := presentable_context(reduction, snapshot)) is not None:
-                processes.begin(found, times)
+        piece = _begun(reduction, snapshot, processes, times) if not fast else ""
         try:
             result = _verified(script, times, processes)
         except (ReprokitError, OSError) as error:
@@ -118,26 +84,23 @@ def render_all(
             raise ReprokitError(f"could not verify `{out_dir / REPRO_FILE}`: {error}", note=note) from error
         path = script.write(out_dir) if not script.reason else None
         reduction.save(out_dir / REDUCTION_FILE)
-        try:
-            context = render_context(
-                reduction, snapshot, out_dir, times=times, on_reason=on_reason, processes=processes
-            )
-        except Exception as error:
-            on_reason(f"{type(error).__name__}: {error}")
-            context = None
+        found = verified_piece(piece, times, processes)
+        context = write_piece(found, reduction, out_dir) if not isinstance(found, str) else None
+    reason = found if isinstance(found, str) else ""
+    if reason:
+        on_reason(reason)
     snapshot, reduction = private(snapshot, source), without_source(reduction, source)
-    texts = {SUMMARY_FILE: write_summary(snapshot, reduction, script, result)}
+    facts = Facts(snapshot, script, result, reduction)
+    texts = {SUMMARY_FILE: write_summary(facts, reason)}
     if not fast:
-        beside = _beside(script, Path(context["path"]).read_text(encoding="utf-8")) if context is not None else ""
-        issue = make_issue(snapshot, script, result, reduction=reduction, context=beside)
-        texts[ISSUE_FILE] = issue.text
-        texts[REPORT_FILE] = write_report(snapshot, script, result, reduction=reduction, title=issue.title)
-    if not (fast or script.reason):
-        texts["test_repro.py"] = write_test(reduction)
+        beside = found[0].text if not isinstance(found, str) else ""
+        texts |= {
+            ISSUE_FILE: make_issue(facts, context=beside, no_module=reason).text,
+            REPORT_FILE: write_report(facts),
+        }
+        texts |= {TEST_FILE: write_test(reduction)} if not script.reason else {}
     for name, text in texts.items():
         write_text(out_dir / name, text)
-    if script.reason:
-        return {"context": context, "repro": None}
     repro = {
         "path": str(path),
         "lines": script.num_lines,
@@ -145,34 +108,19 @@ def render_all(
         "names": dict(script.names),
         "verified": result.verified if result.fails else f"{result.num_failed}/{times}",
     }
-    return {"context": context, "repro": repro}
-
-
-def write_summary(snapshot: Snapshot, reduction: Reduction, script: Script, result: VerifyResult) -> str:
-    """What failed, where, why, and how small it is, for a colleague: at most 15 lines of Markdown."""
-    story = [("story", facts.story(snapshot))] if facts.story(snapshot) else []
-    rows = [row for row in (*facts.of_failure(snapshot), *story) if row[0] != "program"]
-    if reduction.diagnosis is not None:
-        rows.append(("why", one_line(reduction.diagnosis)))
-    if script.reason:
-        rows.append(("repro", f"there is none: {script.reason}"))
-    else:
-        size = counted(script.num_lines, "line")
-        rows.append(("repro", f"`{REPRO_FILE}`, {size}, verified {result.verified} in clean processes"))
-    title = prose(headline(snapshot.failure, is_reduced=False))
-    lines = [f"# {title}", "", *(f"- {name}: {prose(shorten_paths(text))}" for name, text in rows)]
-    return "".join(f"{line}\n" for line in lines[:_MOST_LINES])
+    return {"context": context, "repro": repro if not script.reason else None}
 
 
 def write_given(snapshot: Snapshot, out_dir: Path, *, source: Source = "all") -> None:
-    """Write issue and report about a bad input in the place of an earlier result; there is no repro."""
+    """Write summary, issue and report about a bad input in the place of an earlier result; there is no repro."""
     for name in (*RESULTS, REDUCTION_FILE):
         (out_dir / name).unlink(missing_ok=True)
     snapshot = private(snapshot, source)
     script = snapshot_script(snapshot)
-    issue = make_issue(snapshot, script, _verified(script))
-    write_text(out_dir / ISSUE_FILE, issue.text)
-    write_text(out_dir / REPORT_FILE, write_report(snapshot, script, _verified(script), title=issue.title))
+    facts = Facts(snapshot, script, _verified(script))
+    write_text(out_dir / SUMMARY_FILE, write_summary(facts))
+    write_text(out_dir / ISSUE_FILE, make_issue(facts).text)
+    write_text(out_dir / REPORT_FILE, write_report(facts))
 
 
 def begin(
@@ -202,22 +150,56 @@ def begin(
     return script
 
 
-def render_context(
-    reduction: Reduction,
-    snapshot: Snapshot | None,
-    out_dir: Path,
-    *,
-    times: int = TIMES,
-    on_reason: Callable[[str], None] = lambda reason: None,
-    processes: CleanProcesses | None = None,
-) -> dict[str, Any] | None:
-    """Write ``repro_module.py`` and verify it; a summary, or ``None`` when there is no context to show.
+# -- the piece of the model ----------------------------------------------------------------------------------------
 
-    ``on_reason`` is given the reason when there is one that cannot be shown.
-    """
-    found = _verified_context(reduction, snapshot, times, on_reason, processes)
-    if found is None:
-        return None
+
+def piece_of(reduction: Reduction, snapshot: Snapshot | None) -> ModuleScript | str:
+    """The context as a script that shows the failure of the minimum, or the reason why there is none."""
+    if reduction.context is None:
+        return "no part of the model was found that fails by itself" if reduction.failure.kind in ("nan", "inf") else ""
+    if is_minimum_again(reduction):
+        return "it would be `repro.py` again"
+    if not _is_same_failure(reduction, reduction.context):
+        return "the part of the model that was found fails in another way than `repro.py`"
+    script = context_script(reduction, snapshot)
+    if script is None:
+        return "it would need more recorded numbers than a repro may hold"
+    if script.num_lines > MAX_LINES:
+        return f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit"
+    return script
+
+
+def _is_same_failure(reduction: Reduction, context: Context) -> bool:
+    """True if the context fails by the same rule as the minimum: the spread of nothing is not that of one element."""
+    if (context.failure.call_index or 0) >= len(context.program.calls):
+        return False  # the file names a call that is not there
+    keys = [with_rule(item.failure, Step.of(item), reduction.failure.rule).key() for item in (context, reduction)]
+    return keys[0] == keys[1]
+
+
+def _begun(reduction: Reduction, snapshot: Snapshot, processes: CleanProcesses, times: int) -> ModuleScript | str:
+    try:
+        piece = piece_of(reduction, snapshot)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if not isinstance(piece, str):
+        processes.begin(piece, times)
+    return piece
+
+
+def verified_piece(
+    piece: ModuleScript | str, times: int = TIMES, processes: CleanProcesses | None = None
+) -> tuple[ModuleScript, VerifyResult] | str:
+    """A piece that fails by itself every time, or the reason why there is none."""
+    if isinstance(piece, str):
+        return piece
+    result = _verified(piece, times, processes)
+    if result.fails and result.is_unanimous:
+        return piece, result
+    return f"only {result.num_failed} of {times} runs of it failed by themselves"
+
+
+def write_piece(found: tuple[ModuleScript, VerifyResult], reduction: Reduction, out_dir: Path) -> dict[str, Any]:
     script, result = found
     return {
         "path": str(script.write(out_dir)),
@@ -227,6 +209,9 @@ def render_context(
         "ordinary": reduction.context is not None and reduction.context.is_ordinary,
         "verified": result.verified,
     }
+
+
+# -- one text ------------------------------------------------------------------------------------------------------
 
 
 def render_one(
@@ -249,11 +234,11 @@ def render_one(
         return _write_repro(script, source, out)
     if kind == "test":
         text = write_test(opened.reduction or opened.whole(source))
-    elif kind == "report":
-        require_whole(script)
-        text = write_report(opened.whole(source), script, _verified(script), reduction=opened.reduction)
-    else:
+    elif kind == "issue":
         text = _issue(opened, source, script).issue.text
+    else:
+        facts = _facts(opened, source, script)
+        text = write_report(facts) if kind == "report" else write_summary(facts)
     return _written(text, out)
 
 
@@ -282,12 +267,16 @@ def prepare_issue(
     return _issue(opened, source, opened.script(), template)
 
 
-def _issue(opened: Opened, source: Path, script: Script, template: str | None = None) -> PreparedIssue:
+def _facts(opened: Opened, source: Path, script: Script) -> Facts:
     require_whole(script)
-    snapshot, reduction, verified = opened.whole(source), opened.reduction, _verified(script)
-    found = _verified_context(reduction, snapshot) if reduction is not None else None
-    context = _beside(script, found[0].text) if found is not None else ""
-    issue = make_issue(snapshot, script, verified, reduction=reduction, template=template, context=context)
+    return Facts(opened.whole(source), script, _verified(script), opened.reduction)
+
+
+def _issue(opened: Opened, source: Path, script: Script, template: str | None = None) -> PreparedIssue:
+    facts = _facts(opened, source, script)
+    found = verified_piece(piece_of(opened.reduction, facts.snapshot)) if opened.reduction is not None else ""
+    context, reason = (found[0].text, "") if not isinstance(found, str) else ("", found)
+    issue = make_issue(facts, template=template, context=context, no_module=reason)
     return PreparedIssue(issue, script, context)
 
 
@@ -319,59 +308,6 @@ def _written(text: str, out: Path | None) -> Path | str:
     return out
 
 
-def _beside(script: Script, context: str) -> str:
-    """The text of the context, empty where it is the repro itself."""
-    return context if context != script.text else ""
-
-
-def presentable_context(
-    reduction: Reduction, snapshot: Snapshot | None, on_reason: Callable[[str], None] = lambda reason: None
-) -> ModuleScript | None:
-    """The context as a script; ``None`` when there is none to show, and `on_reason` gets the reason if there is one."""
-    if is_minimum_again(reduction):
-        return None
-    if reduction.context is not None and not _is_same(reduction):
-        on_reason("the part of the model that was found fails in another way than `repro.py`")
-        return None
-    script = context_script(reduction, snapshot)
-    if script is None:
-        if reduction.context is not None:
-            on_reason("it would need more recorded numbers than a repro may hold")
-        return None
-    if script.num_lines > MAX_LINES:
-        on_reason(f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit")
-        return None
-    return script
-
-
-def _is_same(reduction: Reduction) -> bool:
-    """True if the context fails by the same rule as the minimum: the spread of nothing is not that of one element."""
-    assert reduction.context is not None
-    found = (reduction.context, reduction)
-    if (reduction.context.failure.call_index or 0) >= len(reduction.context.program.calls):
-        return False  # the file names a call that is not there
-    rules = [with_rule(item.failure, Step.of(item), reduction.failure.rule).rule for item in found]
-    return rules[0] == rules[1]
-
-
-def _verified_context(
-    reduction: Reduction,
-    snapshot: Snapshot | None,
-    times: int = TIMES,
-    on_reason: Callable[[str], None] = lambda reason: None,
-    processes: CleanProcesses | None = None,
-) -> tuple[ModuleScript, VerifyResult] | None:
-    """The context as a script that fails by itself every time; otherwise ``None``, and `on_reason` gets the reason."""
-    script = presentable_context(reduction, snapshot, on_reason)
-    if script is None:
-        return None
-    result = _verified(script, times, processes)
-    if not (result.fails and result.is_unanimous):
-        on_reason(f"only {result.num_failed} of {times} runs of it failed by themselves")
-        return None
-    return script, result
-
-
 def _verified(
     script: Script | ModuleScript, times: int = TIMES, processes: CleanProcesses | None = None
 ) -> VerifyResult:
@@ -381,3 +317,33 @@ def _verified(
         return processes.begin(script, times).result()
     with CleanProcesses() as own:
         return own.begin(script, times).result()
+
+
+# -- handing over --------------------------------------------------------------------------------------------------
+
+
+def write_zip(path: Path, script: Script, issue: Issue, *, context: str = "", with_data: bool = False) -> Path:
+    """Write the zip, with the text of the context beside the repro where there is one.
+
+    Raises `UsageError` when the side file would hand out many recorded numbers unasked.
+    """
+    count = sum(tensor.numel() for tensor in script.side.values())
+    if count > MAX_LITERALS and not with_data:
+        raise UsageError(
+            f"the repro needs {count:,} recorded numbers, which may be training data",
+            hint="attach them with --with-data",
+        )
+    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
+        if not script.reason:
+            script.write(Path(folder))
+        if context:
+            Path(folder, MODULE_FILE).write_text(context, encoding="utf-8")
+        Path(folder, ISSUE_FILE).write_text(issue.text, encoding="utf-8")
+        names = sorted(item.name for item in Path(folder).iterdir())
+        with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            for name in names:
+                entry = zipfile.ZipInfo(name, _EPOCH)
+                entry.create_system = 3
+                entry.external_attr = 0o100644 << 16
+                archive.writestr(entry, Path(folder, name).read_bytes())
+    return path

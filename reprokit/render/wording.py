@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from reprokit.program.ir import Program, Site
     from reprokit.shrink.explain import Nearest, ProgramPart, VariedPart
     from reprokit.shrink.reduction import Reduction
+    from reprokit.snapshot.format import Snapshot
 
 _NAMED_ARGUMENT = re.compile(r"\bargument\b|['\"`]\w+['\"`]")
 _MAX_CODE, _MAX_MESSAGE = 160, 300
+_DEFINITIONS = {
+    "update": "the norm of the change of all parameters over their norm before the step",
+    "gradient norm": "the L2 norm of all gradients together, before clipping",
+}
 _FREE, _MATTERS = "fails with every value that was tried", "its value matters"
 _OPERATORS = {
     "add": "addition",
@@ -128,7 +133,8 @@ def observed(failure: Failure, *, is_constant: bool = False) -> str:
         first = f"The first call whose result is off, compared with step {event.reference_step}, is `{failure.call}`."
         if failure.kind == "dead":
             return f"{event_words(failure).replace('the', 'The', 1)}. `{failure.call}` lets no gradient through."
-        return f"In training step {event.began_at} {event_words(failure)}.{f' {first}' if is_compared else ''}"
+        meaning = f" The {event.quantity} is {known}." if (known := _DEFINITIONS.get(event.quantity)) else ""
+        return f"In training step {event.began_at} {event_words(failure)}.{meaning}{f' {first}' if is_compared else ''}"
     if failure.kind == "mismatch":
         what = name if failure.call is not None else "The program"
         way = "compiled" if failure.reference[0] == "compile" else "as it is"
@@ -331,6 +337,32 @@ _MARKUP = re.compile(
     r"(?<!`)((`+)(?!`).*?(?<!`)\2(?!`))|`+|[\\<>~|\[\]]|\*(?! )|(?<! )\*|&(?=[#\w])|(?<![^\W_])_|_(?![^\W_])"
 )
 _AT_START = re.compile(r"^(\d*)([#+.)-]+(?=\s|$))")
+
+
+def line(failure: Failure) -> str:
+    """``file:line`` and its code; of a call inside a library the library's line, and the user's that led there."""
+    site = failure.site
+    if site is None:
+        return ""
+    own = f"{code_span(redact_text(site.place))}{code_of(site)}"
+    if site.library is None:
+        return own
+    file, number = site.library
+    return f"{code_span(redact_text(f'{file}:{number}'))}, called from {own}"
+
+
+def origin(snapshot: Snapshot, failure: Failure) -> str:
+    """The call that a failure of the step, or the bad value behind it, began with, or what there is in its place."""
+    if failure.call is not None:
+        node = f" ({failure.backward_node})" if failure.backward_node else ""
+        into = f", into {code_span(written(failure))}" if written(failure) else ""
+        return f"`{failure.call}`{node}{into}"
+    if failure.difference is not None:
+        return ""
+    if failure.input_name is not None:
+        words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
+        return f"the {words[0]} {code_span(failure.input_name)}, bad before the first {words[1]}"
+    return "the training loop's own code" if failure.exception is not None else "unknown"
 
 
 def code_of(site: Site | None) -> str:

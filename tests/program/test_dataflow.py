@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from reprokit.program.dataflow import needed_calls, prepared
 from reprokit.program.interpreter import determinism, run
 from reprokit.program.ir import Call, Program
+from reprokit.render.facts import Facts
 from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import snapshot_script
@@ -106,5 +107,5 @@ def test_a_part_gives_what_the_whole_gives(name: str, monkeypatch: pytest.Monkey
 
 def texts_of(snapshot: failing.Snapshot) -> list[object]:
     script = snapshot_script(snapshot)
-    texts = (make_issue(snapshot, script, VERIFIED).text, write_report(snapshot, script, VERIFIED))
+    texts = (make_issue(Facts(snapshot, script, VERIFIED)).text, write_report(Facts(snapshot, script, VERIFIED)))
     return [diagnose(snapshot), *texts]

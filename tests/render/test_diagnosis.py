@@ -11,6 +11,7 @@ import torch
 
 from reprokit.cli import main
 from reprokit.grammar import plain_of
+from reprokit.render.facts import Facts
 from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
@@ -26,11 +27,11 @@ def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
     snapshot = zero_by_zero()
     reduction = shrink(snapshot, out_dir=tmp_path)
     script = reduction_script(reduction, snapshot)
-    without = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
+    without = make_issue(Facts(snapshot, script, VERIFIED, reduction)).text
     assert "Diagnosis" not in without
     reduction = replace(reduction, diagnosis=diagnose(snapshot))
-    issue = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
-    report = write_report(snapshot, script, VERIFIED, reduction=reduction)
+    issue = make_issue(Facts(snapshot, script, VERIFIED, reduction)).text
+    report = write_report(Facts(snapshot, script, VERIFIED, reduction))
     assert "<summary>Diagnosis" in issue and "no loss to check: divide by at least one" in issue
     assert '<h2 id="diagnosis">Diagnosis</h2>' in report and "no loss to check: divide by at least one" in report
     assert reduction.summary()["diagnosis"] == plain_of(reduction.diagnosis)
@@ -78,6 +79,6 @@ def test_a_change_that_is_no_fix_is_not_drawn_as_one(tmp_path: Path) -> None:
         assert diagnosis.fix is not None
         diagnosis = replace(diagnosis, fix=replace(diagnosis.fix, is_plausible=is_plausible))
         reduction = replace(reduction, diagnosis=diagnosis)
-        html = write_report(snapshot, script, VERIFIED, reduction=reduction)
+        html = write_report(Facts(snapshot, script, VERIFIED, reduction))
         assert ('<div class="helped">' in html) is is_plausible
         assert ("so it is no fix" in html) is not is_plausible

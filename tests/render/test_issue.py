@@ -21,7 +21,8 @@ from reprokit.errors import UsageError
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Site
 from reprokit.render import findings
 from reprokit.render.expectation import expect
-from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, title_of
+from reprokit.render.facts import Facts
+from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue
 from reprokit.render.script import Script
 from reprokit.render.sources import snapshot_script
 from reprokit.render.templates import find_template, template_names
@@ -228,15 +229,19 @@ def test_the_message_of_an_exception_is_short_and_has_no_secrets() -> None:
     snapshot = snapshot_of(failing_cholesky())
     for message in ("x" * 70_000, "cannot log in: password=hunter22"):
         failure = replace(snapshot.failure, exception=("RuntimeError", message))
-        text = make_issue(replace(snapshot, failure=failure), snapshot_script(snapshot), VERIFIED).text
+        text = make_issue(Facts(replace(snapshot, failure=failure), snapshot_script(snapshot), VERIFIED)).text
         assert "python repro.py" in text and "hunter22" not in text and len(text) < 5_000
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
 
 
+def title_of(snapshot: Snapshot, reduction: Reduction | None = None) -> str:
+    return Facts(snapshot, snapshot_script(snapshot), VERIFIED, reduction).title
+
+
 def issue_of(snapshot: Snapshot, template: str | None = None, **fields: Any) -> Issue:
-    return make_issue(snapshot, snapshot_script(snapshot), replace(VERIFIED, **fields), template=template)
+    return make_issue(Facts(snapshot, snapshot_script(snapshot), replace(VERIFIED, **fields)), template=template)
 
 
 def test_every_template_has_its_headings_and_all_sections() -> None:
@@ -275,7 +280,7 @@ def test_the_markdown_is_what_it_looks_like() -> None:
 def test_a_long_script_is_folded() -> None:
     snapshot = snapshot_of(masked_softmax())
     script = replace(snapshot_script(snapshot), text="import torch\n" + "x = 1\n" * 50)
-    screen = make_issue(snapshot, script, VERIFIED).text.partition("<details>")[0]
+    screen = make_issue(Facts(snapshot, script, VERIFIED)).text.partition("<details>")[0]
     assert "x = 1" not in screen and "longer than a screen" in screen
 
 
@@ -332,7 +337,7 @@ def test_paths_are_the_same_wherever_an_issue_names_a_line() -> None:
     snapshot = replace(snapshot, program=program, failure=replace(snapshot.failure, site=site))
     fix = TriedFix("clamp", ("clamp the argument",), "x = x", ("lib/losses.py:7",), True, "loss 1")
     found = Diagnosis(id="a", title="A title", confidence="likely", mechanism="It is.", advice="Do.", fix=fix)
-    shown = f"{title_of(snapshot)}\n{issue_of(snapshot).text}\n{findings.markdown(found)}"
+    shown = f"{title_of(snapshot)}\n{issue_of(snapshot).text}\n{findings.markdown(findings.page(found))}"
     assert "in lib/losses.py:7 (" in shown and "(`lib/losses.py:7`)" in shown
     assert not re.search(r"(?<!lib/)losses\.py", shown)
 
@@ -405,7 +410,7 @@ def test_the_issue_folds_the_piece_of_the_model_away(template: str, attention: P
 def test_a_long_piece_of_the_model_gives_way_before_the_script() -> None:
     snapshot = snapshot_of(masked_softmax())
     script = snapshot_script(snapshot)
-    text = make_issue(snapshot, script, VERIFIED, context="# a line\n" * 10_000).text
+    text = make_issue(Facts(snapshot, script, VERIFIED), context="# a line\n" * 10_000).text
     assert len(text) <= MAX_CHARACTERS and "... cut here" in text
     assert script.text in text and text.count("<details>") == text.count("</details>")
 

@@ -6,10 +6,12 @@ import ast
 import contextlib
 import io
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 
 from reprokit.render.module import MAX_LINES, ModuleScript, write_module_script
 from reprokit.render.sources import context_script
-from reprokit.render.texts import render_context
+from reprokit.render.texts import piece_of, verified_piece, write_piece
 from reprokit.render.verify import verify
 from reprokit.shrink.context.tree import Context
 from reprokit.shrink.reducer import shrink
@@ -100,17 +102,23 @@ def reduction() -> Reduction:
     return shrink(models.masked_attention())
 
 
+def written(reduction: Reduction, folder: Path, times: int = 1) -> dict[str, Any] | str:
+    """What `render_all` says of the piece of the model, or the reason why there is none."""
+    found = verified_piece(piece_of(reduction, None), times)
+    return found if isinstance(found, str) else write_piece(found, reduction, folder)
+
+
 def test_a_context_that_is_missing_or_does_not_fail_leaves_no_file(reduction: Reduction, tmp_path: Path) -> None:
     assert reduction.context is not None
     tensors = {v: torch.zeros_like(t) for v, t in reduction.context.tensors.items()}
     for context in (None, replace(reduction.context, tensors=tensors)):
-        assert render_context(replace(reduction, context=context), None, tmp_path, times=1) is None
+        assert isinstance(written(replace(reduction, context=context), tmp_path), str)
         assert list(tmp_path.iterdir()) == []
 
 
 def test_a_context_is_written_and_verified(reduction: Reduction, tmp_path: Path) -> None:
-    summary = render_context(reduction, None, tmp_path, times=2)
-    assert summary is not None
+    summary = written(reduction, tmp_path, times=2)
+    assert isinstance(summary, dict)
     assert summary["verified"] == "2/2"
     assert summary["modules"] == 1
     assert Path(summary["path"]).read_text().count("class ") == 1
@@ -140,11 +148,9 @@ def test_a_parameter_that_a_layer_is_called_with_belongs_to_the_module_around_it
 
 
 def test_a_context_that_cannot_be_shown_is_told(reduction: Reduction, tmp_path: Path) -> None:
-    reasons: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("reprokit.render.texts"), "MAX_LINES", 3)
-        assert render_context(reduction, None, tmp_path, on_reason=reasons.append) is None
-    assert len(reasons) == 1 and reasons[0].endswith("lines, and 3 is the limit")
+        assert str(written(reduction, tmp_path)).endswith("lines, and 3 is the limit")
 
 
 class Growth(nn.Module):
@@ -191,15 +197,25 @@ def divided(*, is_in_module: bool = False) -> Snapshot:
 def test_a_context_that_is_the_minimum_again_is_not_written(tmp_path: Path) -> None:
     reduction = shrink(divided())
     assert reduction.context is not None and reduction.program.num_calls == 1
-    assert render_context(reduction, None, tmp_path, times=1) is None
+    assert written(reduction, tmp_path) == "it would be `repro.py` again"
+
+
+def test_a_context_with_a_module_is_written(tmp_path: Path) -> None:
+    assert isinstance(written(shrink(divided(is_in_module=True)), tmp_path), dict)
+
+
+def test_a_piece_that_fails_in_another_way_is_left_out(tmp_path: Path) -> None:
+    """The deviation of nothing at all where the minimum has that of one element."""
+
+    class Spread(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.std(x)
+
+    spread = Spread()
+    with warnings.catch_warnings(action="ignore"):  # torch warns of both
+        one, empty = (models.record_model(spread, spread, x=torch.ones(size)) for size in (1, 0))
+        small = shrink(one)
+    context = Context(empty.program, empty.tensors, empty.failure)
+    said = written(replace(small, context=context), tmp_path)
+    assert said == "the part of the model that was found fails in another way than `repro.py`"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_context_with_a_module_or_other_numbers_is_written(tmp_path: Path) -> None:
-    assert render_context(shrink(divided(is_in_module=True)), None, tmp_path, times=1) is not None
-    reduction = shrink(divided())
-    context = reduction.context
-    assert context is not None
-    tensors = {value: torch.tensor([[0.0, 1.0]]) for value in context.tensors}
-    other = replace(reduction, context=replace(context, tensors=tensors))
-    assert render_context(other, None, tmp_path, times=1) is not None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Symbol
+from reprokit.render.facts import Facts
 from reprokit.render.names import labels
 from reprokit.render.report import MAX_TEXT, heat_map, plot, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
@@ -55,7 +56,7 @@ def ways_of(snapshot: Snapshot) -> list[Way]:
 def report(snapshot: Snapshot, **fields: Any) -> str:
     """The report of a snapshot and its reduction."""
     reduction = reduced(snapshot, **fields)
-    return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
+    return write_report(Facts(snapshot, reduction_script(reduction), VERIFIED, reduction))
 
 
 def chain(length: int, call: str = "torch.nn.functional.relu") -> Case:
@@ -126,7 +127,7 @@ def test_the_report_is_one_file_and_well_formed() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_failure_has_a_report(case: Any) -> None:
     snapshot = snapshot_of(case(), timeline=[])
-    html = write_report(snapshot, snapshot_script(snapshot), VERIFIED)
+    html = write_report(Facts(snapshot, snapshot_script(snapshot), VERIFIED))
     Checker(html)
     assert "The way of the bad value" in html and "it was not reduced" in html
     assert ">Before the failure<" not in html and ">Reduction<" not in html
@@ -144,7 +145,7 @@ def test_every_kind_of_tensor_has_a_report(target: str, argument: Any, value: to
     arguments = (Ref(0),) if argument is None else (Ref(0), argument)
     program = Program((Call(target, arguments, {}, Ref(1)),), (Input(0, "x"),), (Ref(1),))
     snapshot = snapshot_of((program, {0: value}))
-    html = write_report(snapshot, snapshot_script(snapshot), VERIFIED)
+    html = write_report(Facts(snapshot, snapshot_script(snapshot), VERIFIED))
     assert "1 inf" in html and "could not be run" not in html
 
 
@@ -169,7 +170,7 @@ def test_no_contents_of_tensors_are_shown() -> None:
     program, tensors = chain(2)
     tensors[0] = torch.tensor([-1.0, 0.123456789, 5.0])
     snapshot = snapshot_of((program, tensors))
-    html = write_report(snapshot, reduction_script(reduced(snapshot)), VERIFIED)
+    html = write_report(Facts(snapshot, reduction_script(reduced(snapshot)), VERIFIED))
     assert "0.1234" not in html
 
 
@@ -183,7 +184,7 @@ def test_long_texts_are_cut_where_it_shows() -> None:
 
 def test_a_long_step_stays_a_small_file() -> None:
     snapshot = snapshot_of(chain(1000, "torch.neg"))
-    html = write_report(snapshot, reduction_script(reduced(snapshot)), VERIFIED)
+    html = write_report(Facts(snapshot, reduction_script(reduced(snapshot)), VERIFIED))
     assert len(html) < 300_000
     assert f"{1002 - MAX_BEFORE} calls on this way not shown" in html
     assert "further modules are not shown" in html

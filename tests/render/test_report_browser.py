@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
+from reprokit.render.facts import Facts
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
 from reprokit.shrink.reduction import Answered, WhatIfResult
@@ -56,13 +57,13 @@ def big_report() -> str:
     row = Answered("fp64", "`float64`", "other", "raises " + "w" * 200, 1e-3)
     log = ["1: cut: 3 calls, 20 elements", "4: sizes: to 1: 1 call, 1 element"]
     reduction = reduced(snapshot, log=log, whatif=WhatIfResult(tables={"minimum": (row,), "context": (row,)}))
-    return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
+    return write_report(Facts(snapshot, reduction_script(reduction), VERIFIED, reduction))
 
 
 def small_report() -> str:
     snapshot = attention_step()
     reduction = reduced(snapshot)
-    return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
+    return write_report(Facts(snapshot, reduction_script(reduction), VERIFIED, reduction))
 
 
 def browse(page: Path, *options: str, width: int = 1000) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,8 @@ from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render import facts
-from reprokit.render.issue import make_issue, title_of
+from reprokit.render.facts import Facts
+from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.texts import render_all, render_one
@@ -87,7 +88,7 @@ def reduced(snapshot: Snapshot, **fields: Any) -> Any:
 def test_the_issue_says_it_all_on_the_first_screen(template: str) -> None:
     snapshot = attention_step()
     reduction = reduced(snapshot)
-    text = make_issue(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction, template=template).text
+    text = make_issue(Facts(snapshot, reduction_script(reduction), VERIFIED, reduction), template=template).text
     screen = text.partition("<details>")[0]
     heading = "softmax returns nan in layers.1.attention (float32, CPU, torch 2.13.0)"
     assert text.startswith(f"<!-- Title: {heading} -->\n")
@@ -107,10 +108,11 @@ def test_a_template_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.md.j2"
     path.write_text("{{ title }} / {{ rate }}")
     snapshot = attention_step()
-    text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, template=str(path)).text
-    assert text == f"{title_of(snapshot)} / It failed 20 of 20 runs in the same way, each in a process of its own."
+    facts = Facts(snapshot, snapshot_script(snapshot), VERIFIED)
+    text = make_issue(facts, template=str(path)).text
+    assert text == f"{facts.title} / It failed 20 of 20 runs in the same way, each in a process of its own."
     with pytest.raises(UsageError, match="no issue template `nothing`"):
-        make_issue(snapshot, snapshot_script(snapshot), VERIFIED, template="nothing")
+        make_issue(Facts(snapshot, snapshot_script(snapshot), VERIFIED), template="nothing")
 
 
 def test_secrets_are_hidden_again() -> None:
@@ -120,8 +122,8 @@ def test_secrets_are_hidden_again() -> None:
     reduction = reduced(snapshot, log=[LogRow(1, f"token {secret}", 1, 1)])
     leaky = replace(VERIFIED, output=secret, error_output=secret)
     script = reduction_script(reduction)
-    assert secret not in make_issue(snapshot, script, leaky, reduction=reduction).text
-    assert secret not in write_report(snapshot, script, leaky, reduction=reduction)
+    assert secret not in make_issue(Facts(snapshot, script, leaky, reduction)).text
+    assert secret not in write_report(Facts(snapshot, script, leaky, reduction))
 
 
 # -- everything ----------------------------------------------------------------------------------------------------

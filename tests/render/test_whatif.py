@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprokit.render import findings
+from reprokit.render.facts import Facts
 from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import snapshot_script
@@ -63,14 +64,14 @@ def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
     snapshot = attention_step()
     for table in (TABLE, WhatIfResult()):
         small = reduced(snapshot, whatif=table)
-        text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template).text
+        text = make_issue(Facts(snapshot, snapshot_script(snapshot), VERIFIED, small), template=template).text
         assert ("\n\n" + findings.table_markdown(TABLE, "minimum") + "\n\n" in text) == (table is TABLE)
 
 
 def test_the_report_has_the_table_where_there_is_one() -> None:
     snapshot = attention_step()
     for table in (TABLE, WhatIfResult()):
-        text = write_report(snapshot, snapshot_script(snapshot), VERIFIED, reduction=reduced(snapshot, whatif=table))
+        text = write_report(Facts(snapshot, snapshot_script(snapshot), VERIFIED, reduced(snapshot, whatif=table)))
         assert ('<h2 id="whatif">What if</h2>' in text) == (table is TABLE)
         cell = '<td class="answer other">fails otherwise: inf from <code>exp</code></td><td>2 s</td>'
         assert (cell in text) == (table is TABLE)
