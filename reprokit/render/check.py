@@ -112,10 +112,10 @@ def write_check(subject: Subject, failure: Failure, code: Code) -> list[ast.stmt
 
 
 def outcome_words(subject: Subject | None, code: Code, failure: Failure) -> str:
-    """The kind of bad value that a repro shows, if not that of the failure: ``, which makes x.grad nan``."""
+    """A sentence with the bad value that a repro shows, if it is another one than the failure's; else empty."""
     if subject is None or subject.way == failure.way:
         return ""
-    return f", which makes {code.names[subject.value]}{'.grad' * subject.is_gradient} {_WORDS[subject.way]}"
+    return f"It makes {code.names[subject.value]}{'.grad' * subject.is_gradient} {_WORDS[subject.way]}."
 
 
 def _message(subject: Subject, failure: Failure, code: Code) -> str:

@@ -119,8 +119,11 @@ class Facts:
             return f"{rows}{event_words(self.snapshot)}"
         if positions is None:
             return how_much(self.snapshot.failure)
+        name, total = wording.code_span(positions.name), positions.size[0] * positions.size[1]
         pattern = positions.pattern.removesuffix(".")
-        return f"{sum(positions.counts.values()):,} of {positions.size[0] * positions.size[1]:,} elements of {wording.code_span(positions.name)}: {pattern[:1].lower()}{pattern[1:]}"  # noqa: E501
+        if pattern[:1].isdigit():  # it counts them itself
+            return f"{name}: {pattern}"
+        return f"{sum(positions.counts.values()):,} of {total:,} elements of {name}: {pattern[:1].lower()}{pattern[1:]}"
 
     @cached_property
     def rate(self) -> str:

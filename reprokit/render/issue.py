@@ -89,7 +89,7 @@ def write_summary(facts: Facts, no_module: str = "") -> str:
         "where": f"{rows.where(snapshot)}{f', at {line}' if (line := wording.line(snapshot.failure)) else ''}",
         "which": wording.renamed(" ".join(filter(None, (facts.which, facts.given))), facts.names_of_data),
         "since": ". ".join(part.removesuffix(".") for part in since if part),
-        "why": f"{found['mechanism']} ({found['sure']})" if found is not None else "",
+        "why": f"{found['mechanism'].removesuffix('.')} ({found['sure']})." if found is not None else "",
         "fix": fix,
         "repro": repro,
         "title": facts.title,

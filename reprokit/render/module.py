@@ -243,17 +243,15 @@ class _Writer:
     # -- the script ----------------------------------------------------------------------------------------------
 
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
-        what = redact_text(headline(self._context.failure))
-        yield f"{what} {phase_words(self._context.failure)}{outcome} (torch {version})."
-        was = (
-            f"a training step of {counted(num_calls_before, 'torch call')}"
-            if num_calls_before is not None
-            else "a step"
-        )
-        yield f"This is the part of the model where it happens, cut out of {was} by reprokit."
+        failure, calls = self._context.failure, self._context.program.num_calls
+        yield f"{redact_text(headline(failure))} {phase_words(failure)} (torch {version})."
+        if outcome:
+            yield outcome
+        was = f"{counted(num_calls_before, 'torch call')} of a training step" if num_calls_before else "a training step"
+        yield f"The part of the model where it happens, reduced by reprokit from {was} to {calls}."
         if not self._context.is_ordinary:
             yield "Some inputs are not ordinary numbers: no part of the model fails with ordinary inputs alone."
-        yield "Exit code 1: the failure is there. Exit code 0: it is gone."
+        yield "Ends with exit code 1 while the failure is there, and with 0 once it is gone."
 
     def _random_start(self) -> list[ast.stmt]:
         """The line that seeds the generator before the one call that is random."""
