@@ -16,7 +16,7 @@ from torch import nn
 
 from reprokit.capture.save import NOT_OF_TORCH
 from reprokit.capture.session import Session
-from reprokit.render.findings import markdown, one_line
+from reprokit.render.findings import markdown, one_line, page
 from reprokit.rules.match import diagnose
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
@@ -269,7 +269,7 @@ def test_the_last_bad_scalar_is_no_loss(tmp_path: Path) -> None:
     found = diagnose(snapshot)
     assert found.fix is not None and found.fix.is_plausible is None and "loss" not in found.fix.outcome
     assert "the failure ended when tried, without a loss to check" in one_line(found)
-    assert "there is no loss to check" in markdown(found)
+    assert "there is no loss to check" in markdown(page(found))
 
 
 @pytest.mark.parametrize(("mistake", "error"), [("unknown", NameError), ("[][7]", IndexError), ("len(3)", TypeError)])
