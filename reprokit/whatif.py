@@ -287,7 +287,7 @@ def _compiled(candidate: Step, check: SignatureCheck, backend: str) -> Trial:
     if isinstance(check, MismatchCheck) and isinstance(check.reference, Compiled):
         return _compared(candidate, check, backend)
     if check.signature.kind not in ("nan", "inf", EXCEPTION):
-        raise Unsuitable(f"`{check.spec}` runs the program in ways of its own")
+        raise Unsuitable(f"`{check.spec}` is not a failure that a compiled program is checked for")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes of its own would outlive this one
     program = candidate.program
     keep = frozenset(results_of(program))

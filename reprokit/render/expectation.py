@@ -22,7 +22,6 @@ from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.whatif import MINIMUM
 
 OWN, TORCH = "own", "torch"
 _TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}
@@ -71,9 +70,7 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     """The texts about a failure: decided by the diagnosis of the reduction, with the places of the snapshot."""
     failure = reduction.failure if reduction is not None else snapshot.failure
     reason = _reason(failure, reduction)
-    rows = (reduction.whatif.tables or {}).get(MINIMUM, ()) if reduction is not None else ()
-    is_exact_finite = any((row.variant, row.answer) == ("fp64", "passes") for row in rows)
-    owner = _owner(snapshot, failure, reason, is_exact_finite=is_exact_finite)
+    owner = _owner(snapshot, failure, reason)
     cause = snapshot.failure.cause
     if cause is not None:
         return _of_cause(snapshot, failure, cause, owner)
@@ -84,7 +81,7 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     return Expectation(
         reason.title[:1].lower() + reason.title[1:] if reason is not None else "",
         _with_training(wording.observed(failure, is_constant=is_constant), snapshot.failure, failure),
-        "A finite number in its place." if is_constant else _expected(failure, reason, owner),
+        "A finite number in its place." if is_constant else _expected(failure, reason),
         _remark(snapshot, failure, reason, _operands(snapshot, reduction), owner),
         owner,
     )
@@ -143,7 +140,7 @@ def _with_training(observed: str, recorded: Failure, reduced: Failure) -> str:
     return f"{observed.removesuffix('.')}. In training it was: {message}."
 
 
-def _expected(failure: Failure, reason: _Reason | None, owner: str) -> str:
+def _expected(failure: Failure, reason: _Reason | None) -> str:
     if is_out_of_memory(failure):
         return "The call returns, which needs as much free memory as the message says."
     name = wording.code_span(failure.call or wording.short_call(failure))
@@ -154,9 +151,7 @@ def _expected(failure: Failure, reason: _Reason | None, owner: str) -> str:
         )
     expected = wording.expected(failure)
     if reason is None:
-        return (
-            f"{expected} In float64 the minimum passes." if owner == TORCH and failure.kind != "mismatch" else expected
-        )
+        return expected
     if not reason.rule.expected:
         return f"{expected} {reason.mechanism}"
     needs = f"{expected.removesuffix('.')}, which needs {reason.rule.expected}."
@@ -232,7 +227,7 @@ def _maker(program: Program, value: int, before: int) -> Call | Input | None:
     return next((item for item in program.inputs if item.value == value), None)
 
 
-def _owner(snapshot: Snapshot, failure: Failure, reason: _Reason | None, *, is_exact_finite: bool) -> str:
+def _owner(snapshot: Snapshot, failure: Failure, reason: _Reason | None) -> str:
     library = _library(snapshot)
     if library is not None and not (failure.call or "").startswith("torch.optim."):
         return library
@@ -242,8 +237,7 @@ def _owner(snapshot: Snapshot, failure: Failure, reason: _Reason | None, *, is_e
         return TORCH if any(word in f"{kind} {message}" for word in _INTERNAL) else OWN
     if failure.kind == "mismatch":
         return TORCH
-    is_defect = is_exact_finite and failure.kind in ("nan", "inf") if reason is None else reason.rule.is_of_torch
-    return TORCH if is_defect else OWN
+    return TORCH if reason is not None and reason.rule.is_of_torch else OWN
 
 
 def _library(snapshot: Snapshot) -> str | None:

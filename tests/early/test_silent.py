@@ -61,7 +61,8 @@ def test_a_dead_layer_is_named_in_an_issue_without_a_repro(tmp_path: Path) -> No
     assert reduction.program == snapshot.program and reduction.reproduces == "5/5"
     rendered = reprokit.render(reduction, snapshot, tmp_path / "out")
     assert rendered.repro is None
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"issue.md", "reduction.pt", "report.html"}
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert files == {"issue.md", "reduction.pt", "report.html", "summary.md"}
     issue = rendered.issue.read_text()
     assert "A gradient that is not zero everywhere reaches `0.weight`." in issue
     assert "There is no repro: no row of the batch and no option of step 0 stands out." in issue

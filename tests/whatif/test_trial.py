@@ -144,7 +144,10 @@ def test_a_comparison_is_not_compiled() -> None:
     failure = Failure("forward", "mismatch", "fp64", "torch.exp", 0, value=1)
     check = MismatchCheck().adopted(failure, whole)
     trial = Trials({whole.digest: check})(whole, "compile:aot_eager")
-    assert (trial.answer, trial.detail) == (CANNOT_RUN, "`mismatch:fp64` runs the program in ways of its own")
+    assert (trial.answer, trial.detail) == (
+        CANNOT_RUN,
+        "`mismatch:fp64` is not a failure that a compiled program is checked for",
+    )
 
 
 def test_settings_of_torch_are_given_back() -> None:
