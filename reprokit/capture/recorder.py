@@ -24,7 +24,7 @@ from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
 from reprokit.capture.tape import Known, Number, Op, Tape
 from reprokit.capture.tensor_names import note_unfollowed
-from reprokit.capture.traits import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
+from reprokit.capture.traits import FACTS, OPERATORS, UNKNOWN, Traits, facts_of
 from reprokit.errors import ignored_errors
 from reprokit.program import functions
 from reprokit.program.ir import Mode
@@ -155,7 +155,7 @@ class Recorder(StackedMode):
             self.switch_off(error)
         return out
 
-    def _facts(self, func: Callable[..., Any]) -> Facts:
+    def _facts(self, func: Callable[..., Any]) -> Traits:
         try:
             return facts_of(func)
         except BaseException as error:
@@ -164,7 +164,7 @@ class Recorder(StackedMode):
 
     def _note_unusual(
         self,
-        facts: Facts,
+        facts: Traits,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         where: tuple[Any, int],
@@ -186,7 +186,7 @@ class Recorder(StackedMode):
     def note_failure(
         self,
         error: BaseException,
-        facts: Facts,
+        facts: Traits,
         args: tuple[Any, ...],
         kwargs: Any,
         frame: FrameType,
@@ -203,7 +203,7 @@ class Recorder(StackedMode):
             self.switch_off(own)
 
     def _perform_unusual(
-        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Perform a function that is not plain, or that the loop itself does not call; note it if need be."""
         if self.depth:
@@ -220,7 +220,7 @@ class Recorder(StackedMode):
         return self._perform(facts, func, args, kwargs, sys._getframe(2))
 
     def _perform(
-        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+        self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         """Perform a call that needs more than the usual: one that may write, draws random numbers, or comes from
         elsewhere than the loop's own lines."""
@@ -247,7 +247,7 @@ class Recorder(StackedMode):
         return out
 
     def _prepare(
-        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+        self, facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, int], FunctionNote | None, Any] | None:
         """Where a call is made, what else is known of it, and what it writes; ``None`` if it need not be noted."""
         user, root, has_library = caller_of(frame)
@@ -278,7 +278,7 @@ class Recorder(StackedMode):
 
     def _prepare_write(
         self,
-        facts: Facts,
+        facts: Traits,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         written: Any,
@@ -317,7 +317,7 @@ class Recorder(StackedMode):
         given, named = self.encode(args, kwargs)
         return where, _as(note, is_write=True), (written, given, named, False)
 
-    def _note_write(self, facts: Facts, written: Any, note: FunctionNote, where: tuple[Any, int], out: Any) -> None:
+    def _note_write(self, facts: Traits, written: Any, note: FunctionNote, where: tuple[Any, int], out: Any) -> None:
         target, given, named, is_data = written
         if note.rng is None and facts.is_random and isinstance(target, torch.Tensor):
             note.outcome = target.detach().clone()
@@ -482,7 +482,7 @@ def _as(note: FunctionNote | None, **fields: Any) -> FunctionNote:
     return note
 
 
-def _written_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _written_by(facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function writes into, ``None`` if it was not asked to write."""
     if facts.is_in_place:
         return args[0] if args else next(iter(kwargs.values()), None)
@@ -496,7 +496,7 @@ def _begins_forward(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return any(tensor.requires_grad for tensor in iter_tensors((args, kwargs)))
 
 
-def _can_repeat(facts: Facts, note: FunctionNote | None, outputs: list[torch.Tensor], *, has_tensors: bool) -> bool:
+def _can_repeat(facts: Traits, note: FunctionNote | None, outputs: list[torch.Tensor], *, has_tensors: bool) -> bool:
     """True if replaying the function gives the same; otherwise its outcome is used by value."""
     if not facts.name:
         return any(tensor.requires_grad for tensor in outputs)

@@ -1,4 +1,4 @@
-"""Facts about a torch function, computed once for each: its name, if it writes, if it is random, if it is noted."""
+"""Traits about a torch function, computed once for each: its name, if it writes, if it is random, if it is noted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts about a torch function; ``function`` is the original, without the wrapper of a capture.
+class Traits:
+    """Traits about a torch function; ``function`` is the original, without the wrapper of a capture.
 
     ``is_plain``: it makes new tensors of tensors or writes into its first one, without random numbers. ``is_silent``:
     it is never noted; if it ``is_read`` it tells the loop a value. ``reads_values``: no gradient flows through it.
@@ -36,13 +36,13 @@ class Facts:
     may_write: bool
 
 
-def facts_of(func: Callable[..., Any]) -> Facts:
+def facts_of(func: Callable[..., Any]) -> Traits:
     """The facts of a function, found once."""
     facts = FACTS.get(func)
     return facts if facts is not None else _find_facts(func)
 
 
-def _find_facts(func: Callable[..., Any]) -> Facts:
+def _find_facts(func: Callable[..., Any]) -> Traits:
     function = func
     if func not in _DIFFERENTIATION and getattr(func, "__wrapped__", None) in _DIFFERENTIATION:
         function = func.__wrapped__  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def _find_facts(func: Callable[..., Any]) -> Facts:
     is_silent = func in _SILENT or (isinstance(func, OPERATORS) and _is_of_torch(func))
     is_special = is_random or functions.is_factory(name) or name in functions.GRAD_WRITES | functions.DATA_WRITES
     is_differentiation = function in _DIFFERENTIATION
-    facts = Facts(
+    facts = Traits(
         function,
         name,
         is_in_place,
@@ -70,9 +70,9 @@ def _find_facts(func: Callable[..., Any]) -> Facts:
     return facts
 
 
-UNKNOWN = Facts(lambda: None, "", *10 * [False])  # of a function whose own facts could not be found
+UNKNOWN = Traits(lambda: None, "", *10 * [False])  # of a function whose own facts could not be found
 VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
-FACTS: dict[Callable[..., Any], Facts] = {}
+FACTS: dict[Callable[..., Any], Traits] = {}
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _DIVIDED = frozenset({torch.Tensor.__iter__})
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})

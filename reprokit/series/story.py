@@ -199,8 +199,12 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
         place = next((n for n in range(risen, place) if values[n] > least), place)
     step, value = series[place]
     if rate is not None:
-        begin = f"step {step}" if place else "the first step"
-        text = f"grows {rate:.2g} times a step from {begin} on ({number_words(usual)} to {number_words(values[-1])})"
+        begin, before = (
+            (f"step {step}", f"about {number_words(usual)} before")
+            if place
+            else ("the first step", number_words(usual))
+        )
+        text = f"grows from {begin} on, from {before} to {number_words(values[-1])} at step {series[-1][0]}"
     elif math.isfinite(value):
         text = f"jumps from about {number_words(usual)} to {number_words(value)} at step {step}"
     else:

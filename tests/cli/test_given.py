@@ -41,7 +41,7 @@ def test_a_bad_batch_is_named_with_its_row_and_line(tmp_path: Path, run_python: 
     assert given["name"] == "batches" and given["place"]["file"].endswith("train.py")
     assert given["place"]["code"] == "loss = model(batch).square().mean()"
     assert "error: `batches` holds nan before any recorded call reads it: 1 of 15 elements (row 2)" in done.stderr
-    assert {path.name for path in (tmp_path / "snap").iterdir()} == {"issue.md", "report.html"}
+    assert {path.name for path in (tmp_path / "snap").iterdir()} == {"issue.md", "report.html", "summary.md"}
     assert "verified" not in done.stdout + done.stderr
 
 
@@ -131,7 +131,7 @@ def test_no_command_makes_a_repro_of_it(
     assert "`batch` holds nan before any recorded call reads it: 1 of 48 elements (row 3)" in said
     assert "verified" not in said
     if words[0] == "shrink":
-        assert {path.name for path in Path("old").iterdir()} == {"issue.md", "report.html", "mine.txt"}
+        assert {path.name for path in Path("old").iterdir()} == {"issue.md", "report.html", "summary.md", "mine.txt"}
         for text in (Path("old", "issue.md").read_text(), Path("old", "report.html").read_text()):
             assert "There is no repro: " in text and "verified" not in text and "torch.tensor(" not in text
 

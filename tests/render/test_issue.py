@@ -29,7 +29,7 @@ from reprokit.render.templates import find_template, template_names
 from reprokit.render.texts import write_zip
 from reprokit.rules.diagnosis import Diagnosis, TriedFix
 from reprokit.rules.match import diagnose
-from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIfResult
+from reprokit.shrink.reduction import Reduction, Size
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot, save
@@ -138,15 +138,6 @@ def test_an_eps_of_torch_that_rounds_to_zero_goes_upstream() -> None:
     found = expect(snapshot, diagnosed(snapshot))
     assert (found.owner, found.template, found.remark) == ("torch", "pytorch", "")
     assert found.expected.startswith("A finite") and "eps" in found.expected
-
-
-@pytest.mark.parametrize(("answer", "owner"), [("passes", "torch"), ("same", "own")])
-def test_what_passes_in_float64_and_has_no_known_reason_goes_upstream(answer: str, owner: str) -> None:
-    snapshot = one_call("torch.lerp", [-3e38], [3e38], 0.5)
-    table = WhatIfResult(tables={"minimum": (Answered("fp64", "`float64`", answer, ""),)})
-    found = expect(snapshot, reduction_of(snapshot, whatif=table))
-    assert (found.words, found.owner, found.remark) == ("", owner, "")
-    assert ("In float64 the minimum passes." in found.expected) is (owner == "torch")
 
 
 @pytest.mark.parametrize(
