@@ -28,7 +28,12 @@ def rows(module: str, quantity: str, values: dict[int, float], usual: float = 0.
 @pytest.mark.parametrize(
     ("quantity", "values", "step", "words"),
     [
-        ("gradient", {s: 0.3 * 1.8 ** (s - 9) for s in range(10, 20)}, 10, "grows from step 10 on, from about 0.3 before to "),
+        (
+            "gradient",
+            {s: 0.3 * 1.8 ** (s - 9) for s in range(10, 20)},
+            10,
+            "grows from step 10 on, from about 0.3 before",
+        ),
         ("gradient", dict.fromkeys(range(15, 20), 3e5), 15, "jumps from about 0.3 to 300000 at step 15"),
         ("activation", {19: math.inf}, 19, "is inf at step 19; before it was about 0.3"),
         ("update", {18: math.nan, 19: math.nan}, 18, "is nan at step 18"),

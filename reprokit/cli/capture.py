@@ -293,10 +293,10 @@ class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # is generic from c
         self._words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in self._words:
+        if isinstance(value, str) and value in self._words:
             return self._words[value]
         with contextlib.suppress(ValueError):
-            number = self._kind(str(value).removesuffix("%"))
+            number = self._kind(str(value).removesuffix("%") if self._kind is float else str(value))
             if 0 < number < math.inf:
                 return number
         self.fail(f"`{value}` is no number above 0, nor {' or '.join(self._words)}", param, ctx)
@@ -409,8 +409,14 @@ def command(
     if record is not None and not re.fullmatch(r"(auto|0*[1-9]\d*)(:.*)?", record):
         raise UsageError(f"`{record}` is not a pace", hint="--record takes auto, or a number of steps such as 10:h.0.*")
     typed: list[str] = click.get_current_context().obj
-    words = (word for word in typed[: len(typed) - len(target)] if word not in ("-m", "--module", "--"))
-    return Capture(target[0], module, target[1:], output, force, numbers, json, verbosity, given, tuple(words))
+    passed_on = (_passed_on(word) for word in typed[: len(typed) - len(target)])
+    words = tuple(word for word in passed_on if word not in ("-", "--module", "--"))
+    return Capture(target[0], module, target[1:], output, force, numbers, json, verbosity, given, words)
+
+
+def _passed_on(word: str) -> str:
+    """An option as a started process is given it: ``-m``, also in ``-qm``, is about the script of this one."""
+    return word.replace("m", "") if re.fullmatch("-[qvfm]+", word) else word
 
 
 _STARTS_SCRIPTS = re.compile(r"torchrun|accelerate|mpiexec|mpirun|srun|python[\d.]*")

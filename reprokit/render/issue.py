@@ -15,7 +15,7 @@ from reprokit.render import facts as rows
 from reprokit.render import findings, wording
 from reprokit.render.expectation import OWN
 from reprokit.render.facts import Facts
-from reprokit.render.templates import Template, find_template, render_template, tidied
+from reprokit.render.templates import Template, fence, find_template, render_template, tidied
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif import MINIMUM
@@ -95,7 +95,8 @@ def write_summary(facts: Facts, no_module: str = "") -> str:
         "title": facts.title,
     }
     shown = {name: wording.prose(shorten_paths(redact_text(text))) for name, text in parts.items()}
-    return tidied(render_template("summary.md.j2", code=redact_source(code), **shown))
+    code = redact_source(code)
+    return tidied(render_template("summary.md.j2", code=code, fence=fence(code), **shown))
 
 
 def _fix(found: Mapping[str, Any]) -> tuple[str, str]:

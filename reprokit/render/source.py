@@ -8,6 +8,7 @@ of numbers, and what has another shape, are filled line by line and marked ``# f
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import re
@@ -38,9 +39,10 @@ _POWER = re.compile(r"(?<![\w.)\]])([^\W\d][\w.]*|\d[\w.]*(?:e-\d+)?) \*\* (-?[\
 
 def path(text: str) -> ast.expr:
     """``x``, ``self.fc.weight``, ``parts[0]`` or ``torch.exp`` as a node; raises `SnapshotError` for anything else."""
-    if not _PATH.fullmatch(text):
-        raise SnapshotError(f"`{text:.80}` is no name that a script may hold")
-    return ast.parse(text, mode="eval").body
+    with contextlib.suppress(SyntaxError):  # of a keyword, such as in `blocks.in.weight`
+        if _PATH.fullmatch(text):
+            return ast.parse(text, mode="eval").body
+    raise SnapshotError(f"`{text:.80}` is no name that a script may hold")
 
 
 def constant(value: bool | int | float | complex | str | None) -> ast.expr:
@@ -264,6 +266,8 @@ def _folded(
     """A bracket with its parts: in one line, else in one of their own, else in one each."""
     inner = indent + _INDENT
     joined = ", ".join(f"{name}{text(value)}" for name, value in parts)
+    if opened.endswith("(") and not is_call and len(parts) == 1:
+        joined += ","  # else it is no tuple
     whole = f"{indent}{opened}{joined}{closed}"
     if len(whole) <= width:
         return [whole]

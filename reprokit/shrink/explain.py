@@ -124,7 +124,7 @@ def _other_contents(tensor: torch.Tensor, may_index: bool) -> Iterator[torch.Ten
     elif tensor.layout is torch.strided and tensor.dtype is torch.bool:
         yield from (~tensor, torch.zeros_like(tensor), torch.ones_like(tensor))
     elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized:
-        largest = int(tensor.max())
+        largest = int(tensor.to(torch.int64).max())
         if not may_index:  # nothing larger than what is there
             yield from ((tensor - 1).clamp(min=0), torch.zeros_like(tensor))
         elif largest == 0:

@@ -29,7 +29,9 @@ def test_constants_read_back(value: object) -> None:
     assert power is None or math.isclose(power, value**2)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", ["x y", "", "1", "x\n", "x;y", "a.b()", "x[i]", "a.", "x[0"])
+@pytest.mark.parametrize(
+    "name", ["x y", "", "1", "x\n", "x;y", "a.b()", "x[i]", "a.", "x[0", "blocks.in.weight", "class"]
+)
 def test_a_name_of_a_file_is_a_name_or_an_error(name: str) -> None:
     with pytest.raises(SnapshotError):
         path(name)
@@ -38,6 +40,12 @@ def test_a_name_of_a_file_is_a_name_or_an_error(name: str) -> None:
 def test_slices_have_their_own_notation() -> None:
     index = (Slice(None, None, 2), Slice(Ref(1), None, None), 0, ...)
     assert text(subscript(path("x"), index, lambda ref: path(f"v{ref.value}"))) == "x[::2, v1:, 0, ...]"
+
+
+@pytest.mark.parametrize("length", range(66, 76))
+def test_a_tuple_of_one_stays_a_tuple_at_any_length(length: int) -> None:
+    (tree,) = ast.parse(f"torch.cat((torch.exp({'x' * length}),))").body
+    assert ast.dump(ast.parse("\n".join(lines(tree)))) == ast.dump(ast.Module([tree], []))
 
 
 @st.composite
