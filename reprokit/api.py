@@ -78,9 +78,9 @@ def shrink(
 
     ``check`` is a failure specification as in ``--check``; the default is the captured failure. ``max_time`` (seconds)
     and ``max_checks`` bound the search. ``jobs`` candidates run at once, in child processes or in ``executor``.
-    ``whatif`` adds the table of other ways to run the result, which takes up to five seconds.
-    ``fast`` leaves out that table and the piece of the model. Raises `NotReproduced`
-    or `Flaky` if the snapshot does not fail reliably.
+    ``whatif`` adds the table of other ways to run the result, which takes up to five seconds;
+    ``fast`` leaves out that table and the piece of the model. Raises `NotReproduced` or `Flaky` if the
+    snapshot does not fail reliably.
     """
     from reprokit.workflow import shrink as shrink_snapshot
 

@@ -274,7 +274,7 @@ class EarlyWarning:
                 self._session.complain("`on_event` raised", error)
 
     def _guarded(self, work: Callable[[], T]) -> T | None:
-        """What ``work`` returns; an internal error switches early warning off, and `None` is returned."""
+        """Call ``work`` and return its result; an error in it switches early warning off, and the result is `None`."""
         try:
             return work()
         except Exception as error:
