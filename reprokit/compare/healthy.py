@@ -15,9 +15,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -29,59 +28,48 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.notes import Notes
 from reprokit.locate.spelling import argument_at, short_name, slot_of
 from reprokit.locate.ways import largest_finite, ways_of
-from reprokit.program.dataflow import calls_behind, node_of, values_behind, writer_of, written_by
+from reprokit.program.dataflow import calls_behind, values_behind, writer_of, written_by
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, Site
+from reprokit.program.observe import Trace
 from reprokit.program.step import Step
 
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _BY_DESIGN = frozenset({"mul", "where", "masked_fill"})  # make zeros because somebody asks for them
 
 
-@dataclass
-class _Sizes:
-    """Observes a run: the largest magnitude of every value and of its gradient, by value number.
+class _Sizes(Trace[float]):
+    """Observes a run: the largest magnitude of every value as a call read or left it, and of the gradients.
 
-    ``made`` and ``passed`` have those of every result as its call left it, by the index of the call and the value: a
-    value that is written in place has several. ``graphless`` are the calls with floating-point results and no graph.
+    ``values`` and ``largest_gradients`` are by value, at the end of the run. ``graphless`` are the calls with
+    floating-point results and no graph.
     """
 
-    values: dict[int, float] = field(default_factory=dict)
-    made: dict[tuple[int, int], float] = field(default_factory=dict)
-    gradients: dict[int, float] = field(default_factory=dict)
-    passed: dict[tuple[int, int], float] = field(default_factory=dict)
-    graphless: set[int] = field(default_factory=set)
-    _versions: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, step: Step) -> _Sizes:
-        sizes = cls()
-        outcome = run(step.program, step.tensors, observer=sizes, keep=frozenset())
-        sizes.gradients.update((value, _size(gradient)) for value, gradient in outcome.gradients.items())
-        return sizes
+    def __init__(self, step: Step) -> None:
+        super().__init__(step.program, _size, gradients_of=_size)
+        self.graphless = set[int]()
+        self.values = dict[int, float]()
+        outcome = self.run(step.tensors)
+        self.largest_gradients = {value: _size(gradient) for value, gradient in outcome.gradients.items()}
+        for (_, value), sizes in self.gradients.items():
+            self.largest_gradients[value] = max(self.largest_gradients.get(value, 0.0), *sizes)
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Note what the call reads, if that is new or was written since."""
-        for value in call.input_refs():
-            if self._versions.get(value) != values[value]._version:
-                self._versions[value] = values[value]._version
-                self.values[value] = _size(values[value])
+        """Measure what the call reads."""
+        super().before(index, call, values)
+        self.values |= self.reads[index]
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Note what the call returned or wrote into, and the gradient of what it returned once there is one."""
-        made = {value: values[value] for value in written_by(call) if value in values}
-        for value, tensor in made.items():
-            self.values[value], self._versions[value] = _size(tensor), tensor._version
-            self.made[index, value] = self.values[value]
-            if value in call.output_refs() and node_of(tensor) is not None:
-                tensor.register_hook(partial(self._note, index, value))  # type: ignore[no-untyped-call]
-        if any(t.is_floating_point() for t in made.values()) and not any(t.requires_grad for t in made.values()):
+        """Measure what the call left, and see whether it has a graph."""
+        super().after(index, call, values)
+        self.values |= self.writes[index]
+        made = [values[value] for value in written_by(call) if value in values]
+        if any(t.is_floating_point() for t in made) and not any(t.requires_grad for t in made):
             self.graphless.add(index)
 
-    def _note(self, index: int, value: int, gradient: torch.Tensor) -> None:
-        size = _size(gradient)
-        self.passed[index, value] = max(self.passed.get((index, value), 0.0), size)
-        self.gradients[value] = max(self.gradients.get(value, 0.0), size)
+    def passed(self, index: int, value: int) -> float | None:
+        """The largest gradient that arrived at a result of a call."""
+        return max(self.gradients.get((index, value), ()), default=None)
 
 
 def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
@@ -120,7 +108,7 @@ class _Comparison:
     factor: float
 
     def __post_init__(self) -> None:
-        self.sizes, self.healthy = _Sizes.of(self.step), _Sizes.of(self.other)
+        self.sizes, self.healthy = _Sizes(self.step), _Sizes(self.other)
         self.partner = _partners(self.step.program, self.other.program)
         loss = loss_of(self.step.program)
         self.way = calls_behind(self.step.program.calls, [loss] if loss is not None else [])
@@ -129,7 +117,7 @@ class _Comparison:
         """True if a value, or its gradient, is several times as large as in the healthy step, or not finite."""
         if value is None or value not in self.partner:
             return False
-        name = "gradients" if gradient else "values"
+        name = "largest_gradients" if gradient else "values"
         ours, theirs = getattr(self.sizes, name), getattr(self.healthy, name)
         now, before = ours.get(value), theirs.get(self.partner[value])
         return now is not None and before is not None and now > self.factor * before and now > 0
@@ -137,7 +125,7 @@ class _Comparison:
     def is_made_off(self, index: int, value: int) -> bool:
         """True if the result of a call, as the call left it, is off."""
         before = self.healthy.values.get(self.partner.get(value, -1))
-        return before is not None and self.sizes.made.get((index, value), 0.0) > max(self.factor * before, 0.0)
+        return before is not None and self.sizes.writes.get(index, {}).get(value, 0.0) > max(self.factor * before, 0.0)
 
     def is_of_data(self, value: int) -> bool:
         """True if no parameter is behind a value."""
@@ -237,7 +225,7 @@ def blocked(step: Step, failure: Failure) -> Failure:
     That is the one closest to the loss that a gradient reaches and that passes none on towards the parameter, or one
     that cuts the graph, such as `detach`. Without such a call it stays as it is.
     """
-    program, sizes, parameter = step.program, _Sizes.of(step), failure.value
+    program, sizes, parameter = step.program, _Sizes(step), failure.value
     loss = loss_of(program)
     if loss is None or parameter is None:
         return failure
@@ -256,13 +244,13 @@ def blocked(step: Step, failure: Failure) -> Failure:
 def _is_silent(program: Program, sizes: _Sizes, index: int, led_to: set[int]) -> bool:
     """True if a gradient reaches a call that makes only zeros, and passes none on to what the parameter has led to."""
     call = program.calls[index]
-    is_reached = any(sizes.passed.get((index, value)) for value in call.output_refs())
-    makes_zeros = not any(sizes.made.get((index, value)) for value in call.output_refs())
+    is_reached = any(sizes.passed(index, value) for value in call.output_refs())
+    makes_zeros = not any(sizes.writes.get(index, {}).get(value) for value in call.output_refs())
     if short_name(call) in _BY_DESIGN or not (is_reached and makes_zeros):
         return False
     read = [value for value in call.input_refs() if value in led_to]
     makers = [(writer_of(program.calls, value, index), value) for value in read]
-    sent = [sizes.gradients.get(v) if maker is None else sizes.passed.get((maker, v)) for maker, v in makers]
+    sent = [sizes.largest_gradients.get(v) if maker is None else sizes.passed(maker, v) for maker, v in makers]
     return bool(sent) and all(size == 0.0 for size in sent)
 
 

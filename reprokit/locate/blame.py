@@ -15,8 +15,8 @@ with ordinary numbers in the place of what is not finite.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 
@@ -31,6 +31,7 @@ from reprokit.program.dataflow import needed_calls
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
 from reprokit.program.ir import OPAQUE, Call, Phase, Program, Ref, Scope, iter_refs
+from reprokit.program.observe import Trace, copied
 
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
 _BOUNDING = ("clamp", "clip", "nan_to_num")
@@ -83,48 +84,32 @@ def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) ->
     reads = {value: ways for value, ways in notes.reads.get(index, {}).items() if ways}
     if not reads or program.calls[index].is_differentiation or program.calls[index].is_optimizer_step:
         return None
-    trial = _Trial(index, frozenset(reads))
     with warnings.catch_warnings(action="ignore"):
-        run(program, tensors, observer=trial, keep=frozenset(), only=needed_calls(program.calls, {index}))
+        trace = Trace(program, copied, {index})
+        trace.run(tensors, only=needed_calls(program.calls, {index}))
     found = ((value, way) for way in (NAN, PLUS, MINUS) for value, ways in reads.items() if way in ways)
     value, way = next(found)
-    return BadValue(value, way, index) if trial.returns else None
+    returns = any(_returns(program.calls[index], given) for given in _ordinary(trace.reads.get(index, {}), reads))
+    return BadValue(value, way, index) if returns else None
 
 
-@dataclass
-class _Trial:
-    """An observer that makes one call with ordinary numbers; ``returns``: True if the call does not raise then."""
+def _ordinary(given: Mapping[int, torch.Tensor], bad: Container[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """The operands without bad numbers: one number in their place, or an identity matrix."""
+    yield {value: _filled(tensor) if value in bad else tensor for value, tensor in given.items()}
+    square = {v: t for v, t in given.items() if v in bad and t.dim() > 1 and t.shape[-1] == t.shape[-2]}
+    if square:
+        eyes = {v: torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix) for v, matrix in square.items()}
+        yield {**given, **eyes}
 
-    index: int
-    bad: frozenset[int]
-    returns: bool = False
 
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Make the call."""
-        if index == self.index:
-            self.returns = any(self._runs(call, operands) for operands in self._operands(call, values))
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Nothing more."""
-
-    def _operands(self, call: Call, values: Mapping[int, torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-        """The operands without bad numbers: one number in their place, or an identity matrix."""
-        given = {value: values[value].detach().clone() for value in call.input_refs() if value in values}
-        yield {value: _filled(tensor) if value in self.bad else tensor for value, tensor in given.items()}
-        matrices = {v: given[v] for v in self.bad if v in given and given[v].dim() > 1}
-        square = {v: matrix for v, matrix in matrices.items() if matrix.shape[-1] == matrix.shape[-2]}
-        if square:
-            eyes = {v: torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix) for v, matrix in square.items()}
-            yield {**given, **eyes}
-
-    def _runs(self, call: Call, operands: Mapping[int, torch.Tensor]) -> bool:
-        try:
-            with torch.no_grad():
-                execute(call, *bind_arguments(call, operands))
-        except Exception as error:  # functions refuse in as many ways as there are functions
-            pass_on(error)
-            return False
-        return True
+def _returns(call: Call, operands: Mapping[int, torch.Tensor]) -> bool:
+    try:
+        with torch.no_grad():
+            execute(call, *bind_arguments(call, operands))
+    except Exception as error:  # functions refuse in as many ways as there are functions
+        pass_on(error)
+        return False
+    return True
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,8 +140,8 @@ def outcome_or_failure(
     The calls ``strict`` (indexes) may not make a bad value in the forward pass either that a later call hides, as in
     ``1 - x / inf``. Clamping it is no hiding.
     """
-    notes = Notes(program, watch=_watch, keep=keep)
-    failure = _located(program, tensors, notes) or _hidden_failure(program, tensors, notes, strict)
+    notes = Notes(program, watch=_watch)
+    failure = _located(program, tensors, notes, keep=keep) or _hidden_failure(program, tensors, notes, strict)
     return failure if failure is not None else notes.outcome
 
 
@@ -189,8 +174,10 @@ def _last_backward(program: Program) -> GradientWatch | None:
     return GradientWatch(program, backward[-1]) if backward else None
 
 
-def _located(program: Program, tensors: Tensors, notes: Notes, through: int | None = None) -> Failure | None:
-    outcome = notes.run(tensors)
+def _located(
+    program: Program, tensors: Tensors, notes: Notes, through: int | None = None, keep: Set[int] = frozenset()
+) -> Failure | None:
+    outcome = notes.run(tensors, keep)
     if outcome.error is not None and notes.found is None:
         return _with_cause(exception_failure(program, outcome), program, tensors, notes)
     found = notes.found or _at_end(program, notes, outcome)
@@ -246,7 +233,7 @@ def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.
     for value in starts_of(call):
         if not values[value].requires_grad:
             continue  # the differentiation itself is going to object
-        ways = notes.reads[index].get(value, frozenset())
+        ways: frozenset[str] = notes.reads[index].get(value, CLEAN)
         if _given_gradients(call):
             ways &= {NAN}  # not a loss: an infinity in it may be wanted, and the gradient decides
         if ways and not _is_overflow_of_scaler(notes, index, value):
@@ -548,15 +535,14 @@ class _Walk:
 
 
 def _with_place(failure: Failure, notes: Notes, index: int | None, value: int, way: str) -> Failure:
-    badness = notes.places.get((index, value))
-    if badness is None:
+    if index is None:
+        seen = (notes.reads[number][value] for number in sorted(notes.reads) if value in notes.reads[number])
+        ways = next(seen, None)
+    else:
+        ways = notes.writes.get(index, {}).get(value)
+    if not ways:
         return failure
-    return replace(
-        failure,
-        element=badness.first.get(way),
-        num_bad=badness.count.get(way, 0),
-        num_elements=badness.num_elements,
-    )
+    return replace(failure, element=ways.first.get(way), num_bad=ways.count.get(way, 0), num_elements=ways.num_elements)
 
 
 def exception_failure(program: Program, outcome: Outcome) -> Failure:

@@ -16,7 +16,7 @@ import torch
 
 from reprokit.locate.failure import Failure, kind_of
 from reprokit.locate.notes import BadValue, failure_of_call
-from reprokit.locate.ways import NAN, Badness, examine
+from reprokit.locate.ways import CLEAN, NAN, Ways, ways_of
 from reprokit.program.dataflow import Edge, Node, NodeOwners, edge_of, is_accumulation, reachable
 from reprokit.program.functions import GRAD_WRITES
 from reprokit.program.interpreter import Tensors, run
@@ -29,7 +29,7 @@ class _Passage:
 
     order: int
     incoming: bool
-    outgoing: list[Badness | None]
+    outgoing: list[Ways | None]
 
 
 class _Stop(Exception):
@@ -73,9 +73,9 @@ class GradientWatch:
 
     def _recorder(self, node: Node) -> Callable[..., None]:
         def record(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> None:
-            incoming = any(g is not None and examine(g).ways for g in grad_outputs)
-            outgoing = [examine(g) if g is not None else None for g in grad_inputs]
-            self.passages[node] = _Passage(len(self.passages), bool(incoming), outgoing)
+            incoming = any(g is not None and ways_of(g) for g in grad_outputs)
+            outgoing = [ways_of(g) if g is not None else None for g in grad_inputs]
+            self.passages[node] = _Passage(len(self.passages), incoming, outgoing)
 
         return record
 
@@ -98,8 +98,8 @@ class Blame:
         """The failure of call number ``index``, if a node of its own turned a finite gradient into NaN."""
         for node, passage in self._watch.passages.items():
             if self._watch.owners.owner(node) == index and not passage.incoming:
-                for slot, badness in enumerate(passage.outgoing):
-                    if badness is not None and NAN in badness.ways:
+                for slot, ways in enumerate(passage.outgoing):
+                    if ways is not None and NAN in ways:
                         return _failure(self._watch.program, self._watch, node, node, slot)
         return None
 
@@ -147,7 +147,7 @@ def _follow(watch: GradientWatch, target: Edge) -> tuple[Node, int, Node] | None
     senders: Senders = {}
     for node, passage in watch.passages.items():
         for slot, edge in enumerate(node.next_functions):
-            if slot < len(passage.outgoing) and (out := passage.outgoing[slot]) is not None and out.ways:
+            if slot < len(passage.outgoing) and passage.outgoing[slot]:
                 senders.setdefault(edge[0], {}).setdefault(edge[1], []).append((node, slot))
     origins = _origins(watch, senders, target)
     return min(origins, key=lambda item: watch.passages[item[2]].order) if origins else None
@@ -173,8 +173,7 @@ def _origins(watch: GradientWatch, senders: Senders, target: Edge) -> list[tuple
 
 
 def _failure(program: Program, watch: GradientWatch, origin: Node, node: Node, slot: int) -> Failure:
-    badness = watch.passages[node].outgoing[slot]
-    ways = badness.ways if badness is not None else frozenset()
+    ways = watch.passages[node].outgoing[slot] or CLEAN
     way = NAN if NAN in ways else min(ways)
     index = watch.owners.owner(origin)
     if index is None:
@@ -188,9 +187,9 @@ def _failure(program: Program, watch: GradientWatch, origin: Node, node: Node, s
         way,
         backward_node=origin.name(),
         value=value,
-        element=badness.first[way] if badness is not None else None,
-        num_bad=badness.count[way] if badness is not None else 0,
-        num_elements=badness.num_elements if badness is not None else 0,
+        element=ways.first[way],
+        num_bad=ways.count[way],
+        num_elements=ways.num_elements,
     )
 
 

@@ -9,49 +9,47 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 
 from reprokit import torch_private
 
 NAN, PLUS, MINUS = "nan", "+inf", "-inf"
-CLEAN: frozenset[str] = frozenset()
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
-class Badness:
-    """The bad elements of a tensor: per way the first index and the number of elements."""
+class Ways(frozenset[str]):
+    """The ways in which a tensor is bad, with the index of the first element and the number of elements of each."""
 
-    ways: frozenset[str]
     first: dict[str, tuple[int, ...]]
     count: dict[str, int]
     num_elements: int
 
+    @classmethod
+    def of(cls, first: dict[str, tuple[int, ...]], count: dict[str, int], num_elements: int) -> Ways:
+        made = cls(first)
+        made.first, made.count, made.num_elements = first, count, num_elements
+        return made
 
-def ways_of(tensor: torch.Tensor) -> frozenset[str]:
+
+CLEAN = Ways.of({}, {}, 0)
+
+
+def ways_of(tensor: torch.Tensor) -> Ways:
     """The ways in which ``tensor`` is not finite; empty for finite, integer and empty tensors."""
-    values = _real_values(tensor)
-    if values is None or is_finite_sum(values := _once(values)):
-        return CLEAN
-    return frozenset(way for way in (NAN, PLUS, MINUS) if bool(bad_mask(values, way).any()))
-
-
-def examine(tensor: torch.Tensor) -> Badness:
-    """Like `ways_of`, with places and counts."""
     whole = _real_values(tensor)
     if whole is None or is_finite_sum(values := _once(whole)):
-        return Badness(CLEAN, {}, {}, tensor.numel())
-    first: dict[str, tuple[int, ...]] = {}
-    count: dict[str, int] = {}
+        return CLEAN
+    first, count = dict[str, tuple[int, ...]](), dict[str, int]()
     times = whole.numel() // values.numel()
     for way in (NAN, PLUS, MINUS):
-        places = bad_mask(values, way).nonzero()
-        if len(places):
-            first[way] = tuple(int(i) for i in places[0][: tensor.dim()])
-            count[way] = len(places) * times
-    return Badness(frozenset(first), first, count, tensor.numel())
+        mask = bad_mask(values, way)
+        number = int(mask.count_nonzero())
+        if number:
+            place = torch.unravel_index(mask.reshape(-1).to(torch.uint8).argmax(), mask.shape)
+            first[way] = tuple(int(index) for index in place[: tensor.dim()])
+            count[way] = number * times
+    return Ways.of(first, count, tensor.numel())
 
 
 def _once(values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from reprokit.errors import pass_on
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Device, Input, Mode, Program, Ref, Symbol, iter_refs, map_leaves, substitute
+from reprokit.program.observe import Trace
 from reprokit.program.step import HasProgram, Step
 
 _REAL = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
@@ -29,7 +30,10 @@ _CASTS = {
 
 def in_dtype(step: HasProgram, dtype: torch.dtype) -> Step:
     """The step with everything that is a floating-point number in ``dtype``, and without autocast."""
-    dtypes = _dtypes_read(step)
+    random = {index for index, call in enumerate(step.program.calls) if call.mode.rng is not None}
+    trace = Trace(step.program, lambda tensor: tensor.dtype, random)
+    if random:
+        trace.run(step.tensors)
 
     def convert(leaf: Any) -> Any:
         name = leaf.name.removeprefix("torch.") if isinstance(leaf, Symbol) else ""
@@ -41,7 +45,7 @@ def in_dtype(step: HasProgram, dtype: torch.dtype) -> Step:
         return replace(call, target=target, args=args, kwargs=kwargs, mode=replace(call.mode, autocast=()))
 
     def before(index: int, value: int) -> Symbol | None:
-        read = dtypes.get((index, value))
+        read = trace.reads.get(index, {}).get(value)
         return Symbol(str(read)) if read is not None and read != _like(read, dtype) else None
 
     tensors = {value: tensor.to(_like(tensor.dtype, dtype)) for value, tensor in step.tensors.items()}
@@ -133,25 +137,3 @@ def _like(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     if found.is_complex:
         return dtype.to_complex()
     return dtype if found.is_floating_point else found
-
-
-@dataclass(frozen=True, slots=True)
-class _Dtypes:
-    """An observer that notes the dtypes of what random calls read."""
-
-    found: dict[tuple[int, int], torch.dtype]
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        if call.mode.rng is not None:
-            self.found.update({(index, v): values[v].dtype for v in call.input_refs() if v != call.mode.rng.value})
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Nothing more."""
-
-
-def _dtypes_read(step: HasProgram) -> dict[tuple[int, int], torch.dtype]:
-    """The dtypes of what random calls read, by call and value."""
-    watch = _Dtypes({})
-    if any(call.mode.rng is not None for call in step.program.calls):
-        run(step.program, step.tensors, observer=watch, keep=frozenset())
-    return watch.found

@@ -149,7 +149,7 @@ def _try_all(
     fixes = _fixes_of(found)
     if not fixes:
         return "No change of the step itself is known that would help.", []
-    if not scene.has_failed and locate(scene.program, scene.tensors) is None:
+    if locate(scene.program, scene.tensors) is None:
         return "The step did not fail when it was run again, so no fix could be tried.", []
     tried: list[TriedFix] = []
     for fix in fixes:

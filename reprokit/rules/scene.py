@@ -1,6 +1,6 @@
 """The scene of a failure: what the origin call was given, what it made of it, and what surrounded it.
 
-One run of the program is observed. Only the calls near the origin keep their tensors (copies, without gradient).
+Only the calls near the origin keep their tensors (copies, without gradient).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.locate.spelling import VIEWS, Slot, argument_at, default_of, short_name, slot_of
-from reprokit.locate.ways import ways_of
 from reprokit.program.convert import exact_results
-from reprokit.program.dataflow import calls_after, copy_of, needed_calls, values_behind, writer_of, written_by
-from reprokit.program.interpreter import Settings, bind_arguments, run
+from reprokit.program.dataflow import needed_calls, values_behind, writer_of
+from reprokit.program.interpreter import Settings, bind_arguments
 from reprokit.program.ir import Call, Phase, Program, Ref, iter_refs
+from reprokit.program.observe import Trace, copied
 from reprokit.program.step import Step
 from reprokit.series.story import StepNumbers, failing_series
 
@@ -33,7 +33,7 @@ class ObservedCall:
 
     call: Call
     given: Mapping[int, torch.Tensor]
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    made: Mapping[int, torch.Tensor]
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -89,10 +89,7 @@ class Scene:
     failure: Failure
     timeline: Sequence[StepNumbers] = ()
     settings: Settings = Settings()
-    seen: dict[int, ObservedCall] = field(default_factory=dict)
-    floats: set[int] = field(default_factory=set)  # values that hold floating-point numbers
-    branches: list[Branch] = field(default_factory=list)
-    has_failed: bool = False  # a call raised, or the origin's result or gradient was not finite
+    seen: Mapping[int, ObservedCall] = field(default_factory=dict)
 
     @property
     def program(self) -> Program:
@@ -123,7 +120,7 @@ class Scene:
         """The bad value that the origin made, by number: the failure's, else the first result; raises `KeyError`."""
         made = self.origin.made
         for value in (self.failure.value, *made):
-            if value in made:
+            if value is not None and value in made:
                 return value, made[value]
         raise KeyError("result")
 
@@ -205,75 +202,51 @@ class Scene:
             if depth > 1:
                 yield from self.makers_of((call.args, dict(call.kwargs)), index, depth - 1)
 
+    @cached_property
+    def branches(self) -> list[Branch]:
+        """The later calls on the way to the loss that drop elements of the origin's result, from another run."""
+        calls, downstream = self.program.calls, dict[int, set[int]]()
+        led_to = set(calls[self.index].output_refs())
+        for index in range(self.index + 1, len(calls)):
+            call = calls[index]
+            if led_to.isdisjoint(call.input_refs()) or call.is_differentiation or call.is_optimizer_step:
+                continue
+            if short_name(call) in _DROPPING and self.leads_to_loss(call):
+                downstream[index] = set(led_to)
+            if not call.name.endswith("_like"):
+                led_to.update(call.output_refs())
+        trace = Trace(self.program, copied, downstream)
+        trace.run(self.tensors, only=needed_calls(calls, downstream.keys()) if downstream else ())
+        found = ((index, _kept(calls[index], given, downstream[index])) for index, given in trace.reads.items())
+        return [Branch(calls[index], mask) for index, masks in found for mask in masks]
+
 
 def observe(content: Snapshot | Scene) -> Scene:
-    """The scene of a step's failure, from one run of the calls that lead to it and go on from it."""
+    """The scene of a step's failure, from one run of the calls that lead to it."""
     step = content.step if isinstance(content, Scene) else Step.of(content)
     scene = Scene(step, content.failure, failing_series(content.timeline), content.settings)
-    near = {scene.index} if scene.call is not None else set()
+    near = set[int]()
     if scene.call is not None and not scene.call.is_optimizer_step:
-        arguments = scene.call.args, dict(scene.call.kwargs)
-        near |= {number for number, _ in scene.makers_of(arguments, scene.index, 2)}
-    error = run(step.program, step.tensors, observer=_Watch(scene, near), keep=frozenset(), only=_shown(scene)).error
-    scene.has_failed = scene.has_failed or error is not None
-    scene.branches = [branch for branch in scene.branches if scene.leads_to_loss(branch.call)]
-    return scene
+        near = {number for number, _ in scene.makers_of((scene.call.args, dict(scene.call.kwargs)), scene.index, 2)}
+    return _observed(scene, near)
 
 
 def observe_origin(step: Step, failure: Failure) -> Scene:
-    """A scene of the origin alone, from one run of the calls that lead to it."""
-    scene = Scene(step, failure)
+    """A scene of the origin alone."""
+    return _observed(Scene(step, failure), set())
+
+
+def _observed(scene: Scene, near: set[int]) -> Scene:
     if scene.call is not None:
-        only = needed_calls(step.program.calls, {scene.index})
-        only = list(range(scene.index + 1)) if only is None else only
-        run(step.program, step.tensors, observer=_Watch(scene, {scene.index}), keep=frozenset(), only=only)
+        calls, wanted = scene.program.calls, near | {scene.index}
+        only = needed_calls(calls, wanted)
+        trace = Trace(scene.program, copied, wanted)
+        trace.run(scene.tensors, only=range(scene.index + 1) if only is None else only)
+        scene.seen = {n: ObservedCall(calls[n], trace.reads[n], trace.writes.get(n, {})) for n in trace.reads}
     return scene
 
 
-def _shown(scene: Scene) -> list[int] | None:
-    """The calls that may show the failure or what drops it; ``None`` for all of them."""
-    failure, calls = scene.failure, scene.program.calls
-    if failure.call_index is None:
-        return None
-    after = calls_after(calls, failure.call_index)
-    if failure.phase == Phase.FORWARD and not failure.is_derivative:
-        after = [index for index in after if calls[index].phase == Phase.FORWARD]
-    return needed_calls(calls, {failure.call_index, *after})
-
-
-class _Watch:
-    def __init__(self, scene: Scene, near: set[int]) -> None:
-        self._scene = scene
-        self._near = near
-        self._downstream: set[int] = set()
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Copy what the calls near the origin are given."""
-        if index in self._near:
-            given = {value: copy_of(values[value].detach()) for value in call.input_refs() if value in values}
-            self._scene.seen[index] = ObservedCall(call, given)
-        failure = self._scene.failure
-        bad = values.get(failure.value) if index == failure.call_index and failure.value is not None else None
-        if failure.is_derivative and bad is not None and bad.requires_grad:
-            bad.register_hook(self._note_bad)  # type: ignore[no-untyped-call]
-        if self._downstream.intersection(call.input_refs()):
-            kept = (mask.detach().clone() for mask in _kept(call, values, self._downstream))
-            self._scene.branches.extend(Branch(call, mask) for mask in kept)
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Note results near the origin."""
-        made = {value: values[value] for value in written_by(call) if value in values}
-        if index in self._near:
-            self._scene.seen[index].made.update((value, copy_of(made[value].detach())) for value in made)
-        is_origin = index == self._scene.failure.call_index
-        if is_origin and not self._scene.failure.is_derivative:
-            self._note_bad(*made.values())
-        if is_origin or (self._downstream.intersection(call.input_refs()) and not call.name.endswith("_like")):
-            self._downstream.update(call.output_refs())
-        self._scene.floats.update(value for value, tensor in made.items() if tensor.is_floating_point())
-
-    def _note_bad(self, *tensors: torch.Tensor) -> None:
-        self._scene.has_failed = self._scene.has_failed or any(map(ways_of, tensors))
+_DROPPING = ("where", "masked_fill", "mul", "__getitem__")
 
 
 def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) -> Iterator[torch.Tensor]:

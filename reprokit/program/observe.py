@@ -1,0 +1,130 @@
+"""The observer of a run: what its calls read and left behind, and the gradients that arrived at results.
+
+A `Trace` applies one measure to all of these: the ways in which a value is bad, its largest magnitude, its range, its
+dtype, or a copy. No tensor is kept alive by it, unless the measure is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from reprokit.program.dataflow import copy_of, node_of
+from reprokit.program.functions import GRAD_READ, hidden_writes, is_in_place
+from reprokit.program.interpreter import Outcome, Tensors, run
+from reprokit.program.ir import Call, Program, iter_refs
+
+T = TypeVar("T")
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without a graph, as a measure."""
+    return copy_of(tensor.detach())
+
+
+@dataclass
+class Trace(Generic[T]):
+    """What one run of a program saw. What the ``measure`` gives ``None`` for is left out.
+
+    ``reads`` and ``writes`` are by call and value: what the call was given, and what it left in its results and in
+    values that share memory with what it wrote into. ``calls``: those that are measured, all if that is ``None``. With
+    ``gradients_of`` (a measure of them) ``gradients`` has those that arrived at a result, in order, by call and value.
+    """
+
+    program: Program
+    measure: Callable[[torch.Tensor], T | None]
+    calls: Container[int] | None = None
+    gradients_of: Callable[[torch.Tensor], T | None] | None = None
+    reads: dict[int, dict[int, T]] = field(default_factory=dict)
+    writes: dict[int, dict[int, T]] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], list[T]] = field(default_factory=dict)
+    outcome: Outcome = field(default_factory=Outcome)
+    _writers: dict[int, list[int]] = field(default_factory=dict)
+    _storages: dict[int, set[int]] = field(default_factory=dict)
+    _known: dict[int, tuple[int, T | None]] = field(default_factory=dict)
+
+    def run(self, tensors: Tensors, keep: frozenset[int] = frozenset(), only: Collection[int] | None = None) -> Outcome:
+        """Run the program under observation; ``keep`` and ``only`` as in `interpreter.run`."""
+        self.outcome = run(self.program, tensors, observer=self, keep=keep, only=only)
+        return self.outcome
+
+    def writer(self, value: int, before: int) -> int | None:
+        """The index of the last call before ``before`` that wrote this value (or memory it shares)."""
+        return next((index for index in reversed(self._writers.get(value, ())) if index < before), None)
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Measure what the call reads."""
+        if self.calls is None or index in self.calls:
+            self.reads[index] = self._measured(dict.fromkeys(call.input_refs()), values)
+        else:
+            self._note_memory(call.input_refs(), values)
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Measure what the call wrote, and wait for the gradients of its results."""
+        written = self._written(call, values)
+        for value in written:
+            if value in values:
+                self._writers.setdefault(value, []).append(index)
+        if self.calls is not None and index not in self.calls:
+            self._note_memory(written, values)
+            return
+        self.writes[index] = self._measured(written, values)
+        if self.gradients_of is not None:
+            for value in call.output_refs():
+                if value in values and node_of(values[value]) is not None:
+                    self._wait_for_gradients(index, value, values[value])
+
+    def _wait_for_gradients(self, index: int, value: int, tensor: torch.Tensor) -> None:
+        def note(gradient: torch.Tensor) -> None:
+            found = self.gradients_of(gradient) if self.gradients_of is not None else None
+            if found is not None:
+                self.gradients.setdefault((index, value), []).append(found)
+
+        tensor.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def _measured(self, wanted: Collection[int], values: Mapping[int, torch.Tensor]) -> dict[int, T]:
+        self._note_memory(wanted, values)
+        found = {value: self._of(value, values[value]) for value in wanted if value in values}
+        return {value: measured for value, measured in found.items() if measured is not None}
+
+    def _written(self, call: Call, values: Mapping[int, torch.Tensor]) -> dict[int, None]:
+        """Outputs, and for in-place calls every value that shares memory with the target."""
+        # A ``.grad`` that was measured already, such as a bad one: what made it so came before
+        is_known = call.target == GRAD_READ and any(
+            self._known.get(v, (0, None))[1] is not None for v in call.output_refs()
+        )
+        written = {} if is_known else dict.fromkeys(call.output_refs())
+        if call.is_optimizer_step:
+            written.update(dict.fromkeys(call.input_refs()))
+        for ref in iter_refs(hidden_writes(call.target, call.args, call.kwargs)):
+            self._known.pop(ref.value, None)  # its version does not tell
+            written[ref.value] = None
+        if is_in_place(call.target):
+            for target in call.input_refs()[:1]:
+                shared = self._storages.get(_memory(values[target]), {target}) if target in values else set[int]()
+                written.update(dict.fromkeys(sorted(shared)))
+                for value in shared:
+                    self._known.pop(value, None)  # ``.data`` has a version of its own
+        return written
+
+    def _note_memory(self, wanted: Collection[int], values: Mapping[int, torch.Tensor]) -> None:
+        for value in wanted:
+            memory = _memory(values[value]) if value in values else 0
+            if memory:
+                self._storages.setdefault(memory, set()).add(value)
+
+    def _of(self, value: int, tensor: torch.Tensor) -> T | None:
+        """The measure, taken once until the tensor is written."""
+        if tensor.is_inference():
+            return self.measure(tensor)
+        if value not in self._known or self._known[value][0] != tensor._version:
+            self._known[value] = tensor._version, self.measure(tensor)
+        return self._known[value][1]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage, 0 when it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
