@@ -20,6 +20,7 @@ import click
 import reprokit
 from reprokit.capture.options import current_folder
 from reprokit.cli import capture, demo, render, show, shrink, timeline, trace, whatif
+from reprokit.cli.children import STARTED_IN
 from reprokit.cli.console import Plan, say, say_error
 from reprokit.errors import Interrupted, ReprokitError, UsageError
 
@@ -50,8 +51,11 @@ for _command in (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. The exceptions of a script that it runs pass through."""
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        plan = _parse(list(sys.argv[1:] if argv is None else argv))
+        if words[:1] == [STARTED_IN]:
+            return capture.run_started(Path(words[1]), words[2:])
+        plan = _parse(words)
         if plan is None:
             return 0
         return plan() if isinstance(plan, (capture.Capture, trace.TraceScript)) else _execute(plan)

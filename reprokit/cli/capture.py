@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import print_exception
@@ -23,8 +22,8 @@ import click
 
 from reprokit.capture import launch, options
 from reprokit.capture.failure_text import Seen, captured_lines, closing_line, shown_path
-from reprokit.capture.options import rank_suffix, with_part
-from reprokit.cli.children import REPORTS, Children
+from reprokit.capture.options import current_folder, rank_suffix, with_part
+from reprokit.cli.children import Children, plan_in
 from reprokit.cli.console import (
     PATH,
     Plan,
@@ -32,64 +31,112 @@ from reprokit.cli.console import (
     check_file,
     check_folder,
     common_options,
+    output_options,
     print_json,
     read_steps,
     say,
+    source_option,
 )
 from reprokit.errors import UsageError, pass_on
 from reprokit.series.events import LineLog, older
-from reprokit.snapshot.source import SOURCES
-from reprokit.words import json_line
+from reprokit.words import counted, json_line
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
 
 EXIT_CAPTURED = 3
 _MOST_BYTES = 2**24  # of a file of numbers, after which it is renamed; two files hold the last 16 to 32 MiB
+_STARTS_SCRIPTS = re.compile(r"torchrun|accelerate|mpiexec|mpirun|srun|python[\d.]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """A script or module to run, and what to do at its first failure.
-
-    ``part`` distinguishes the files of this process from those of the process that has started it. ``words`` are the
-    options as they were typed, for commands that the script starts.
-    """
+class UserScript:
+    """A script or a module, with its arguments."""
 
     target: str
     is_module: bool
     argv: tuple[str, ...]
+
+    @property
+    def stem(self) -> str:
+        """The beginning of an automatic file name."""
+        return self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
+
+    @property
+    def words(self) -> list[str]:
+        return [*(["-m"] if self.is_module else []), self.target, *self.argv]
+
+    def check(self) -> None:
+        """Raise `UsageError` unless there is such a script; a module is looked for when it is run."""
+        if self.is_module:
+            return
+        if _STARTS_SCRIPTS.fullmatch(os.path.basename(self.target)) and not os.path.isfile(self.target):
+            hint = f"watch what it starts: {self.target} [OPTIONS] -m reprokit capture train.py [ARGS]"
+            raise UsageError(f"`{self.target}` is a command, not a script", hint=hint)
+        launch.read_script(self.target)
+
+    def run(self) -> None:
+        run = launch.run_module if self.is_module else launch.run_script
+        run(self.target, self.argv)
+
+
+@contextlib.contextmanager
+def watching(make: Callable[[], Session], verbosity: Verbosity) -> Iterator[list[Session]]:
+    """A context whose code is watched once it has imported torch; the list then has the session.
+
+    If no session can be made, a line says so and the code runs on.
+    """
+    begun: list[Session] = []
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> None:
+            try:
+                begun.append(stack.enter_context(make()))
+            except Exception as error:
+                pass_on(error)
+                say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+                if verbosity is Verbosity.VERBOSE:
+                    print_exception(error)
+
+        stack.callback(launch.when_imported("torch", begin))
+        yield begun
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A script to run, and what to do at its first failure. Files go to ``folder`` if they have no other place.
+
+    ``options`` are those of the session; ``part`` distinguishes the files of a process that the script has started.
+    """
+
+    script: UserScript
+    folder: Path
     output: Path | None
     overwrite: bool
     numbers: Path | None
     json: bool
     verbosity: Verbosity
-    options: dict[str, Any]  # of the session
-    words: tuple[str, ...] = ()
+    options: dict[str, Any]
     part: str = ""
 
     def __call__(self) -> int:
         """Run the script; its own exit code or exception, unless a failure was captured and stopped it."""
-        reports = os.environ.pop(REPORTS, None)
-        if reports is not None:
-            return replace(self, part=f".pid{os.getpid()}", json=False).run(reports)
         self._check()
         output, numbers = self.file(self.output), self.file(self.numbers)
-        place = shown_path(output) if output is not None else f"{self.stem}{rank_suffix()}-step<N>.repro.pt"
+        place = shown_path(output) if output is not None else f"{self.script.stem}{rank_suffix()}-step<N>.repro.pt"
         kept = f", numbers to {shown_path(numbers)}" if numbers is not None else ""
         if numbers is None and self.options.get("record") is not None:
             kept = "; without one no numbers are kept (`--numbers FILE` keeps them)"
-        say(f"watching `{self.target}`; a failing step goes to {place}{kept}", self.verbosity)
-        return self.run(None)
+        say(f"watching `{self.script.target}`; a failing step goes to {place}{kept}", self.verbosity)
+        return self.run()
 
-    def run(self, reports: str | None) -> int:
+    def run(self, reports: Path | None = None) -> int:
         """Run the script, in a process that reports to the one that has started it if ``reports`` is a folder."""
-        watch = self.watch(Path.cwd(), reports)
+        watch = self.watch(reports)
         atexit.register(watch.announce)
         try:
-            with launch.hide_own_frames(), contextlib.ExitStack() as stack:
-                watch.begin(stack)
-                run_target(self)
+            with launch.hide_own_frames(), watch.watching():
+                self.script.run()
         except BaseException as error:
             watch.error = error
             if not watch.has_stopped:
@@ -100,83 +147,48 @@ class Capture:
                 print(error.code, file=sys.stderr)  # as Python does for `sys.exit("a message")`
         return EXIT_CAPTURED if watch.has_stopped else 0
 
-    def watch(self, folder: Path, reports: str | None) -> Watch:
-        """The watch of this process, which works in ``folder``."""
-        return Watch(self, folder, reports)
+    def watch(self, reports: Path | None) -> Watch:
+        return Watch(self, reports)
+
+    def in_child(self) -> Capture:
+        """The same in a process that the script has started."""
+        return replace(self, part=f".pid{os.getpid()}", json=False)
 
     def file(self, path: Path | None) -> Path | None:
         """A file that was asked for, with the rank of the process under torchrun."""
         return path if path is None or os.path.isdir(path) else with_part(path, rank_suffix() or self.part)
 
-    @property
-    def stem(self) -> str:
-        """The beginning of an automatic file name."""
-        return self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
-
-    @property
-    def command(self) -> list[str]:
-        return [*(["-m"] if self.is_module else []), self.target, *self.argv]
-
     def _check(self) -> None:
-        if not self.is_module:
-            if _STARTS_SCRIPTS.fullmatch(os.path.basename(self.target)) and not os.path.isfile(self.target):
-                hint = f"watch what it starts: {self.target} [OPTIONS] -m reprokit capture train.py [ARGS]"
-                raise UsageError(f"`{self.target}` is a command, not a script", hint=hint)
-            launch.read_script(self.target)
+        self.script.check()
         output, numbers = self.file(self.output), self.file(self.numbers)
         if output is not None:
             check_file(output, overwrite=self.overwrite)
         else:
-            check_folder(Path.cwd())
+            check_folder(self.folder)
         if numbers is not None:
             if numbers.suffix != ".jsonl":
-                raise UsageError(f"`{numbers}` does not end in .jsonl", hint="--numbers run.jsonl")
+                raise UsageError(f"`{shown_path(numbers)}` does not end in .jsonl", hint="--numbers run.jsonl")
             for found in (numbers, older(numbers)):
                 check_file(found, overwrite=self.overwrite, option="--numbers")
-                if found.exists() and not found.is_file():
-                    raise UsageError(f"`{found}` is not a file", hint="choose another name with --numbers")
             for found in (numbers, older(numbers)):
                 found.unlink(missing_ok=True)
 
 
-class _Numbers:
-    """Appends the numbers of a step to a file of JSON lines, until that fails."""
-
-    def __init__(self, plan: Capture, folder: Path) -> None:
-        self.has_any = self._has_failed = False
-        self._log = LineLog(lambda: folder / (plan.file(plan.numbers) or ""), _MOST_BYTES)
-
-    def __call__(self, numbers: dict[str, float]) -> None:
-        if self._has_failed:
-            return
-        self.has_any = True
-        try:
-            self._log.add(json_line(numbers))
-        except OSError as error:
-            pass_on(error)
-            self._has_failed = True
-            reason = (error.strerror or str(error)).lower()
-            say(f"`--numbers` cannot write `{shown_path(self._log.path)}` any more: {reason}; training goes on")
-
-
 class Watch:
-    """The session of one run: begins when the script has imported torch, reports its result at the process's end."""
+    """Watches one process and what it starts; prints at its end what was captured, or reports it to the parent."""
 
-    def __init__(self, plan: Capture, folder: Path, reports: str | None = None) -> None:
-        self._plan = plan
-        self._folder = folder
-        self._process = os.getpid()
-        self._session: Session | None = None
-        self._has_failed = False
-        self._numbers = _Numbers(plan, folder) if plan.numbers is not None else None
-        self._reports = reports
-        self._children = Children(plan, reports)
+    def __init__(self, plan: Capture, reports: Path | None) -> None:
         self.error: BaseException | None = None  # that ended the script
+        self._plan = plan
+        self._process = os.getpid()
+        self._begun: list[Session] = []
+        self._children = Children(plan, reports)
+        self._is_child = reports is not None
 
-    def begin(self, stack: contextlib.ExitStack) -> None:
-        """Watch until ``stack`` is left: this process once it has imported torch, and what it starts."""
-        stack.enter_context(self._children.starting())
-        stack.callback(launch.when_imported("torch", lambda: self._start(stack)))
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with self._children.starting(), watching(self._session, self._plan.verbosity) as self._begun:
+            yield
 
     @property
     def has_stopped(self) -> bool:
@@ -185,134 +197,111 @@ class Watch:
 
     @property
     def _has_stopped_here(self) -> bool:
-        session = self._session
-        return session is not None and session.has_failed and self._plan.options.get("after") == "stop"
+        return self._plan.options.get("after") == "stop" and any(session.has_failed for session in self._begun)
 
     def _told_by_children(self) -> list[dict[str, Any]]:
         """Reports of all processes below this one, which only the first one reads."""
-        return self._children.reports() if self._reports is None else []
+        return self._children.reports() if not self._is_child else []
 
-    def _start(self, stack: contextlib.ExitStack) -> None:
+    def _session(self) -> Session:
+        from reprokit.capture.session import Session
+        from reprokit.snapshot.redact import redact_argv
+
         plan = self._plan
-
-        def make() -> Session:
-            from reprokit.capture.session import Session
-            from reprokit.snapshot.redact import redact_argv
-
-            return Session(
-                self._folder / plan.output if plan.output is not None else None,
-                name=plan.stem,
-                part=plan.part,
-                directory=self._folder,
-                command=redact_argv(plan.command),
-                overwrite=plan.overwrite,
-                quiet=plan.verbosity is Verbosity.QUIET,
-                verbose=plan.verbosity is Verbosity.VERBOSE,
-                on_numbers=self._numbers,
-                **plan.options,
-            )
-
-        self._session = begin_session(stack, make, plan.verbosity)
-        self._has_failed = self._session is None
+        numbers = LineLog(lambda: plan.file(plan.numbers) or Path(), _MOST_BYTES)
+        return Session(
+            plan.output,
+            name=plan.script.stem,
+            part=plan.part,
+            directory=plan.folder,
+            command=redact_argv(plan.script.words),
+            overwrite=plan.overwrite,
+            quiet=plan.verbosity is Verbosity.QUIET,
+            verbose=plan.verbosity is Verbosity.VERBOSE,
+            on_numbers=(lambda row: numbers.add(json_line(row))) if plan.numbers is not None else None,
+            **plan.options,
+        )
 
     def announce(self) -> None:
         """Say what was captured and what to do next, or why nothing was; forked children stay silent."""
         if os.getpid() != self._process:
             return
-        children = self._told_by_children()
+        results = [result for session in self._begun for result in session.results]
+        paths = [path for session in self._begun for path in session.snapshots]
+        below = self._told_by_children()
         with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
-            session = self._session
-            if session is not None:
-                for path, result in zip(session.snapshots, session.results, strict=True):
-                    self._tell_result(path, result)
-            if self._reports is None:
-                self._tell_end(children)
-            for result in (result for report in children for result in report["results"]):
+            for path, result in zip(paths, results, strict=True):
+                self._tell_result(path, result)
+            if not self._is_child:
+                self._tell_end(below)
+            for result in (result for report in below for result in report["results"]):
                 self._tell_result(Path(result["path"]), result)
-        if self._reports is not None:
-            self._report(self._reports)
+        if self._is_child:
+            has_checked = any(session.has_checked for session in self._begun)
+            self._children.report(
+                {"has_stopped": self._has_stopped_here, "has_checked": has_checked, "results": results}
+            )
         self._children.forget()
 
-    def _tell_end(self, children: Sequence[Mapping[str, Any]]) -> None:
+    def _tell_end(self, below: Sequence[Mapping[str, Any]]) -> None:
         """Why nothing was saved, if nothing was."""
-        plan, is_checked_below = self._plan, any(report["has_checked"] for report in children)
-        has_numbers = self._numbers is None or self._numbers.has_any or is_checked_below
-        if not has_numbers and self._session is not None and (numbers := plan.file(plan.numbers)):
+        plan, is_checked_below = self._plan, any(report["has_checked"] for report in below)
+        numbers = plan.file(plan.numbers)
+        if self._begun and numbers is not None and not (numbers.exists() or is_checked_below):
             missing = f"no numbers were written to {shown_path(numbers)}"
             say(f"{missing}: no step of `torch.optim` was measured", plan.verbosity)
-        closing = self._session.closing if self._session is not None else closing_line(Seen(), self.error)
-        is_told = isinstance(self.error, UsageError) or self._has_failed  # no such module, say: nothing ran
-        is_elsewhere = any(report["results"] for report in children) or (self.error is None and is_checked_below)
+        closing = self._begun[0].closing if self._begun else closing_line(Seen(), self.error)
+        # no such module, say, so that nothing ran; or no session, in a line of its own
+        is_told = isinstance(self.error, UsageError) or ("torch" in sys.modules and not self._begun)
+        is_elsewhere = any(report["results"] for report in below) or (self.error is None and is_checked_below)
         if closing is not None and not (is_told or is_elsewhere):
-            say(closing + self._children.words(children), plan.verbosity)
+            if num_watched := self._children.num_watched if not is_checked_below else 0:
+                closing += f", nor in {counted(num_watched, 'process', 'processes')} that the script started"
+            say(closing, plan.verbosity)
 
     def _tell_result(self, path: Path, result: Mapping[str, Any]) -> None:
         plan, on = self._plan, self._plan.options.get("on", ())
         if plan.json:
             print_json({**result, "path": str(path)})
         again = [word for kind in on if tuple(on) != options.DEFAULT_ON for word in ("--on", kind)]
-        for line in captured_lines(path, result, self._folder, [*again, *plan.command]):
+        for line in captured_lines(path, result, plan.folder, [*again, *plan.script.words]):
             say(line, plan.verbosity)
 
-    def _report(self, folder: str) -> None:
-        """Leave what was captured here for the process that has started this one."""
-        found = {
-            "has_stopped": self._has_stopped_here,
-            "has_checked": self._session is not None and self._session.has_checked,
-            "results": self._session.results if self._session is not None else [],
-        }
-        with contextlib.suppress(OSError, TypeError, ValueError):
-            Path(folder, f"{self._process}.json").write_text(json.dumps(found))
+
+def run_started(folder: Path, words: Sequence[str]) -> int:
+    """Run a command that a watched script has started, watched as the script is; unwatched if the script has ended."""
+    is_module = words[0] == "-m"
+    script = UserScript(words[is_module], is_module, tuple(words[is_module + 1 :]))
+    plan = plan_in(folder)
+    if plan is None:
+        script.run()
+        return 0
+    return replace(plan.in_child(), script=script).run(folder)
 
 
-def begin_session(stack: contextlib.ExitStack, make: Callable[[], Session], verbosity: Verbosity) -> Session | None:
-    """Begin to watch until ``stack`` is left; if that fails, say so and let the script run."""
-    try:
-        return stack.enter_context(make())
-    except Exception as error:
-        pass_on(error)
-        say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
-        if verbosity is Verbosity.VERBOSE:
-            print_exception(error)
-        return None
+def _number_or(kind: type[int] | type[float], **words: int | None) -> Callable[..., float | None]:
+    """A callback of click that takes a number above 0, or one of a few words."""
 
-
-def run_target(plan: Any) -> None:
-    """Run the script or module of a plan as Python would."""
-    run = launch.run_module if plan.is_module else launch.run_script
-    run(plan.target, plan.argv)
-
-
-class _NumberOr(click.ParamType):  # type: ignore[type-arg]  # is generic from click 8.4 on
-    """A number above 0, or one of a few words."""
-
-    name = "number"
-
-    def __init__(self, kind: type[int] | type[float], **words: int | None) -> None:
-        self._kind = kind
-        self._words = words
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and value in self._words:
-            return self._words[value]
+    def convert(context: click.Context, param: click.Parameter, value: str) -> float | None:
+        if value in words:
+            return words[value]
         with contextlib.suppress(ValueError):
-            number = self._kind(str(value).removesuffix("%") if self._kind is float else str(value))
+            number = kind(value.removesuffix("%") if kind is float else value)
             if 0 < number < math.inf:
                 return number
-        self.fail(f"`{value}` is no number above 0, nor {' or '.join(self._words)}", param, ctx)
+        raise click.BadParameter(f"`{value}` is no number above 0, nor {' or '.join(words)}", context, param)
+
+    return convert
 
 
-class _Command(click.Command):
-    """Remembers its options as they were typed."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.obj = list(args)
-        return super().parse_args(ctx, args)
+def _pace(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"(auto|0*[1-9]\d*)(:.*)?", value):
+        raise UsageError(f"`{value}` is not a pace", hint="--record takes auto, or a number of steps such as 10:h.0.*")
+    return value
 
 
-@click.command("capture", cls=_Command, context_settings={"allow_interspersed_args": False})
-@click.option("-o", "--output", type=PATH, metavar="FILE", help="Where to write the snapshot.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite FILE if it exists.")
+@click.command("capture", context_settings={"allow_interspersed_args": False})
+@output_options("FILE", "Where to write the snapshot.")
 @click.option(
     "--after-capture",
     "after",
@@ -340,7 +329,7 @@ class _Command(click.Command):
 )
 @click.option(
     "--history",
-    type=_NumberOr(int, auto=None, off=0),
+    callback=_number_or(int, auto=None, off=0),
     default="auto",
     show_default=True,
     metavar="N|auto|off",
@@ -348,7 +337,7 @@ class _Command(click.Command):
 )
 @click.option(
     "--budget",
-    type=_NumberOr(float, off=None),
+    callback=_number_or(float, off=None),
     default=f"{options.DEFAULT_PERCENT:g}",
     show_default=True,
     metavar="PERCENT|off",
@@ -369,6 +358,7 @@ class _Command(click.Command):
 @click.option(
     "--record",
     metavar="auto|N[:PATTERN]",
+    callback=_pace,
     help="Measure gradient and weight norms of every parameter: every N steps, or as often as 0.3% of the time allows.",
 )
 @click.option(
@@ -378,13 +368,7 @@ class _Command(click.Command):
     help="Write the numbers of every step that was measured into FILE (run.jsonl); `reprokit timeline` prints them. "
     "Measures at the pace of `--record auto` without `--record`.",
 )
-@click.option(
-    "--source",
-    type=click.Choice(SOURCES),
-    default="traceback",
-    show_default=True,
-    help="How much of your code the snapshot holds: the lines that a traceback shows, none, or all that is known.",
-)
+@source_option("traceback")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
 @common_options
@@ -405,18 +389,8 @@ def command(
     if not target or not target[0]:
         kind = "module" if module else "script"
         raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
-    record = given["record"]
-    if record is not None and not re.fullmatch(r"(auto|0*[1-9]\d*)(:.*)?", record):
-        raise UsageError(f"`{record}` is not a pace", hint="--record takes auto, or a number of steps such as 10:h.0.*")
-    typed: list[str] = click.get_current_context().obj
-    passed_on = (_passed_on(word) for word in typed[: len(typed) - len(target)])
-    words = tuple(word for word in passed_on if word not in ("-", "--module", "--"))
-    return Capture(target[0], module, target[1:], output, force, numbers, json, verbosity, given, words)
-
-
-def _passed_on(word: str) -> str:
-    """An option as a started process is given it: ``-m``, also in ``-qm``, is about the script of this one."""
-    return word.replace("m", "") if re.fullmatch("-[qvfm]+", word) else word
-
-
-_STARTS_SCRIPTS = re.compile(r"torchrun|accelerate|mpiexec|mpirun|srun|python[\d.]*")
+    folder = current_folder()
+    places = (path if path is None else folder / path for path in (output, numbers))
+    return Capture(
+        UserScript(target[0], module, target[1:]), folder, next(places), force, next(places), json, verbosity, given
+    )

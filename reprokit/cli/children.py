@@ -1,8 +1,9 @@
 """Processes that the script starts and that may train: each is watched by a capture of its own.
 
 Processes of ``multiprocessing`` are given something else to run, which travels with them and is nowhere else; Python
-commands that the script starts get ``-m reprokit capture`` in front of their script. Workers of data loaders and other
-processes of libraries are left alone. Children report captures to their parent by files. Imports no torch.
+commands that the script starts get ``-m reprokit --started-in FOLDER`` in front of their script. FOLDER has the options
+of the capture, and children leave their reports there. Workers of data loaders and other processes of libraries are
+left alone. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import importlib.util
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -25,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from reprokit.capture import launch
 from reprokit.errors import ignored_errors
-from reprokit.words import counted
 
 if TYPE_CHECKING:
     from reprokit.cli.capture import Capture
 
-REPORTS = "REPROKIT_REPORTS"  # the folder in which a command that was started reports to its parent what it captured
+STARTED_IN = "--started-in"
+_PLAN = "plan.pickle"  # written by this process, into a folder that only this user can write into
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(key)).resolve()) + os.sep for key in ("stdlib", "platstdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
@@ -46,7 +48,7 @@ class Children:
     ``folder`` is where children leave their reports; made when the first one is started.
     """
 
-    def __init__(self, plan: Capture, folder: str | None = None) -> None:
+    def __init__(self, plan: Capture, folder: Path | None = None) -> None:
         self._plan = plan
         self._folder = folder
         self._is_ours = folder is None
@@ -59,10 +61,15 @@ class Children:
             self._watch_commands(stack)
             yield
 
+    def report(self, found: Mapping[str, Any]) -> None:
+        """Leave what was captured here for the process that has started this one."""
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            (self.folder / f"{os.getpid()}.json").write_text(json.dumps(found))
+
     def reports(self) -> list[dict[str, Any]]:
         """What the children that have ended reported."""
         found = []
-        for path in sorted(Path(self._folder).glob("*.json")) if self._folder is not None else ():
+        for path in sorted(self._folder.glob("*.json")) if self._folder is not None else ():
             with contextlib.suppress(OSError, ValueError):
                 found.append(json.loads(path.read_text()))
         return found
@@ -73,16 +80,11 @@ class Children:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def words(self, reports: Sequence[Mapping[str, Any]]) -> str:
-        """The part of the closing line about started processes without a capture."""
-        if not self.num_watched or any(report["has_checked"] for report in reports):
-            return ""
-        return f", nor in {counted(self.num_watched, 'process', 'processes')} that the script started"
-
     @property
-    def folder(self) -> str:
+    def folder(self) -> Path:
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="reprokit-children-")
+            self._folder = Path(tempfile.mkdtemp(prefix="reprokit-children-"))
+            (self._folder / _PLAN).write_bytes(pickle.dumps(self._plan))
         return self._folder
 
     def _watch_processes(self, stack: contextlib.ExitStack) -> None:
@@ -118,12 +120,12 @@ class Children:
             found, words = None, args[0] if args else kwargs.get("args")
             if len(args) <= 1 and not kwargs.get("shell") and kwargs.get("executable") is None:
                 with ignored_errors():
-                    found = children.command(words, kwargs.get("env") or os.environ)
+                    found = children.command(words, kwargs.get("env") or os.environ, kwargs.get("cwd") or "")
             if found is None:
                 original(self, *args, **kwargs)
                 return
             children.num_watched += 1
-            original(self, **{**kwargs, "args": found[0], "env": found[1]})
+            original(self, **{**kwargs, "args": found})
 
         subprocess.Popen.__init__ = __init__  # type: ignore[method-assign]
         stack.callback(setattr, subprocess.Popen, "__init__", original)
@@ -134,48 +136,51 @@ class Children:
         module = getattr(function, "__module__", None)
         if module not in (*_RUNS_WHAT_IT_IS_GIVEN, *_POOLS) and not _is_users(function):
             return None
-        plan = replace(self._plan, json=False)
+        plan = self._plan
         if module in _POOLS:
             plan = replace(plan, options={**plan.options, "after": "continue"})
         return WatchedRun(process, plan, self.folder)
 
-    def command(self, words: Any, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
-        """Command and environment with which a Python command is watched; ``None`` if it is not one to watch."""
+    def command(self, words: Any, environment: Mapping[str, str], folder: str = "") -> list[str] | None:
+        """The command with which a Python command is watched in a folder; ``None`` if it is not one to watch."""
         if isinstance(words, str) or not isinstance(words, Sequence) or not words or not _is_this_python(words[0]):
             return None
         words = [os.fspath(word) for word in words]
         places = (place for place, word in enumerate(words) if place and not _FLAGS.fullmatch(word))
         place = next(places, len(words))
-        if not _is_program_to_watch(words[place:], environment):
+        if not _is_program_to_watch(words[place:], environment, folder):
             return None
-        watched = [*words[:place], "-m", "reprokit", "capture", *self._plan.words, *words[place:]]
-        return watched, {**environment, REPORTS: self.folder}
+        return [*words[:place], "-m", "reprokit", STARTED_IN, str(self.folder), *words[place:]]
+
+
+def plan_in(folder: Path) -> Capture | None:
+    """The capture of the script that has started this process; ``None`` if that has ended."""
+    try:
+        plan: Capture = pickle.loads((folder / _PLAN).read_bytes())
+    except OSError:
+        return None
+    return plan
 
 
 class WatchedRun:
     """What a process runs in the place of its own ``run``: the same, watched."""
 
-    def __init__(self, process: Any, plan: Capture, folder: str) -> None:
+    def __init__(self, process: Any, plan: Capture, folder: Path) -> None:
         self._process = process
         self._plan = plan
         self._folder = folder
-        self._directory = Path.cwd()
 
     def __call__(self) -> None:
-        process = self._process
-        process.__dict__.pop("run", None)
-        watch = replace(self._plan, part=f".pid{os.getpid()}").watch(self._directory, self._folder)
-        with contextlib.ExitStack() as stack:
-            with ignored_errors():
-                watch.begin(stack)
-            try:
-                process.run()
-            except Exception as error:
-                launch.peel(error)
-                raise
-            finally:
-                stack.__exit__(*sys.exc_info())
-                watch.announce()
+        self._process.__dict__.pop("run", None)
+        watch = self._plan.in_child().watch(self._folder)
+        try:
+            with watch.watching():
+                self._process.run()
+        except Exception as error:
+            launch.peel(error)
+            raise
+        finally:
+            watch.announce()
 
 
 def _function_of(process: Any) -> Any:
@@ -205,7 +210,7 @@ def _is_this_python(word: Any) -> bool:
     return "python" in os.path.basename(found) and os.path.dirname(os.path.abspath(found)) == own
 
 
-def _is_program_to_watch(words: list[str], environment: Mapping[str, str]) -> bool:
+def _is_program_to_watch(words: list[str], environment: Mapping[str, str], folder: str) -> bool:
     """True for the user's script or module, and for whatever is started as one of several ranks."""
     is_module = words[:1] == ["-m"]
     name = "".join(words[is_module : is_module + 1])
@@ -214,7 +219,8 @@ def _is_program_to_watch(words: list[str], environment: Mapping[str, str]) -> bo
     if any(variable in environment for variable in _RANKS):
         return True
     if not is_module:
-        return _is_users_file(name) and os.path.isfile(name)
+        path = os.path.join(folder, name)
+        return _is_users_file(path) and os.path.isfile(path)
     spec = importlib.util.find_spec(name.partition(".")[0])
     places = [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
     return any(place is not None and _is_users_file(place) for place in places)

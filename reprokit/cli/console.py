@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from reprokit.errors import OutputError, ReprokitError, UsageError
+from reprokit.snapshot.source import SOURCES
 from reprokit.words import json_line, print_line, visible
 
 Plan = Callable[[], int]  # what a command line asks for; returns the exit code
@@ -56,6 +57,21 @@ def planned(command: Callable[..., int]) -> Callable[..., Plan]:
         return functools.partial(command, **options)
 
     return common_options(plan)
+
+
+no_data_option = click.option("--no-data", is_flag=True, help="Write nothing that holds recorded numbers.")
+
+
+def output_options(metavar: str, help: str) -> Callable[[Any], Any]:
+    """``-o`` and ``-f``, of commands that write where they are told to."""
+    output = click.option("-o", "--output", type=PATH, metavar=metavar, help=help)
+    force = click.option("-f", "--force", is_flag=True, help="Overwrite what is there.")
+    return lambda command: output(force(command))
+
+
+def source_option(default: str) -> Callable[[Any], Any]:
+    text = "How much of your code is kept and shown: the lines that a traceback shows, none, or all that is known."
+    return click.option("--source", type=click.Choice(SOURCES), default=default, show_default=True, help=text)
 
 
 def max_time_option(default: float, help: str = "Give up after S seconds.") -> Callable[[Any], Any]:

@@ -20,16 +20,18 @@ from reprokit.cli.console import (
     check_file,
     deadline,
     max_time_option,
+    no_data_option,
+    output_options,
     planned,
     print_json,
     print_text,
     say,
     shown_command,
+    source_option,
 )
 from reprokit.errors import UsageError
 from reprokit.render import KINDS
 from reprokit.snapshot.files import REPRO_FILE
-from reprokit.snapshot.source import SOURCES
 
 if TYPE_CHECKING:
     from reprokit.snapshot.source import Source
@@ -51,16 +53,10 @@ if TYPE_CHECKING:
 )
 @click.option("--zip", "as_zip", is_flag=True, help="Pack the repro, what lies beside it and the issue for attaching.")
 @click.option("--snapshot", type=PATH, metavar="FILE", help="What DIR was made from, if not beside it.")
-@click.option(
-    "--source",
-    type=click.Choice(SOURCES),
-    default="all",
-    help="How much of your code is shown: the lines that a traceback shows, none, or all that was captured.",
-)
-@click.option("--no-data", is_flag=True, help="Write nothing that holds recorded numbers.")
+@source_option("all")
+@no_data_option
 @click.option("--with-data", is_flag=True, help="Pack recorded values even if there are many.")
-@click.option("-o", "--output", type=PATH, metavar="OUT", help="Where to write; stdout without it.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite OUT if it exists.")
+@output_options("OUT", "Where to write; stdout without it.")
 @max_time_option(SECONDS)
 @planned
 def command(

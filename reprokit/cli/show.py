@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from reprokit.cli.console import (
     deadline,
     make_folder,
     max_time_option,
+    output_options,
     planned,
     print_json,
     say,
@@ -33,7 +35,7 @@ _LEAST_ROOM = 24
 
 
 @click.command("show", short_help="Show what a snapshot holds.")
-@click.argument("file", type=PATH, metavar="FILE")
+@click.argument("file", type=PATH, metavar="(FILE | DIR)")
 @max_time_option(30)
 @click.option(
     "--frames",
@@ -43,10 +45,11 @@ _LEAST_ROOM = 24
 )
 @planned
 def command(file: Path, max_time: float, frames: int | None, json: bool, verbosity: Verbosity) -> int:
-    """Show what a snapshot holds: the failure, where it began, and what surrounded it."""
-    from reprokit.snapshot.format import load
+    """Show what a snapshot holds: the failure, where it began, and what surrounded it.
 
-    snapshot = load(file)
+    DIR is a folder with one snapshot in it, or one that `reprokit shrink` wrote, with the snapshot beside it.
+    """
+    file, snapshot = _found(file)
     if json:
         print_json(snapshot.summary())
         return 0
@@ -61,6 +64,20 @@ def command(file: Path, max_time: float, frames: int | None, json: bool, verbosi
     if verbosity is Verbosity.VERBOSE and frames is None:
         click.echo(f"\n{snapshot.environment.collect_env}", err=True)
     return 0
+
+
+def _found(path: Path) -> tuple[Path, Snapshot]:
+    """The snapshot at a path, and its file or the folder that it was reduced into."""
+    from reprokit.render.sources import open_source
+    from reprokit.snapshot.files import REDUCTION_FILE, snapshots_in
+    from reprokit.snapshot.format import load
+
+    if os.path.isdir(path):
+        if (path / REDUCTION_FILE).is_file():
+            return path, open_source(path).whole(path)
+        inside = snapshots_in(path)
+        path = inside[0] if len(inside) == 1 else path
+    return path, load(path)
 
 
 def _print_frames(snapshot: Snapshot, number: int, console: Console) -> None:
@@ -153,8 +170,7 @@ def _facts(snapshot: Snapshot) -> Table:
 @click.command("export", short_help="Write the state from before the failing step.")
 @click.argument("file", type=PATH, metavar="FILE")
 @click.option("--before", is_flag=True, help="The state with which the failing step began.")
-@click.option("-o", "--output", type=PATH, metavar="DIR", help="Where to write; the snapshot's name by default.")
-@click.option("-f", "--force", is_flag=True, help="Write into DIR if it is not empty.")
+@output_options("DIR", "Where to write; the snapshot's name by default.")
 @planned
 def export_command(file: Path, before: bool, output: Path | None, force: bool, json: bool, verbosity: Verbosity) -> int:
     """Write state dicts of model and optimizer, and the states of the generators, from a snapshot.

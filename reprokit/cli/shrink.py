@@ -24,10 +24,13 @@ from reprokit.cli.console import (
     gone,
     make_folder,
     max_time_option,
+    no_data_option,
+    output_options,
     planned,
     print_json,
     say,
     shown_command,
+    source_option,
 )
 from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
 from reprokit.render.wording import listed, nearest_words
@@ -35,7 +38,6 @@ from reprokit.shrink import View
 from reprokit.shrink.spec import CHECKS, EXECUTORS, check_name, open_executor, parse
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE
 from reprokit.snapshot.redact import redact_text
-from reprokit.snapshot.source import SOURCES
 from reprokit.words import counted, replay_words, verdict_words, visible_line
 
 if TYPE_CHECKING:
@@ -51,8 +53,7 @@ VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky", GivenInput: "given"
 
 @click.command("shrink", short_help="Find the smallest program that fails the same way.")
 @click.argument("file", type=PATH, metavar="FILE")
-@click.option("-o", "--output", type=PATH, metavar="DIR", help="Folder for the results.")
-@click.option("-f", "--force", is_flag=True, help="Write into DIR even if it holds something.")
+@output_options("DIR", "Folder for the results.")
 @click.option("--check", metavar="SPEC", help=f"What counts as the failure: {CHECKS}. Default: what was captured.")
 @max_time_option(MAX_TIME, "Search for S seconds at most, after the replays.")
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
@@ -65,13 +66,8 @@ VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky", GivenInput: "given"
 @click.option("--executor", metavar="WHERE", help=f"Where to check candidates: {EXECUTORS}. Default: here.")
 @click.option("--fast", is_flag=True, help="Write the minimum and summary.md only.")
 @click.option("--no-whatif", is_flag=True, help="Do not run the result in other precisions, compiled and so on.")
-@click.option(
-    "--source",
-    type=click.Choice(SOURCES),
-    default="all",
-    help="How much of your code the texts show: the lines that a traceback shows, none, or all that was captured.",
-)
-@click.option("--no-data", is_flag=True, help="Write nothing that holds recorded numbers.")
+@source_option("all")
+@no_data_option
 @gone("--resume", "name the result to go on from: `reprokit shrink DIR/reduction.pt`", is_flag=True)
 @gone("--level", "the result is the minimum, with the piece of the model beside it in `repro_module.py`")
 @planned
@@ -316,7 +312,7 @@ def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path) ->
         say(f"fails with every value that was tried for {listed(free)}")
     if reduction.nearest is not None:
         new, old = nearest_words(reduction.nearest, names)
-        say(f"passes with {new} instead of {old}")
+        say(f"does not fail with {new} (it was {old})")
     if reduction.diagnosis is not None:
         say(f"diagnosis: {one_line(reduction.diagnosis)}")
     if doubt := replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note")):

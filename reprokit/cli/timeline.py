@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from reprokit import grammar
-from reprokit.cli.console import PATH, Verbosity, check_file, make_folder, planned, print_text, say
+from reprokit.cli.console import (
+    PATH,
+    Verbosity,
+    check_file,
+    make_folder,
+    output_options,
+    planned,
+    print_text,
+    say,
+)
 from reprokit.errors import NotASnapshot
 from reprokit.words import counted, json_line
 
@@ -29,8 +38,7 @@ _NO_JSON = grammar.one_of("nan", "inf", "-inf")
 @click.command("timeline", short_help="Print the steps before the failure in numbers.")
 @click.argument("file", type=PATH, metavar="FILE")
 @click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format.")
-@click.option("-o", "--output", type=PATH, metavar="FILE|DIR", help="Write there; of TensorBoard the log folder.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite it.")
+@output_options("FILE|DIR", "Where to write; of TensorBoard the log folder.")
 @planned
 def command(file: Path, to: Format, output: Path | None, force: bool, json: bool, verbosity: Verbosity) -> int:
     """Print loss, learning rate, gradient norm, scale and seconds of the last steps, and what the loop noted.
@@ -125,8 +133,9 @@ def _recorded_words(rows: Sequence[Numbers]) -> str:
     if not recorded:
         return ""
     names = {name.partition("/")[2] for row in recorded for name in row if name.startswith(kinds)}
-    steps = counted(len(recorded), "step")
-    return f"\n{counted(len(names), 'parameter')} recorded in {steps}: --to csv prints them\n"
+    words = f"{counted(len(names), 'parameter')} recorded in {counted(len(recorded), 'step')}: --to csv prints them"
+    hint = "; `reprokit capture --record 1` records every step" if len(recorded) < len(rows) else ""
+    return f"\n{words}{hint}\n"
 
 
 def _columns(rows: Sequence[Numbers]) -> list[str]:

@@ -20,15 +20,15 @@ import click
 
 from reprokit.capture import launch
 from reprokit.capture.options import rank_suffix, with_part
-from reprokit.cli.capture import begin_session, run_target
+from reprokit.cli.capture import UserScript, watching
 from reprokit.cli.console import (
-    PATH,
     Plan,
     Verbosity,
     check_file,
     common_options,
     deadline,
     max_time_option,
+    output_options,
     read_steps,
     say,
 )
@@ -80,95 +80,66 @@ class Output:
             (file or stdout).flush()
 
 
-@contextlib.contextmanager
-def _own_stdout() -> Iterator[IO[str]]:
-    """The process's stdout, to which nobody else writes from now on: file descriptor 1 leads to stderr."""
-    sys.stdout.flush()
-    with open(os.dup(1), "w", encoding="utf-8", newline="") as file:
-        os.dup2(2, 1)
-        yield file
-
-
 @dataclass(frozen=True, slots=True)
 class TraceScript:
-    """A script or module of which some steps are saved into files that are shown and deleted."""
+    """A script of which some steps are saved into files that are shown and deleted."""
 
-    target: str
-    is_module: bool
-    argv: tuple[str, ...]
+    script: UserScript
     steps: frozenset[int]
     stop_after: int | None
     output: Output
     verbosity: Verbosity
 
     def __call__(self) -> int:
-        if not self.is_module:
-            launch.read_script(self.target)
-        mixed = self.output.to != "table" and self.output.path is None
-        with contextlib.ExitStack() as outer:
-            outer.enter_context(launch.hide_own_frames())
-            stdout = outer.enter_context(_own_stdout()) if mixed else sys.stdout
-            saved = _Saved(self, Path(outer.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-trace-"))))
-            outer.callback(saved.show, stdout)
-            with contextlib.ExitStack() as stack:
-                stack.callback(launch.when_imported("torch", lambda: saved.begin(stack)))
-                try:
-                    run_target(self)
-                except SystemExit as error:
-                    if saved.session is None or getattr(error, "session", None) is not saved.session:
-                        raise
+        self.script.check()
+        begun: list[Session] = []
+        trained: set[str] = set()  # names of parameters
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(launch.hide_own_frames())
+            is_mixed = self.output.to != "table" and self.output.path is None
+            stdout = stack.enter_context(_own_stdout()) if is_mixed else sys.stdout
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-trace-")))
+            process = os.getpid()
+
+            def session() -> Session:
+                from reprokit.capture.session import Session
+
+                return Session(
+                    name="trace",
+                    directory=folder,
+                    after="continue",
+                    quiet=True,
+                    verbose=self.verbosity is Verbosity.VERBOSE,
+                    on=("exception",),
+                    source="none",
+                    budget=None,
+                    at_step=self.steps,
+                    last_step=self.stop_after,
+                    on_snapshot=lambda path: trained.update(begun[0].trained_parameters()),
+                )
+
+            try:
+                with watching(session, self.verbosity) as begun:
+                    self.script.run()
+            except SystemExit as error:
+                if not begun or getattr(error, "session", None) is not begun[0]:
+                    raise
+            finally:
+                if os.getpid() == process:
+                    self._show(begun[0] if begun else None, trained, stdout)
         return 0
 
-
-class _Saved:
-    """The chosen steps of a script: saved while it runs, shown when it has ended."""
-
-    def __init__(self, plan: TraceScript, folder: Path) -> None:
-        self.session: Session | None = None
-        self._plan = plan
-        self._folder = folder
-        self._process = os.getpid()
-        self._trained: set[str] = set()  # names of parameters
-
-    def begin(self, stack: contextlib.ExitStack) -> None:
-        """Begin to watch."""
-
-        def make() -> Session:
-            from reprokit.capture.session import Session
-
-            return Session(
-                name="trace",
-                directory=self._folder,
-                after="continue",
-                quiet=True,
-                verbose=self._plan.verbosity is Verbosity.VERBOSE,
-                on=("exception",),
-                source="none",
-                budget=None,
-                at_step=self._plan.steps,
-                last_step=self._plan.stop_after,
-                on_snapshot=self._note_names,
-            )
-
-        self.session = begin_session(stack, make, self._plan.verbosity)
-
-    def _note_names(self, path: Path) -> None:
-        if self.session is not None:
-            self._trained |= self.session.trained_parameters()
-
-    def show(self, stdout: IO[str]) -> None:
-        """Write the rows of the steps, and say what is missing in them."""
-        if os.getpid() != self._process:
-            return
+    def _show(self, session: Session | None, trained: set[str], stdout: IO[str]) -> None:
+        """Write the rows of the saved steps, and say what is missing in them."""
         from reprokit.render.module_ranges import names_with_gradient, rows_of, surveyed
         from reprokit.snapshot.format import load
 
-        plan, output, session = self._plan, self._plan.output, self.session
+        output = self.output
         groups, with_gradient = list[list["FrameRow"]](), set[str]()
         for path in session.snapshots if session is not None else ():
             try:
                 snapshot = load(path)
-                if snapshot.step not in plan.steps:  # the script raised in another one
+                if snapshot.step not in self.steps:  # the script raised in another one
                     continue
                 found = surveyed(snapshot, histograms=output.histograms)
             except ReprokitError as error:
@@ -176,23 +147,31 @@ class _Saved:
                 continue
             groups.append(rows_of(found, snapshot.step, output.module))
             with_gradient |= names_with_gradient(found)
-            if snapshot.fidelity != "exact":
-                say(f"step {snapshot.step}: {replay_words(snapshot.fidelity, snapshot.fidelity_note)}", plan.verbosity)
+            if doubt := replay_words(snapshot.fidelity, snapshot.fidelity_note):
+                say(f"step {snapshot.step}: {doubt}", self.verbosity)
         output.write(groups, stdout)
         if num_rows := sum(map(len, groups)):
             place = f" -> {output.path}" if output.path is not None else ""
-            say(f"{counted(num_rows, 'row')}{place}", plan.verbosity)
-            names = sorted(self._trained - with_gradient) if with_gradient else []
-            if names:
+            say(f"{counted(num_rows, 'row')}{place}", self.verbosity)
+            if names := sorted(trained - with_gradient) if with_gradient else []:
                 more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
                 shown = ", ".join(f"`{name}`" for name in names[:_MOST_NAMES])
-                say(f"no gradient in the chosen steps: {shown}{more}", plan.verbosity)
-        elif session is None:
-            say("no rows: the script did not import torch")
-        else:
+                say(f"no gradient in the chosen steps: {shown}{more}", self.verbosity)
+        elif session is not None:
             steps = counted(session.num_steps, "step")
             matching = f" that matches `{output.module}`" if output.module is not None else ""
             say(f"no rows: no module{matching} was called in the chosen steps; an optimizer's step ended {steps}")
+        elif "torch" not in sys.modules:
+            say("no rows: the script did not import torch")
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[IO[str]]:
+    """The process's stdout, to which nobody else writes from now on: file descriptor 1 leads to stderr."""
+    sys.stdout.flush()
+    with open(os.dup(1), "w", encoding="utf-8", newline="") as file:
+        os.dup2(2, 1)
+        yield file
 
 
 def _trace_file(path: Path, output: Output, max_time: float, verbosity: Verbosity) -> int:
@@ -246,8 +225,7 @@ class _Command(click.Command):
 @click.option("--module", metavar="PATTERN", help="Only modules whose path fits, such as 'h.0.*'.")
 @click.option("--histograms", is_flag=True, help="Add a histogram of magnitudes and the kurtosis to every row.")
 @click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format of the rows.")
-@click.option("-o", "--output", type=PATH, metavar="FILE", help="Write the rows to FILE.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite FILE if it exists.")
+@output_options("FILE", "Write the rows to FILE.")
 @max_time_option(60, "For a snapshot.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | FILE) [ARGS]...")
@@ -281,7 +259,7 @@ def command(
     wanted = Output(module, histograms, "jsonl" if json else to, output, target[0])
     if not is_snapshot:
         chosen = steps or frozenset([0])
-        return TraceScript(target[0], is_module, tuple(target[1:]), chosen, stop_after, wanted, verbosity)
+        return TraceScript(UserScript(target[0], is_module, tuple(target[1:])), chosen, stop_after, wanted, verbosity)
     if steps or stop_after is not None:
         raise UsageError("a snapshot holds one step", hint="--steps and --stop-after are for scripts")
     return partial(_trace_file, Path(target[0]), wanted, max_time, verbosity)

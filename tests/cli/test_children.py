@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 import reprokit
 from reprokit.capture.options import After
 from reprokit.capture.session import Session
-from reprokit.cli.capture import Capture
-from reprokit.cli.children import REPORTS, Children
+from reprokit.cli.capture import Capture, UserScript, run_started
+from reprokit.cli.children import STARTED_IN, Children
 from reprokit.cli.console import Verbosity
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import described_once, update
@@ -92,11 +92,10 @@ def test_a_child_is_watched(start: str, run_reprokit: Run, tmp_path: Path) -> No
 
 
 POOL = """
-import multiprocessing, os
+import multiprocessing
 from worker import train
 
 def healthy(rank):
-    assert "REPROKIT_REPORTS" not in os.environ
     train(rank, None)
 
 if __name__ == "__main__":
@@ -117,11 +116,26 @@ def test_a_task_of_a_pool_is_saved_and_goes_on(run_reprokit: Run, tmp_path: Path
     assert len(list(tmp_path.glob("train.pid*-step3.repro.pt"))) == len(list(tmp_path.glob("*.pt"))) == 1
 
 
+def test_a_command_in_another_folder_writes_where_the_capture_was_told_to(run_reprokit: Run, tmp_path: Path) -> None:
+    start = 'subprocess.Popen([sys.executable, "worker.py", "1"], cwd="inside").wait()'
+    (tmp_path / "train.py").write_text(f"import os, subprocess, sys\n{start}\n")
+    (tmp_path / "pyproject.toml").write_text('[tool.reprokit.capture]\noutput = "out/x.pt"\non = ["skipped"]\n')
+    for folder in ("inside", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "inside" / "worker.py").write_text(WORKER)
+    result = run_reprokit("capture", "train.py")
+    assert result.returncode == 3, result.stderr
+    (file,) = tmp_path.rglob("*.pt")
+    assert file.parent.name == "out" and file.name.startswith("x.pid")
+    assert load(file).command == ["worker.py", "1"]
+
+
 # -- what is watched -------------------------------------------------------------------------------------------------
 
 
 def children_of_nothing() -> Children:
-    return Children(Capture("train.py", False, (), None, False, None, False, Verbosity.QUIET, {}, ("--on", "ranks")))
+    script = UserScript("train.py", False, ())
+    return Children(Capture(script, Path.cwd(), None, False, None, False, Verbosity.QUIET, {"on": ("ranks",)}))
 
 
 class Rows(torch.utils.data.Dataset[int]):
@@ -175,12 +189,21 @@ def test_commands_that_are_watched(
         found = children.command(words, environment)
         assert (found is not None) == is_watched
         if found is not None:
-            position = found[0].index("reprokit")
-            assert found[0][:position] == [*words[: position - 1], "-m"]
-            assert found[0][position + 1 : position + 4] == ["capture", "--on", "ranks"]
-            assert found[1][REPORTS] == children.folder and found[0][-1] == words[-1]
+            place = found.index("reprokit")
+            assert found[:place] == [*words[: place - 1], "-m"]
+            assert found[place + 1 : place + 3] == [STARTED_IN, str(children.folder)] and found[-1] == words[-1]
     finally:
         children.forget()
+
+
+def test_a_command_runs_on_when_its_parent_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text("import sys; print(sys.argv[1:])")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("argv", "path"):
+            patch.setattr(sys, name, [*getattr(sys, name)])
+        patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        assert run_started(tmp_path / "gone", [str(tmp_path / "own.py"), "1"]) == 0
+    assert capsys.readouterr().out == "['1']\n"
 
 
 class Terminated(torch.nn.Linear):

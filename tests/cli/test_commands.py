@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reprokit.cli import main
-from reprokit.cli.capture import Capture
+from reprokit.cli.capture import Capture, UserScript
 from tests.conftest import Run, run_python_in
 
 COMMANDS = ["capture", "show", "shrink", "whatif", "verify", "render", "demo"]
@@ -91,6 +91,7 @@ def test_help_and_version_without_torch(start_python: Run) -> None:
         (["capture", "-m"], "no module given"),
         (["capture", "--after-capture", "explode", "x.py"], "invalid value"),
         (["capture", "--colour", "x.py"], "no such option"),
+        (["capture", "--history", "50%", "x.py"], "`50%` is no number above 0, nor auto or off"),
         (["capture", "nowhere.py"], "`nowhere.py` does not exist"),
         (["capture", "."], "`.` is a folder"),
         (["capture", "-m", "no_such_module_here"], "no module named `no_such_module_here`"),
@@ -215,7 +216,7 @@ def test_each_rank_has_its_own_file(planned: list[Capture], monkeypatch: pytest.
     for output, file in ((None, None), ("x.repro.pt", "x.rank1.repro.pt"), ("x.pt", "x.rank1.pt")):
         assert main(["capture", *(["-o", output] if output else []), "-m", "package.train"]) == 0
         plan = planned.pop()
-        assert (plan.file(plan.output), plan.stem) == (Path(file) if file else None, "train")
+        assert (plan.file(plan.output), plan.script.stem) == (Path.cwd() / file if file else None, "train")
 
 
 def test_show(captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run) -> None:
@@ -225,6 +226,7 @@ def test_show(captured: tuple[Path, subprocess.CompletedProcess[str]], run_here:
     assert shown.stdout == ""
     assert "train.py:8" in shown.stderr
     assert shown.stderr.rstrip().endswith(f"next: reprokit shrink {path}")
+    assert run_here("show", str(captured[0])).stderr == shown.stderr  # the only one in the folder
     as_json = run_here("show", "--json", path)
     assert as_json.stderr == ""
     summary = json.loads(as_json.stdout)
@@ -287,7 +289,7 @@ def test_the_hint_for_a_folder_names_the_snapshots_in_it(run_here: Run, tmp_path
         assert hint == f"hint: name a snapshot in it: {shown} and 2 more"
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "reduction.pt").touch()
-    assert "beside it there is train-step0.repro.pt" in run_here("show", "results").stderr.splitlines()[1]
+    assert "beside it there is train-step0.repro.pt" in run_here("timeline", "results").stderr.splitlines()[1]
 
 
 def test_a_file_among_results_stands_for_its_folder(run_here: Run, tmp_path: Path) -> None:
@@ -388,7 +390,7 @@ def test_settings_file_environment_and_command_line(
     monkeypatch.setenv("REPROKIT_CAPTURE_OUTPUT", "variable.pt")
     main(["capture", "train.py"])
     main(["capture", "--after-capture", "stop", "-o", "line.pt", "train.py"])
-    assert [(str(plan.output), plan.options["after"]) for plan in planned] == [
+    assert [(plan.output and plan.output.name, plan.options["after"]) for plan in planned] == [
         ("file.pt", "continue"), ("variable.pt", "continue"), ("line.pt", "stop"),
     ]  # fmt: skip
 
@@ -396,10 +398,17 @@ def test_settings_file_environment_and_command_line(
 @pytest.mark.parametrize(
     ("setting", "verbosity"), [("quiet = true", "quiet"), ("verbose = true", "verbose"), ("quiet = false", "normal")]
 )
-def test_a_switch_is_a_setting_too(setting: str, verbosity: str, planned: list[Capture], tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(f"[tool.reprokit.capture]\njson = true\n{setting}\n")
+def test_switches_and_lists_are_settings_too(
+    setting: str, verbosity: str, planned: list[Capture], tmp_path: Path
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[tool.reprokit.capture]\non = ["spike", "dead"]\n{setting}\n')
     assert main(["capture", "train.py"]) == 0
-    assert (planned[0].verbosity.value, planned[0].json) == (verbosity, True)
+    assert (planned[0].verbosity.value, planned[0].options["on"]) == (verbosity, ("spike", "dead"))
+
+
+def test_short_flags_together(planned: list[Capture]) -> None:
+    assert main(["capture", "-qm", "package.train", "-v"]) == 0
+    assert planned[0].script == UserScript("package.train", True, ("-v",)) and planned[0].verbosity.value == "quiet"
 
 
 @pytest.mark.parametrize(
