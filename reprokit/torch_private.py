@@ -44,13 +44,9 @@ num_modes = _look_up(_STACK.format("len_"), "", lambda: 0)
 mode_at = _look_up("torch._C._get_function_stack_at", "", _nothing)
 REQUIRED = (_STACK.format("push_on_"), _STACK.format("pop_"), _STACK.format("len_"), "torch._C._get_function_stack_at")
 
-# Whether torch itself is at work: transforms, the tracer of torch.jit, a recomputation in the backward pass.
+# Whether torch itself is at work: transforms, a recomputation in the backward pass.
 _TRANSFORMED = "calls inside of `torch.func` transforms are recorded as those of the loop"
 peek_transforms = _look_up("torch._C._functorch.peek_interpreter_stack", _TRANSFORMED, _nothing)
-is_wrapped = _look_up("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMED, lambda tensor: False)
-tracing_state = _look_up(
-    "torch._C._get_tracing_state", "a trace of `torch.jit` records the calls of reprokit", _nothing
-)
 _RECOMPUTED = "forward passes that a checkpoint repeats are recorded as those of the loop"
 graph_task_id = _look_up("torch._C._current_graph_task_id", _RECOMPUTED, lambda: -1)
 
@@ -62,9 +58,8 @@ set_grad_enabled = _look_up("torch._C._set_grad_enabled", "", torch.set_grad_ena
 set_deterministic = _look_up(  # the public function imports the compiler, which takes seconds
     "torch._C._set_deterministic_algorithms", "", torch.use_deterministic_algorithms
 )
-# Many tensors in one call; without these names a `RuntimeError` leads to one call for each.
+# Many tensors in one call; without it a `RuntimeError` leads to one call for each.
 foreach_norm = _look_up("torch._foreach_norm", "", _raise_missing)
-foreach_copy = _look_up("torch._foreach_copy_", "", _raise_missing)
 _VERSIONS = "a replay changes the version counters of parameters"
 _preserve_version = _look_up(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter", _VERSIONS, lambda tensor: contextlib.nullcontext()
@@ -92,7 +87,7 @@ _LOST_TRANSFORMS = "calls of `torch.func` transforms are not recorded"
 apis = _look_up("torch._functorch.apis", _LOST_TRANSFORMS, None)
 eager_transforms = _look_up("torch._functorch.eager_transforms", _LOST_TRANSFORMS, None)
 JVP, VJP = "_jvp_with_argnums", "_vjp_with_argnums"
-_PARTS = ("grad_impl", "grad_and_value_impl", JVP, VJP, "jacrev", "jacfwd")
+_PARTS = ("grad_impl", "grad_and_value_impl", JVP, VJP)
 for _name in ("apis.vmap_impl", *(f"eager_transforms.{part}" for part in _PARTS)):
     _look_up(f"torch._functorch.{_name}", _LOST_TRANSFORMS, None)
 HAS_TRANSFORMS = _LOST_TRANSFORMS not in LOST.values()
@@ -108,17 +103,6 @@ UNSCALE = "_unscale_grads_"  # of a `GradScaler`
 def uncompiled(function: Any) -> Any:
     """The function behind a compiled one; ``None`` behind any other."""
     return getattr(function, "_torchdynamo_orig_callable", None)
-
-
-def is_disabled(function: Any) -> bool:
-    """True if a function came out of `torch.compiler.disable`."""
-    return bool(getattr(function, "_torchdynamo_disable", False))
-
-
-def name_of_scripted(function: Any) -> str:
-    """The name of a function or method that `torch.jit` has compiled."""
-    is_method = isinstance(function, torch.ScriptMethod)
-    return f"{function.owner._type().name()}.{function.name}" if is_method else str(function.name)
 
 
 def positional_parameters(operator: Any) -> list[Any]:

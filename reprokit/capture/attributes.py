@@ -34,10 +34,11 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class _Layout:
-    """Where the attributes of an owner are. Parallel lists: ``spaces`` are the ``__dict__`` of a root's modules, or of
-    an optimizer, and of the settings they hold, ``names`` the plain attributes in each, ``known`` all names in each."""
+    """Where the attributes of an owner are, and what they were last. Parallel lists: ``spaces`` are the ``__dict__`` of
+    a root's modules, or of an optimizer, and of the settings they hold, ``names`` the plain attributes in each,
+    ``known`` all names in each."""
 
-    __slots__ = ("getters", "known", "names", "parameters", "size", "spaces")
+    __slots__ = ("getters", "known", "last", "names", "parameters", "size", "spaces")
 
     def __init__(self, owner: Owner) -> None:
         self.spaces: list[dict[str, Any]] = []
@@ -56,15 +57,12 @@ class _Layout:
                 self.known.append(frozenset(space))
         self.getters = [itemgetter(*names) for names in self.names]
         self.size = sum(map(len, self.spaces))
+        self.last = Noted(self, tuple(self.read()))
 
-    def read(self) -> tuple[Any, ...] | None:
-        """The values of now, ``None`` if attributes were added or taken away."""
-        try:
-            values = tuple(chain.from_iterable(map(call, self.getters, self.spaces)))
-        except KeyError:
-            return None
+    def read(self) -> Iterator[Any]:
+        """The values of now; raises `KeyError` if an attribute was deleted."""
         flags = map(_requires_grad, self.parameters)
-        return (*values, *flags) if sum(map(len, self.spaces)) == self.size else None
+        return chain(chain.from_iterable(map(call, self.getters, self.spaces)), flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +71,6 @@ class Noted:
 
     layout: _Layout
     values: tuple[Any, ...]
-
-    def is_now(self) -> bool:
-        """True if no attribute was set to another value, added or deleted since."""
-        layout = self.layout
-        found = chain.from_iterable(map(call, layout.getters, layout.spaces))
-        flags = map(_requires_grad, layout.parameters)
-        try:
-            return all(map(is_, chain(found, flags), self.values)) and sum(map(len, layout.spaces)) == layout.size
-        except KeyError:
-            return False
 
     def put_back(self) -> None:
         """Give the owners these attributes, without their ``__setattr__``."""
@@ -98,43 +86,43 @@ class AttributeWatch:
     """Notes the attributes of the roots and optimizers it has met."""
 
     def __init__(self) -> None:
-        self._noted: dict[int, Noted] = {}
+        self._layouts: dict[int, _Layout] = {}
 
     def meet(self, owner: Owner) -> None:
         """Note the attributes of a root or optimizer that is about to be used for the first time.
 
         Torch's own optimizers keep everything in their state and options.
         """
-        self._noted.pop(id(owner), None)
-        if isinstance(owner, torch.optim.Optimizer) and is_of_torch(owner):
-            return
-        layout = _Layout(owner)
-        values = layout.read()
-        if values is not None:
-            self._noted[id(owner)] = Noted(layout, values)
+        if not (isinstance(owner, torch.optim.Optimizer) and is_of_torch(owner)):
+            self._layouts[id(owner)] = _Layout(owner)
 
     def note(self, owner: Owner) -> Noted | None:
         """The attributes of now, the same object as before if none has changed; ``None`` if they are not noted."""
-        noted = self._noted.get(id(owner))
-        return noted if noted is None or noted.is_now() else self._renewed(owner, noted)
+        layout = self._layouts.get(id(owner))
+        if layout is None:
+            return None
+        last, is_same_size = layout.last, sum(map(len, layout.spaces)) == layout.size
+        try:
+            if is_same_size and all(map(is_, layout.read(), last.values)):
+                return last
+            values = tuple(layout.read())
+        except KeyError:
+            is_same_size, values = False, ()
+        if is_same_size and all(map(_is_plain, values)):
+            layout.last = Noted(layout, values)
+        else:  # attributes were added or taken away, or hold something else
+            layout = self._layouts[id(owner)] = _Layout(owner)
+        return layout.last
 
     def begin_anew(self, owners: Iterable[Owner]) -> None:
         """A copy of the state was taken: look at all owners again."""
-        self._noted.clear()
+        self._layouts.clear()
         for owner in owners:
             self.meet(owner)
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
-        self._noted.clear()
-
-    def _renewed(self, owner: Owner, noted: Noted) -> Noted | None:
-        values = noted.layout.read()
-        if values is None or not all(map(_is_plain, values)):
-            self.meet(owner)
-        else:
-            self._noted[id(owner)] = Noted(noted.layout, values)
-        return self._noted.get(id(owner))
+        self._layouts.clear()
 
 
 @contextlib.contextmanager
@@ -150,7 +138,12 @@ def attributes_kept(roots: Iterable[torch.nn.Module], optimizers: Iterable[torch
     containers = Containers([*modules, *own])
     state = {id(buffer) for module in modules for buffer in module.buffers(False)}  # which is put back elsewhere
     state.update(id(tensor) for optimizer in own for tensor in iter_tensors([*optimizer.state.values()]))
-    tensors = list(_tensors_in(containers.all, state))
+    tensors = []
+    num_bytes = 0
+    for tensor in _tensors_in(containers.all, state):
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            num_bytes += tensor.numel() * tensor.element_size()
+            tensors += [tensor] if num_bytes <= _MOST_BYTES else []
     contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         with torch_private.preserve_versions(tensors):
@@ -205,10 +198,7 @@ def tensors_held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
     Not those in a container of more than `_MOST_ITEMS` items.
     """
-    containers = [found for found in _containers_of([optimizer], _MOST_ITEMS) if not _holds_atoms(found)]
-    for value in chain.from_iterable(map(_values, containers)):
-        found = iter_tensors(value) if isinstance(value, (torch.Tensor, tuple)) else ()
-        yield from (tensor for tensor in found if tensor.grad_fn is None and not tensor.is_inference())
+    return _tensors_in(_containers_of([optimizer], _MOST_ITEMS), set())
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -217,16 +207,12 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _tensors_in(containers: Iterable[Any], found: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors in containers that a forward may write in place, up to a limit; not those ``found`` already."""
-    left = _MOST_BYTES
+    """The tensors without a graph in containers and in tuples there; not those ``found`` already."""
     for value in chain.from_iterable(map(_values, containers)):
-        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.grad_fn is None
-        if is_plain and id(value) not in found and not value.is_inference():
-            found.add(id(value))
-            left -= value.numel() * value.element_size()
-            if left < 0:
-                return
-            yield value
+        for tensor in iter_tensors(value) if isinstance(value, (torch.Tensor, tuple)) else ():
+            if id(tensor) not in found and tensor.grad_fn is None and not tensor.is_inference():
+                found.add(id(tensor))
+                yield tensor
 
 
 def _holds_atoms(container: Any) -> bool:

@@ -39,6 +39,7 @@ class Budget:
 
     def __init__(self, percent: float | None = DEFAULT_PERCENT, from_step: int | None = None) -> None:
         self.every = 1
+        self.is_sparing = from_step is not None  # some steps are not noted
         self.from_step = from_step
         self.limit = None if percent is None or from_step is not None else percent / 100
         self.say: Callable[[str], None] = lambda text: None
@@ -51,11 +52,6 @@ class Budget:
         if self.from_step is not None:
             return step >= self.from_step
         return step % self.every == 0
-
-    @property
-    def is_sparing(self) -> bool:
-        """True if some steps are not noted."""
-        return self.every != 1 or self.from_step is not None
 
     def why_not(self, step: int) -> str:
         """The reason why a step was not noted, and what to do."""
@@ -103,7 +99,7 @@ class Budget:
             every *= 2
         if every == before:
             return
-        self.every = every
+        self.every, self.is_sparing = every, every != 1
         pace = f"noting every {_ordinal(every)} step" if every > 1 else "noting every step again"
         share = f"{(noting + rest) / bare:.0%} of the CPU time"
         more = ". A failure in another step is saved without its program; `--budget off` notes all" if every > 1 else ""

@@ -54,11 +54,11 @@ def learn_loop(code: CodeType | None, frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def caller_of(frame: FrameType) -> tuple[FrameType | None, FrameType | None, bool]:
-    """The user's frame that calls a torch function, and the frame of the outermost module that runs around it.
+def caller_of(frame: FrameType, meet: Callable[[type], object]) -> tuple[FrameType | None, bool]:
+    """The user's frame that calls a torch function, ``None`` inside a custom autograd function; true if a library's
+    code is between the two. ``meet`` is told the class of the outermost module that runs around it.
 
-    Both are ``None`` inside a custom autograd function. The third is true if a library's code is between the user's and
-    torch. The search ends at a module's own level, around which no model runs.
+    The search ends at a module's own level, around which no model runs.
     """
     root: FrameType | None = None
     user: FrameType | None = None
@@ -69,15 +69,18 @@ def caller_of(frame: FrameType) -> tuple[FrameType | None, FrameType | None, boo
         if kind == "user":
             user = user or walker
         elif kind == "top" or kind == "loop":
-            return user or walker, root, has_library
+            user = user or walker
+            break
         elif kind == "library":
             has_library = has_library or user is None
         elif kind == "module":
             root = walker
         elif kind == "function":
-            return None, None, False
+            return None, False
         walker = walker.f_back
-    return user or frame, root, has_library
+    if root is not None:
+        meet(type(root.f_locals["self"]))
+    return user or frame, has_library
 
 
 def compiled_call(frame: FrameType | None) -> Call | None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,14 +28,13 @@ from reprokit.capture.tape import Number, version_of
 from reprokit.capture.transformed import begin_call
 from reprokit.capture.variables import names_in, owners_in
 from reprokit.compare.compiled import Compiled, registered
-from reprokit.program.sites import kind_of_file, line_of
+from reprokit.program.sites import line_of
 
 
 @dataclass(slots=True)
 class _Running:
     """A call that runs, the optimizer that it reads, and the state of all parameters before it."""
 
-    begun: Begun
     optimizer: torch.optim.Optimizer | None
     before: list[tuple[torch.Tensor, int, torch.Tensor | None, int]]
     has_updated: bool = False
@@ -51,6 +50,7 @@ class CompiledCalls:
         self._loop = loop
         self._recorder = loop.recorder
         self._has_lost = False
+        self._running: _Running
 
     def note_compiler(self, backend: Any) -> None:
         """Something is compiled with a backend: a word, a function, or another object that can be called."""
@@ -60,14 +60,14 @@ class CompiledCalls:
         elif isinstance(known, FunctionType):
             compiler = Compiled(f"{Path(known.__code__.co_filename).name}:{known.__name__}", known)
         else:
-            compiler = Compiled(_place_of(known) or type(known).__name__, known)
+            compiler = Compiled(type(known).__name__, known)
         self._loop.compilers[compiler.backend] = compiler
 
     def watched(self, compiled: Any) -> Any:
         """A compiled function whose calls are noted; anything else that `torch.compile` returns, as it is."""
         original = torch_private.uncompiled(compiled)
         is_function = callable(compiled) and not isinstance(compiled, (torch.nn.Module, type))
-        if original is None or not is_function or torch_private.is_disabled(compiled):
+        if original is None or not is_function:
             return compiled
         recorder = self._recorder
 
@@ -84,62 +84,47 @@ class CompiledCalls:
         return call
 
     def _perform(self, compiled: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self._recorder
-        running = recorder.guard(self._begin, compiled, original, args, kwargs, sys._getframe(2))
-        watching = recorder.guard(recorder.roots.lift_watch)
-        popped = recorder.step_aside()
-        try:
-            output = compiled(*args, **kwargs)
-        except BaseException as error:
-            if running is not None:
-                recorder.fail(error, running.begun)
-            raise
-        finally:
-            recorder.step_back(popped)
-            if watching is not None:
-                recorder.guard(recorder.roots.lower_watch, watching)
-        if running is None or not recorder.enabled:
-            return output
-        recorder.guard(self._loop.generators.after_module)
-        bad = recorder.guard(self._finish, running, original, output, sys._getframe(2))
-        if bad is not None and recorder.enabled:
-            self._loop.failures.fail(bad, is_late=True)
-        if running.has_updated:
-            recorder.guard(self._loop.end_step, running.optimizer)
-        return output
+        recorder, loop = self._recorder, self._loop
 
-    def _begin(
-        self,
-        compiled: Callable[..., Any],
-        original: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: FrameType,
-    ) -> _Running:
-        loop = self._loop
+        def finish(begun: Begun, output: Any) -> None:
+            loop.generators.after_module()
+            running = self._running
+            bad = self._finish(running, begun, original, output)
+            if bad is not None:
+                loop.failures.fail(bad, is_late=True)
+            if running.has_updated and recorder.enabled:
+                loop.end_step(running.optimizer)
+
+        known = compiled, original, args, kwargs
+        return recorder.whole(self._begin, known, recorder.roots.unwatched, (compiled, *args), kwargs, finish)
+
+    def _begin(self, compiled: Callable[..., Any], original: Any, args: Any, kwargs: dict[str, Any]) -> Begun:
+        loop, recorder = self._loop, self._recorder
         drawn = loop.generators.before_module() if loop.generators.looks_left else None
-        begun = begin_call(self._recorder, compiled, original, args, kwargs, frame)
+        begun = begin_call(recorder, compiled, original, args, kwargs)
         begun[-1].generators = drawn
-        owners = list(owners_in((args, kwargs))) + list(owners_in(begun[2]))
+        owners = list(owners_in((args, kwargs, begun[2])))
         optimizers = [owner for owner in owners if isinstance(owner, torch.optim.Optimizer)]
         for optimizer in optimizers:
             loop.meet_optimizer(optimizer)
-        given = self._recorder.tape.alive()
-        has_state = owners or any(is_leaf(given[n]) for n in iter_leaves(begun[2], Number) if n in given)
+        given = [number() for number in iter_leaves(begun[2], Number)]
+        has_state = owners or any(tensor is not None and is_leaf(tensor) for tensor in given)
         known = loop.world.parameters if has_state else []
         state = [(p, _version_of(p), p.grad, _version_of(p.grad)) for p in known]
-        return _Running(begun, optimizers[0] if optimizers else None, state)
+        self._running = _Running(optimizers[0] if optimizers else None, state)
+        return begun
 
-    def _finish(self, running: _Running, original: Any, output: Any, frame: Any) -> str | None:
+    def _finish(self, running: _Running, begun: Begun, original: Any, output: Any) -> str | None:
         """Note the call; what was bad if it has made an update of that."""
-        begun, loop, recorder = running.begun, self._loop, self._recorder
+        loop, recorder = self._loop, self._recorder
         running.has_updated = any(_version_of(p) != version for p, version, _, _ in running.before)
         has_gradients = any(p.grad is not g or _version_of(g) != v for p, _, g, v in running.before)
         if not (running.has_updated or has_gradients):
             recorder.finish(begun, output)
             self._note_lost(begun, original)
             return None
-        losses = {n: t.detach() for n, t in enumerate(iter_tensors(output)) if t.numel() == 1 and _is_real(t)}
+        single = (tensor for tensor in enumerate(iter_tensors(output)) if tensor[1].numel() == 1)
+        losses = {n: tensor.detach() for n, tensor in single if tensor.is_floating_point()}
         seen = {n: loss if loss.is_cuda else loss.item() for n, loss in losses.items()}
         note = CompiledNote(begun[-1].places, begun[-1].rng, begun[-1].generators, seen, running.has_updated)
         recorder.is_claimed = True
@@ -148,7 +133,7 @@ class CompiledCalls:
             loop.has_differentiated = True
             if not running.has_updated:
                 loop.iterations.micro_step += 1
-        learn_loop(begun[4], frame)
+        learn_loop(begun[4], sys._getframe(1))
         return self._bad(running, list(losses.values()), has_gradients=has_gradients) if running.has_updated else None
 
     def _bad(self, running: _Running, losses: list[torch.Tensor], *, has_gradients: bool) -> str | None:
@@ -173,21 +158,5 @@ class CompiledCalls:
         self._loop.failures.note_unseen(f"{what}, but no gradient or update that it made was found; it is not checked")
 
 
-def _place_of(backend: Any) -> str | None:
-    """``FILE.py:NAME`` of the user's module that has an object in a variable, the main program last."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    homes = {file: module for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
-    for file in sorted(homes, key=lambda file: file == main):
-        names = list(vars(homes[file]).items()) if kind_of_file(file) == "user" else []
-        name = next((name for name, value in names if value is backend), None)
-        if name is not None:
-            return f"{Path(file).name}:{name}"
-    return None
-
-
 def _version_of(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None else version_of(tensor)
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point()

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
 from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.structure import repeatable
-from reprokit.capture.transformed import MAKES, PULLS, RUNS, TransformCalls
+from reprokit.capture.tape import Number
+from reprokit.capture.transformed import MAKES, OPENS, RUNS, TransformCalls
 from reprokit.capture.world import owned_by
 from reprokit.compare.compiled import DEFAULT
-from reprokit.errors import has_arrived
 from reprokit.program.functions import name_of
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
@@ -53,42 +53,33 @@ class WholeCalls:
         self._tape = loop.tape
 
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forget gradients."""
-        recorder = self._recorder
-        if not recorder.is_outermost:
+        """Forget gradients; its note has the parameters that have zeros for them now."""
+        if not self._recorder.is_outermost:
             return target(*args, **kwargs)
-        popped = recorder.step_aside()
-        try:
-            output = target(*args, **kwargs)
-        except BaseException:
-            recorder.gaps.append(None)
-            raise
-        finally:
-            recorder.step_back(popped)
-        zeroed = None
-        if not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True)):
-            zeroed = recorder.guard(_with_gradient, args[0])
-        self._tape.log += (ZeroGrad, target, args, None, (), None, 0, _PLAIN_MODE, zeroed)
-        if self._loop.judge.pending is not None or recorder.gaps:
-            recorder.guard(self._loop.cleared, args[0])
-        return output
+        sets_none = args[1] if len(args) > 1 else kwargs.get("set_to_none", True)
+        zeroed = None if sets_none else self._recorder.guard(_with_gradient, args[0])
+        begun = ZeroGrad, target, args, None, None, 0, _PLAIN_MODE, zeroed
+        return self._recorder.whole(tuple, (begun,), target, args, kwargs, self._finish_zero_grad)
+
+    def _finish_zero_grad(self, begun: Begun, output: Any) -> None:
+        self._tape.log += (*begun[:4], (), *begun[4:])
+        if self._loop.judge.pending is not None or self._recorder.gaps:
+            self._loop.cleared(begun[2][0])
 
     def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip gradients; the norm, if there is one, is checked with the gradients."""
-        if not self._recorder.enabled:
+        loop, recorder = self._loop, self._recorder
+        if not recorder.enabled:
             return target(*args, **kwargs)
-        norms = self._loop.norms
-        if norms is not None:
+        args, kwargs = recorder.guard(repeatable, args, kwargs) or (args, kwargs)
+        if loop.norms is not None:
             given = args[0] if args else kwargs.get("parameters", ())
-            if not isinstance(given, (torch.Tensor, list, tuple)):  # an iterator is read once
-                given = list(given)
-                args, kwargs = ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "parameters": given})
-            self._recorder.guard(norms.before_clip, self._loop.iterations.completed, given)
+            recorder.guard(loop.norms.before_clip, loop.iterations.completed, given)
         output = self._perform(Clip, target, args, kwargs)
         is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
         if isinstance(output, torch.Tensor) and not is_spread:
             with torch.DisableTorchFunction():
-                self._loop.clipped = self._loop.timeline.grad_norm = output.detach()
+                loop.clipped = loop.timeline.grad_norm = output.detach()
         return output
 
     def scale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,67 +87,54 @@ class WholeCalls:
         scaler = args[0]
         if not self._recorder.enabled or not scaler.is_enabled():
             return target(*args, **kwargs)
-        return self._perform(ScaleLoss, target, args, kwargs, lambda: self._loop.scalers.scaled(scaler))
+
+        def finish(begun: Begun, output: Any) -> None:
+            self._recorder.finish((*begun[:-1], self._loop.scalers.scaled(scaler)), output)
+
+        return self._perform(ScaleLoss, target, args, kwargs, finish)
 
     def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Divide gradients by a grad scaler's scale; ``target`` is given its inverse."""
-        recorder = self._recorder
-        if not recorder.enabled or not args[0].is_enabled():
+        if not self._recorder.enabled or not args[0].is_enabled():
             return target(*args, **kwargs)
-        try:
-            with recorder.paused():
-                output = target(*args, **kwargs)
-        except BaseException:
-            recorder.gaps.append(None)
-            raise
-        frame, scale = sys._getframe(2), args[2]
 
-        def note() -> None:
-            user = first_user_frame(frame)
-            where = (user.f_code, user.f_lasti)
+        def finish(begun: Begun, output: Any) -> None:
             given = (None, args[1])
-            self._tape.add(Unscale, target, given, None, (), where, current_mode(), scale.detach().clone())
+            self._tape.add(Unscale, target, given, None, (), begun[4:6], begun[6], args[2].detach().clone())
 
-        recorder.guard(note)
-        return output
+        return self._recorder.whole(_begin, (self._recorder, Unscale, target, (), {}), target, args, kwargs, finish)
 
     def quietly(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do something of a grad scaler in which only its own calls of `unscale` are noted."""
         if not self._recorder.enabled or not args[0].is_enabled():
             return target(*args, **kwargs)
+        return self.unseen(target, args, kwargs)
+
+    def unseen(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do something of which nothing is noted."""
         with self._recorder.paused():
             return target(*args, **kwargs)
 
     def collective(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write what all processes have into a tensor: averaged gradients, or a number that is kept as it is then."""
-        recorder = self._recorder
-        is_noted = recorder.is_outermost
-        with recorder.paused():
-            output = target(*args, **kwargs)
-        if is_noted:
-            recorder.guard(self._note_collective, target, args, kwargs, sys._getframe(2))
-        return output
+        return self._perform(Collective, target, args, kwargs, self._finish_collective)
 
-    def _note_collective(
-        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: Any
-    ) -> None:
-        tensor = args[0] if args else kwargs.get("tensor")
-        if not isinstance(tensor, torch.Tensor):
+    def _finish_collective(self, begun: Begun, output: Any) -> None:
+        _, target, args, kwargs, code, instruction, mode, _ = begun
+        given = {"tensor": args[0]} if args else kwargs or {}
+        tensor = given["tensor"]() if isinstance(given.get("tensor"), Number) else None
+        if tensor is None:
             return
-        known = self._tape.known(tensor)
-        is_gradient = self._loop.is_gradient(known)
+        kwargs = kwargs or {}
+        is_gradient = self._loop.is_gradient(given["tensor"])
         if is_gradient:
             self._loop.ranks.meet_averaging(kwargs.get("group", args[2] if len(args) > 2 else None))
         elif tensor.numel() > MOST_KEPT or kwargs.get("async_op"):
             return
-        user = first_user_frame(frame)
         named = {name: value for name, value in kwargs.items() if name not in _OF_CALL}
-        outcome = None if is_gradient else tensor.detach().clone()
-        number = self._tape.number(tensor)
-        note = CollectiveNote(outcome, tuple(args[1:]), named)
-        written = self._tape.written(tensor)
-        where = (user.f_code, user.f_lasti)
-        self._tape.add(Collective, target, (number,), None, written, where, current_mode(), note)
+        note = CollectiveNote(None if is_gradient else tensor.detach().clone(), tuple(args[1:]), named)
+        written = (self._tape.new_number(tensor),)
+        self._tape.add(Collective, target, (given["tensor"],), None, written, (code, instruction), mode, note)
 
     def _perform(
         self,
@@ -164,25 +142,16 @@ class WholeCalls:
         target: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        note: Callable[[], Any] | None = None,
+        finish: Callable[[Begun, Any], None] | None = None,
     ) -> Any:
         recorder = self._recorder
         if not recorder.is_outermost:
-            with recorder.paused():
-                return target(*args, **kwargs)
-        args, kwargs = recorder.guard(repeatable, args, kwargs) or (args, kwargs)
-        try:
-            return recorder.whole(
-                _begin, (recorder, kind, target, args, kwargs, sys._getframe(2)), target, args, kwargs, note
-            )
-        except BaseException as error:  # such as `error_if_nonfinite` asks for
-            if kind is Clip and recorder.guard(has_arrived, error):
-                recorder.gaps.append(None)
-            raise
+            return self.unseen(target, args, kwargs)
+        return recorder.whole(_begin, (recorder, kind, target, args, kwargs), target, args, kwargs, finish)
 
 
-def _begin(recorder: Recorder, kind: type[Kind], target: Any, args: Any, kwargs: Any, frame: FrameType) -> Begun:
-    user = first_user_frame(frame)
+def _begin(recorder: Recorder, kind: type[Kind], target: Any, args: Any, kwargs: Any) -> Begun:
+    user = first_user_frame(sys._getframe(1))
     return kind, target, *recorder.encode(args, kwargs), user.f_code, user.f_lasti, current_mode(), None
 
 
@@ -225,6 +194,8 @@ class Hooks:
         transforms = TransformCalls(self._recorder)
         if torch_private.HAS_TRANSFORMS:
             self._wrap_transforms(transforms)
+        for owner, name in ((torch.jit, "trace"), (torch.jit, "trace_module")):
+            self._wrap(owner, name, calls.unseen)  # it would record the calls of reprokit
         for compiled in SCRIPTED:
             self._wrap(compiled, "__call__", transforms.run_scripted)
         if not HAS_FRAME_OF_APPLY:
@@ -236,9 +207,9 @@ class Hooks:
         for owner, name in RUNS:
             self._wrap(owner, name, transforms.run)
         for name in MAKES:
-            self._wrap(torch_private.eager_transforms, name, transforms.make)
-        self._wrap(torch_private.eager_transforms, PULLS, transforms.pull)
-        self._wrap(torch.func, "linearize", transforms.derive)
+            self._wrap(torch.func, name, transforms.make)
+        for owner, name in OPENS:
+            self._wrap(owner, name, transforms.open)
 
     def removals(self) -> list[Callable[[], None]]:
         """The functions that remove the hooks, even if another one fails; they may be called twice."""
@@ -322,7 +293,7 @@ class Hooks:
                 if threading.get_ident() != recorder.thread:
                     recorder.miss_backward()
                 return original(*args, **kwargs)
-            return recorder.differentiate(original, args, kwargs, sys._getframe(1))
+            return recorder.differentiate(original, args, kwargs)
 
         self._replace(torch.autograd, "backward", backward)
 

@@ -171,14 +171,13 @@ class Sentinel:
     def gradient(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """The gradient to look at, ``None`` when there is no dense one."""
         chosen = self._chosen.get(id(optimizer))
-        gradient = chosen.grad if chosen is not None else None
-        if gradient is None:
+        if chosen is None or chosen.grad is None:
             chosen = self._choose(optimizer)
             if chosen is None:
                 return None
             self._chosen[id(optimizer)] = chosen
-            gradient = chosen.grad
-        return local_part(gradient) if gradient is not None and type(gradient) is not torch.Tensor else gradient
+        gradient = chosen.grad
+        return gradient if gradient is None or gradient.__class__ is torch.Tensor else local_part(gradient)
 
     def forget(self) -> None:
         """Let go of the parameters."""

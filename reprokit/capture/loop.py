@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 from reprokit import torch_private
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.budget import Budget
-from reprokit.capture.callers import compiled_call, first_user_frame, learn_loop
+from reprokit.capture.callers import KINDS, compiled_call, first_user_frame, learn_loop
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, StepNote, gives_gradients, starts_of
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start
@@ -38,7 +38,7 @@ from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.compare.compiled import Compiled
 from reprokit.errors import pass_on
 from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
-from reprokit.program.ir import Call
+from reprokit.program.ir import Call, Mode
 from reprokit.program.trace import current_mode
 from reprokit.series.timeline import Iterations, ScalerWatch, Seat, Timeline, parameters_of
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 _NO_SCALER: dict[str, Any] = {}
+_PLAIN_MODE = Mode()
 
 
 class Loop:
@@ -93,7 +94,8 @@ class Loop:
         self._popped: bool | None = None
         self._frame: FrameType | None = None  # in which an optimizer steps
         self._optimizer: torch.optim.Optimizer | None = None
-        self._met: torch.optim.Optimizer | None = None
+        self._met: torch.optim.Optimizer | None = None  # the last one that was about to step
+        self._is_of_torch = True
         self._in_kernel: dict[str, Any] = _NO_SCALER
         self._attributes: Noted | None = None
         self._stepped_from: tuple[CodeType, CodeType | None] | None = None  # the code around the last step, as learned
@@ -181,9 +183,10 @@ class Loop:
             return
         try:
             self.has_differentiated = True
-            is_single = bool(args) and args[0].__class__ in TENSORS and _is_near(args[0])
+            start: Any = args[0] if args else None
+            is_single = start.__class__ in TENSORS and start.is_cpu and start.numel() == 1 and not start.is_complex()
             if is_single and self.judge.pending is None and not self.scalers.is_used:
-                call[-1].losses = [seen] = [args[0].item()]
+                call[-1].losses = [seen] = [start.item()]
                 if (not self.matter or math.isfinite(seen)) and call[1] is not torch.autograd.grad:  # as nearly always
                     self.timeline.loss = seen
                     return
@@ -303,9 +306,8 @@ class Loop:
         return not (hooked or self.unseen or torch.is_anomaly_enabled())
 
     def after_backward(self, call: Begun, output: Any) -> None:
-        """Optimizers may have stepped inside it, as soon as a gradient was complete."""
-        if not self.recorder.enabled:
-            return
+        """Note it; optimizers may have stepped inside it, as soon as a gradient was complete."""
+        self.recorder.finish(call, output)
         if self.judge.pending is not None:
             self.judge.end(call[-1], list(iter_tensors(output)))
         if call[1] is not torch.autograd.grad:
@@ -432,8 +434,8 @@ class Loop:
             self._frame = sys._getframe(1)
             if self._met is not optimizer:
                 self.meet_optimizer(optimizer)
-                self._met = optimizer
-            self._attributes = None if is_of_torch(optimizer) else recorder.roots.attributes.note(optimizer)
+                self._met, self._is_of_torch = optimizer, is_of_torch(optimizer)
+            self._attributes = None if self._is_of_torch else recorder.roots.attributes.note(optimizer)
             closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
             wrapped = self._watched_closure(optimizer, closure) if closure is not None else None
         except BaseException as error:
@@ -587,7 +589,7 @@ class Loop:
             self.leave()
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, frame: FrameType) -> None:
-        user = first_user_frame(frame)
+        user = frame if KINDS.get(id(frame.f_code)) == "loop" else first_user_frame(frame)
         place = user.f_code, user.f_back.f_code if user.f_back is not None else None
         if place != self._stepped_from:
             self._stepped_from = place
@@ -596,13 +598,13 @@ class Loop:
         note = StepNote(options_of(optimizer), self._in_kernel, noted)
         given: tuple[Any, ...] = ()
         named: dict[str, Any] | None = None
-        if (kwargs or len(args) > 1) and not is_of_torch(optimizer):
+        if (kwargs or len(args) > 1) and not self._is_of_torch:
             closure = _closure_in(args, kwargs)
             plain = tuple(None if value is closure else value for value in args[1:])
             options = {name: None if value is closure else value for name, value in kwargs.items()}
             given, named = self.recorder.encode(*repeatable(plain, options))
-        code, instruction = user.f_code, user.f_lasti
-        self.tape.log += (OptimizerStep, optimizer, given, named, (), code, instruction, current_mode(), note)
+        mode = _PLAIN_MODE if self._is_of_torch else current_mode()  # torch's own set theirs
+        self.tape.log += (OptimizerStep, optimizer, given, named, (), user.f_code, user.f_lasti, mode, note)
 
     def _is_collapsing(self) -> bool:
         """True if a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
@@ -709,6 +711,8 @@ class Loop:
                 return until == 1
         if self.ranks.meeting is not None:
             return self.iterations.total + 1 >= self.ranks.due_at
+        if self.budget.is_sparing and not self.budget.notes(self.iterations.completed + 1):
+            return False  # there is no going back behind a step that is not noted
         tape, copies = self.tape, self.world.copies
         num_steps = len(tape.marks) - (copies[-1].num_marks if copies else 0)
         return self.world.is_due(now, num_steps, tape.num_bytes, MOST_BYTES)
@@ -752,7 +756,7 @@ class Loop:
         self._note_numbers(optimizer, step, seat, ended)
         num_calls = len(tape.log) // SLOTS - tape.begin + len(tape.held) // 2  # a tensor from before costs half a call
         is_copied = was_checked and not (self.ranks.is_alone and world.is_complete and self.has_alarm())
-        if not self.is_noted:
+        if not self.is_noted and world.is_complete:
             world.interrupt()
         if world.is_complete or is_copied:
             end, states = len(tape.log) // SLOTS, self.generators.states

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,24 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.callers import KINDS, caller_of
-from reprokit.capture.calls import Backward, BackwardNote, Function, FunctionNote, Root, Transform
+from reprokit.capture.calls import (
+    Backward,
+    BackwardNote,
+    Clip,
+    Function,
+    FunctionNote,
+    Root,
+    Transform,
+    Unscale,
+    ZeroGrad,
+)
 from reprokit.capture.mode import StackedMode
 from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
-from reprokit.capture.tape import Known, Number, Op, Tape
+from reprokit.capture.tape import Number, Op, Tape
 from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.traits import FACTS, OPERATORS, UNKNOWN, Traits, facts_of
-from reprokit.errors import ignored_errors
+from reprokit.errors import has_arrived, ignored_errors
 from reprokit.program import functions
 from reprokit.program.ir import Mode
 from reprokit.program.sites import find_frames
@@ -85,68 +95,42 @@ class Recorder(StackedMode):
             if facts.is_read and result.__class__ is float and not math.isfinite(result):
                 self.has_read_bad = True
             return result
-        if (
-            not facts.is_plain
-            or self.depth
-            or not self.enabled
-            or get_ident() != self.thread
-            or _peek_transforms() is not None
-            or _tracing_state() is not None
-        ):
-            return self._perform_unusual(facts, func, args, dict(kwargs or {}))
+        if self.depth or not self.enabled or get_ident() != self.thread:
+            return func(*args, **(kwargs or {}))
+        if _peek_transforms() is not None:
+            self.has_transform = True
+            return func(*args, **(kwargs or {}))
         user: FrameType | None = None
         walker: FrameType | None = sys._getframe(1)
-        while walker is not None:
-            kind = KINDS.get(id(walker.f_code))
-            if kind == "loop" or kind == "top":
-                user = user or walker
-                break
-            if kind == "user":
-                user = user or walker
-            elif kind != "other":
-                user = None
-                break
+        while walker is not None and (kind := KINDS.get(id(walker.f_code))) in _PASSED:
+            user = user or (walker if kind == "user" else None)
             walker = walker.f_back
-        if user is None or walker is None or facts.may_write or self.is_hand_updated:
-            return self._perform(facts, func, args, dict(kwargs or {}), sys._getframe(1))
+        if facts.is_differentiation:
+            return self.differentiate(facts.function, args, dict(kwargs or {}))
+        if not facts.is_plain or self.is_hand_updated or walker is None or kind not in ("loop", "top"):
+            return self._perform(facts, func, args, dict(kwargs or {}))
+        user = user or walker
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException as error:
-            self.note_failure(error, facts, args, kwargs or {}, user)
+            self.guard(self._note_failure, error, facts, args, dict(kwargs or {}), user)
             raise
         try:
             tape = self.tape
-            values, first, held = tape.values, tape.first, tape.held
-            given: list[Any] = []
-            is_usual, num_tensors = not kwargs or ATOMS.issuperset(map(type, kwargs.values())), 0
-            is_usual = is_usual and out.__class__ in TENSORS
-            for value in args if is_usual else _NOTHING:
-                kind_of_value = value.__class__
-                if kind_of_value in TENSORS:
-                    num_tensors += 1
-                    known = values.get(id(value))
-                    if known is None or known() is not value:
-                        given.append(tape.add_input(value))
-                    elif (number := known.number) >= first or number in held:
-                        given.append(number)
-                    else:
-                        given.append(tape.hold(number, value))  # type: ignore[arg-type]
-                elif kind_of_value in _SINGLE or (kind_of_value is tuple and _SINGLE.issuperset(map(type, value))):
-                    given.append(value)
-                else:
-                    is_usual = False
-                    break
-            if not is_usual or not num_tensors:
-                self._note_unusual(facts, args, dict(kwargs or {}), (user.f_code, user.f_lasti), None, out)
+            if facts.is_indexing and args[1].__class__ not in ATOMS:
+                args = with_own_index(args)
+            is_usual = out.__class__ in TENSORS and not TENSORS.isdisjoint(map(type, args))
+            if not is_usual or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
+                self._note_plain(facts, args, dict(kwargs or {}), user, out)
                 return out
-            known = values.get(id(out))
-            if known is None or known() is not out:
-                tape.count = count = tape.count + 1
-                known = values[id(out)] = Known(out)
-                known.number = Number(count)
+            given = tuple(tape.encode(args))
+            number = tape.values.get(id(out))
+            if number is None or number() is not out:
+                number = tape.values[id(out)] = Number(out)  # as `Tape.new_number`
+                number.step = tape.step
             mode = current_mode() if _is_any_autocast_enabled() or not is_grad_enabled() else _PLAIN_MODE
             code, place = user.f_code, user.f_lasti
-            tape.log += (Function, facts.function, tuple(given), kwargs, known.number, code, place, mode, None)
+            tape.log += (Function, facts.function, given, kwargs or None, number, code, place, mode, None)
             if out.requires_grad and not out.dim():
                 tape.scalars.append((out, code, place))
             if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
@@ -162,129 +146,54 @@ class Recorder(StackedMode):
             self.switch_off(error)
             return UNKNOWN
 
-    def _note_unusual(
-        self,
-        facts: Traits,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        where: tuple[Any, int],
-        note: FunctionNote | None,
-        out: Any,
-    ) -> None:
-        """Note a call that changes nothing, if a replay can make again what it has made."""
-        outputs = tensors_in(out)
-        has_tensors = not TENSORS.isdisjoint(map(type, args)) or next(iter_tensors((args, kwargs)), None) is not None
-        if not outputs or not _can_repeat(facts, note, outputs, has_tensors=has_tensors):
-            if isinstance(facts.function, OPERATORS):
-                note_unfollowed(outputs)
-            return
-        if facts.is_indexing:
-            args = with_own_index(args)
-        given, named = self.encode(args, kwargs)
-        self.finish((Function, facts.function, given, named, *where, current_mode(), note), out)
+    def _begun(self, facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], user: FrameType) -> Begun:
+        given, named = self.encode(with_own_index(args) if facts.is_indexing else args, kwargs)
+        return Function, facts.function, given, named, user.f_code, user.f_lasti, current_mode(), None
 
-    def note_failure(
-        self,
-        error: BaseException,
-        facts: Traits,
-        args: tuple[Any, ...],
-        kwargs: Any,
-        frame: FrameType,
-        note: FunctionNote | None = None,
-    ) -> None:
-        """An exception came out of the call of a function."""
-        try:
-            user, _, _ = caller_of(frame)
-            if user is not None:
-                given, named = self.encode(args, dict(kwargs))
-                where = (user.f_code, user.f_lasti)
-                self.fail(error, (Function, facts.function, given, named, *where, current_mode(), note))
-        except BaseException as own:
-            self.switch_off(own)
+    def _note_failure(self, error: BaseException, *call: Any) -> None:
+        self.fail(error, self._begun(*call))
 
-    def _perform_unusual(
-        self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Perform a function that is not plain, or that the loop itself does not call; note it if need be."""
-        if self.depth:
-            return func(*args, **kwargs)
-        if _peek_transforms() is not None:
-            self.has_transform = True
-            return func(*args, **kwargs)
-        if not self.enabled or get_ident() != self.thread or _tracing_state() is not None:
-            return func(*args, **kwargs)
-        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
-            return iter(self.__torch_function__(torch.Tensor.unbind, (), (args[0], 0)))
-        if facts.is_differentiation:
-            return self.differentiate(facts.function, args, kwargs, sys._getframe(2))
-        return self._perform(facts, func, args, kwargs, sys._getframe(2))
+    def _note_plain(self, facts: Traits, args: Any, kwargs: dict[str, Any], user: FrameType, out: Any) -> None:
+        if next(iter_tensors(out), None) is not None and next(iter_tensors((args, kwargs)), None) is not None:
+            self.finish(self._begun(facts, args, kwargs, user), out)
 
-    def _perform(
-        self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> Any:
+    def _perform(self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform a call that needs more than the usual: one that may write, draws random numbers, or comes from
         elsewhere than the loop's own lines."""
-        try:
-            begun = self._prepare(facts, args, kwargs, frame)
-        except BaseException as error:
-            self.switch_off(error)
-            begun = None
-        if begun is None:
-            return func(*args, **kwargs)
-        where, note, written = begun
-        try:
-            out = func(*args, **kwargs)
-        except BaseException as error:
-            self.note_failure(error, facts, args, kwargs, frame, note)
-            raise
-        try:
-            if note is not None and note.is_write:
-                self._note_write(facts, written, note, where, out)
-            else:
-                self._note_unusual(facts, args, kwargs, where, note, out)
-        except BaseException as error:
-            self.switch_off(error)
-        return out
+        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
+            return iter(self.__torch_function__(torch.Tensor.unbind, (), (args[0], 0)))
 
-    def _prepare(
-        self, facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> tuple[tuple[Any, int], FunctionNote | None, Any] | None:
-        """Where a call is made, what else is known of it, and what it writes; ``None`` if it need not be noted."""
-        user, root, has_library = caller_of(frame)
-        if root is not None:
-            self.roots.meet_class(type(root.f_locals["self"]))
+        def finish(begun: Begun, out: Any) -> None:
+            self._finish_function(begun, out, facts, args, kwargs)
+
+        return self.whole(self._begin_function, (facts, args, kwargs), func, args, kwargs, finish)
+
+    def _begin_function(self, facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
+        frame = sys._getframe(1)
+        user, has_library = caller_of(frame, self.roots.meet_class)
         if user is None:  # what a custom autograd function returns is used by value
             return None
         note = FunctionNote(library=find_frames(frame)[1]) if has_library else None
-        where = (user.f_code, user.f_lasti)
-        name = facts.name
-        if name in functions.GRAD_WRITES:
-            given, named = self.encode(args, kwargs)
+        written = _written_by(facts, args, kwargs) if facts.may_write else None
+        if facts.name in functions.GRAD_WRITES:
             self.loop.before_gradient_write()
-            return where, _as(note, is_write=True), (args[0], given, named, False)
-        if facts.may_write:
-            written = _written_by(facts, args, kwargs)
-            if written is not None:
-                return self._prepare_write(facts, args, kwargs, written, where, note)
-        if self.is_hand_updated and _begins_forward(name, args, kwargs):
-            self.loop.finish_hand_update()
-        if facts.is_random:
-            tensors = tensors_in((args, kwargs))
-            if any(tensor.requires_grad for tensor in tensors):
-                note = _as(note, rng=generator_states(tensors))
-        return where, note, None
+            note = _as(note, is_write=True)
+        elif written is not None:
+            note = self._before_write(facts, args, kwargs, written, note)
+            if note is None:
+                return None
+        else:
+            if self.is_hand_updated and _begins_forward(facts.name, args, kwargs):
+                self.loop.finish_hand_update()
+            if facts.is_random:
+                tensors = tensors_in((args, kwargs))
+                if any(tensor.requires_grad for tensor in tensors):
+                    note = _as(note, rng=generator_states(tensors))
+        return *self._begun(facts, args, kwargs, user)[:-1], note
 
-    # -- writes --------------------------------------------------------------------------------------------------
-
-    def _prepare_write(
-        self,
-        facts: Traits,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: Any,
-        where: tuple[Any, int],
-        note: FunctionNote | None,
-    ) -> tuple[tuple[Any, int], FunctionNote | None, Any] | None:
+    def _before_write(
+        self, facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], written: Any, note: FunctionNote | None
+    ) -> FunctionNote | None:
         """Save what a call is about to overwrite, as far as a replay needs that; ``None`` if the write need not be
         noted."""
         world, owners = self.loop.world, []
@@ -303,89 +212,64 @@ class Recorder(StackedMode):
             elif all(item is written or self.tape.known(item) is None for item in iter_tensors((args, kwargs))):
                 return None  # being made, for example a parameter of a module that no root holds yet
         if owners:
-            given, named = self.encode(args, kwargs)
             if facts.writes_data and not _is_alike(args[0], args[1]):
                 self.loop.before_conversion()
             self.loop.before_state_write(owners, (args, kwargs))
-            note = _as(note, is_write=True, writes_state=True)
-            return where, note, (written, given, named, facts.writes_data)
+            return _as(note, is_write=True, writes_state=True)
         has_graph = is_leaf(written) or (
             torch.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
         )
         if written.layout is torch.strided and not self.tape.before_write(written, has_graph=has_graph):
             return None
-        given, named = self.encode(args, kwargs)
-        return where, _as(note, is_write=True), (written, given, named, False)
+        return _as(note, is_write=True)
 
-    def _note_write(self, facts: Traits, written: Any, note: FunctionNote, where: tuple[Any, int], out: Any) -> None:
-        target, given, named, is_data = written
-        if note.rng is None and facts.is_random and isinstance(target, torch.Tensor):
-            note.outcome = target.detach().clone()
-        outs: Any = ()
-        if is_data:
-            self.loop.world.moved(target)
-        if not note.writes_state and isinstance(target, torch.Tensor) and facts.name not in functions.GRAD_WRITES:
-            outs = self.tape.written(target)
-            if out is not target and isinstance(out, torch.Tensor):
-                outs = (self.tape.result(out),)
-        elif isinstance(out, torch.Tensor) and out is not target:
-            outs = self.tape.results(out)
-        self.tape.add(Function, facts.function, given, named, outs, where, current_mode(), note)
+    def _finish_function(self, begun: Begun, out: Any, facts: Traits, args: Any, kwargs: Any) -> None:
+        """A function was called: note it, if it has written or if a replay can make again what it has made."""
+        note: FunctionNote | None = begun[-1]
+        if note is not None and note.is_write:
+            target, tape = _written_by(facts, args, kwargs) if facts.may_write else args[0], self.tape
+            outs: tuple[Number, ...] = ()
+            if note.rng is None and facts.is_random and isinstance(target, torch.Tensor):
+                note.outcome = target.detach().clone()
+            if note.writes_state and facts.writes_data:
+                self.loop.world.moved(target)
+            if not note.writes_state and isinstance(target, torch.Tensor) and facts.name not in functions.GRAD_WRITES:
+                outs = (tape.new_number(target),)
+            if isinstance(out, torch.Tensor) and out is not target:
+                outs = (tape.result(out),)
+            kind, function, given, named, code, instruction, mode, _ = begun
+            tape.add(kind, function, given, named, outs, (code, instruction), mode, note)
+            return
+        outputs = tensors_in(out)
+        if outputs and _can_repeat(facts, note, outputs, args, kwargs):
+            self.finish(begun, out)
+        elif isinstance(facts.function, OPERATORS):
+            note_unfollowed(outputs)
 
     # -- backward passes -----------------------------------------------------------------------------------------
 
-    def differentiate(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> Any:
+    def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward call of the loop: it is checked before it runs, and noted after."""
-        call: Begun | None = None
-        popped = self.step_aside()
-        try:
-            try:
-                begun = self._begin_backward(function, args, kwargs, frame)
-            except BaseException as error:
-                self.switch_off(error)
-                begun = None
-            if begun is not None:
-                args, kwargs, call = begun
-                self.is_claimed = True
-                self.loop.before_backward(call, args, kwargs)
-                try:
-                    output = function(*args, **kwargs)
-                except BaseException as error:
-                    self.fail(error, call)
-                    raise
-                if self.enabled:
-                    try:
-                        self.finish(call, output)
-                        self.loop.after_backward(call, output)
-                    except BaseException as error:
-                        self.switch_off(error)
-                return output
-        finally:
-            self.step_back(popped)
-        return function(*args, **kwargs)
+        if len(args) != 1 or args[0].__class__ not in TENSORS or not ATOMS.issuperset(map(type, kwargs.values())):
+            args, kwargs = self.guard(repeatable, args, kwargs) or (args, kwargs)
+        known = function, args, kwargs
+        return self.whole(self._begin_backward, known, function, args, kwargs, self.loop.after_backward)
 
     def _begin_backward(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Begun] | None:
-        user, root, _ = caller_of(frame)
-        if root is not None:
-            self.roots.meet_class(type(root.f_locals["self"]))
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Begun | None:
+        user, _ = caller_of(sys._getframe(1), self.roots.meet_class)
         if user is None:
             return None
         if self.is_hand_updated:
             self.loop.finish_hand_update()
-        if len(args) != 1 or args[0].__class__ not in TENSORS or not ATOMS.issuperset(map(type, kwargs.values())):
-            args, kwargs = repeatable(args, kwargs)
         given, named = self.encode(args, kwargs)
         where = (user.f_code, user.f_lasti)
-        return args, kwargs, (Backward, function, given, named, *where, current_mode(), BackwardNote())
-
-    def begin_forward(self) -> None:
-        """Called before an operation that builds a graph; after a manual update it begins a new step."""
-        if self.is_hand_updated:
-            self.loop.finish_hand_update()
+        mode = current_mode() if _is_any_autocast_enabled() or not is_grad_enabled() else _PLAIN_MODE
+        begun = Backward, function, given, named, *where, mode, BackwardNote()
+        self.is_claimed = True
+        self.loop.before_backward(begun, args, kwargs)
+        return begun
 
     # -- every kind of call --------------------------------------------------------------------------------------
 
@@ -396,11 +280,12 @@ class Recorder(StackedMode):
         target: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        note: Callable[[], Any] | None = None,
+        finish: Callable[[Begun, Any], None] | None = None,
     ) -> Any:
         """Perform a call of the loop that is noted as one, with the mode out of the way.
 
-        ``begin``, called with what is ``known``, tells what it is. ``note`` makes its note when it is over.
+        ``begin``, called with what is ``known``, tells what it is, ``None`` if it is not to be noted; ``finish`` notes
+        it when it is over.
         """
         popped = self.step_aside()
         try:
@@ -417,47 +302,32 @@ class Recorder(StackedMode):
                 raise
             if begun is not None and self.enabled:
                 try:
-                    self.finish(begun if note is None else (*begun[:-1], note()), output)
+                    (finish or self.finish)(begun, output)
                 except BaseException as error:
                     self.switch_off(error)
             return output
         finally:
             self.step_back(popped)
 
-    def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+    def encode(self, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
         """Arguments with numbers in the place of tensors."""
-        tape, given = self.tape, []
-        for value in args:
-            kind = value.__class__
-            if kind in TENSORS:
-                given.append(tape.number(value))
-            else:
-                given.append(value if kind in ATOMS else tape.encode(value))
-        if kwargs and not ATOMS.issuperset(map(type, kwargs.values())):
-            return tuple(given), tape.encode(kwargs)
-        return tuple(given), kwargs or None
+        encode = self.tape.encode
+        return tuple(encode(args)), dict(zip(kwargs, encode(kwargs.values()), strict=True)) if kwargs else None
 
     def finish(self, begun: Begun, out: Any) -> None:
         """A call is over: note it with its results."""
         kind, target, given, named, code, instruction, mode, note = begun
         tape = self.tape
-        if out is None:
-            outs: Any = ()
-        elif out.__class__ is _Tensor:
-            known = tape.values.get(id(out))
-            outs = known.number if known is not None and known() is out else tape.new_number(out)
-            if kind is Transform:
-                tape.held[outs] = out
-            if out.requires_grad and not out.dim():
-                tape.scalars.append((out, code, instruction))
-        else:
-            tensors = tensors_in(out)
-            outs = tuple(map(tape.result, tensors))
-            if kind is Transform:  # perhaps gradients, which are looked at where the loop says that its step is over
-                tape.held.update(zip(outs, tensors, strict=True))
-            elif kind is Root:
-                tape.scalars.extend((t, code, instruction) for t in tensors if t.requires_grad and not t.dim())
-        tape.log += (kind, target, given, named, outs, code, instruction, mode, note)
+        tensors = () if out is None else (out,) if out.__class__ is torch.Tensor else tensors_in(out)
+        if kind is Transform:  # perhaps gradients, which are looked at where the loop says that its step is over
+            tape.held.update(zip(map(tape.result, tensors), tensors, strict=True))
+        outs = []
+        for tensor in tensors:
+            number = tape.values.get(id(tensor))
+            outs.append(number if number is not None and number() is tensor else tape.new_number(tensor))
+            if kind is not Backward and tensor.requires_grad and not tensor.dim():
+                tape.scalars.append((tensor, code, instruction))
+        tape.log += (kind, target, given, named, tuple(outs), code, instruction, mode, note)
         if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
             tape.sweep()
 
@@ -467,7 +337,7 @@ class Recorder(StackedMode):
             kind, target, given, named, code, instruction, mode, note = begun
             op = Op(kind, target, given, named or {}, (), code, instruction, mode, note)
             self.raised = (error, op)
-            if _may_have_written(op):
+            if _may_have_written(op, error):
                 self.gaps.append(op)
 
     def forget_gradients(self) -> None:
@@ -496,23 +366,27 @@ def _begins_forward(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return any(tensor.requires_grad for tensor in iter_tensors((args, kwargs)))
 
 
-def _can_repeat(facts: Traits, note: FunctionNote | None, outputs: list[torch.Tensor], *, has_tensors: bool) -> bool:
+def _can_repeat(facts: Traits, note: FunctionNote | None, outputs: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
     """True if replaying the function gives the same; otherwise its outcome is used by value."""
     if not facts.name:
         return any(tensor.requires_grad for tensor in outputs)
     if facts.is_random:
         return note is not None and note.rng is not None
-    if has_tensors:
+    if next(iter_tensors((args, kwargs)), None) is not None:
         return True
     is_trained = any(tensor.requires_grad for tensor in outputs)  # then it is an input, with a gradient of its own
     return functions.is_factory(facts.name) and not is_trained
 
 
-def _may_have_written(op: Op) -> bool:
+def _may_have_written(op: Op, error: BaseException) -> bool:
     if op.kind is Function:
         return op.note is not None and bool(op.note.is_write)
     if op.kind is Root:
         return bool(op.note.is_training) and any(True for _ in op.target.buffers())
+    if op.kind is Clip:  # torch raises before it clips
+        return has_arrived(error)
+    if op.kind is ZeroGrad or op.kind is Unscale:
+        return True
     return op.kind is Backward and op.target is not torch.autograd.grad  # some gradients
 
 
@@ -520,11 +394,8 @@ def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:
     return (target.dtype, target.shape, target.device) == (value.dtype, value.shape, value.device)
 
 
-_Tensor = torch.Tensor
-_SINGLE = ATOMS | {slice, type(...), torch.Size}
 _PLAIN_MODE = Mode()
-_NOTHING: tuple[Any, ...] = ()
+_PASSED = ("user", "other")  # kinds of frames that may be between a function and the loop
 is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch_private.is_any_autocast_enabled
-_tracing_state = torch_private.tracing_state  # of `torch.jit.trace`, which would trace our work as well
 _peek_transforms = torch_private.peek_transforms  # vmap and the like, inside which values are not ours

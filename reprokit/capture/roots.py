@@ -8,7 +8,6 @@ that appears later is noted as plain calls once, and watched from its next call 
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 from collections.abc import Callable
 from threading import get_ident
@@ -20,9 +19,10 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 
 from reprokit import torch_private
 from reprokit.capture.attributes import AttributeWatch
-from reprokit.capture.callers import first_user_frame
+from reprokit.capture.callers import KINDS, first_user_frame
 from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
 from reprokit.capture.structure import iter_tensors
+from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class RootCalls:
             if is_compiling() or not roots.is_root_call():
                 return original(self, *args, **kwargs)
             recorder.guard(roots.meet_class, type(self), original)
-            return roots.call(original, self, args, kwargs)
+            known = self, args, kwargs, sys._getframe(1)
+            return recorder.whole(roots.begin, known, roots.unwatched, (original, self, *args), kwargs, roots.finish)
 
         self._watcher = __call__
         torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
@@ -102,7 +103,11 @@ class RootCalls:
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or (recorder.depth and not recorder.is_stepping) or not roots.is_root_call():
                 return inner(self, *args, **kwargs)
-            return roots.call(inner, self, args, kwargs)
+            known = self, args, kwargs, sys._getframe(1)
+            finish = roots.finish if recorder.loop.generators.looks_left else None
+            if roots._original is not None:  # every module is watched
+                return recorder.whole(roots.begin, known, roots.unwatched, (inner, self, *args), kwargs, finish)
+            return recorder.whole(roots.begin, known, inner, (self, *args), kwargs, finish)
 
         self._patched[cls] = own, __call__
         cls.__call__ = __call__  # type: ignore[method-assign]
@@ -116,58 +121,42 @@ class RootCalls:
             return False
         if not recorder.enabled or get_ident() != recorder.thread:
             return False
-        return _tracing_state() is None and _peek_transforms() is None
+        return _peek_transforms() is None
 
-    def call(
-        self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a root module, and note the call."""
-        recorder = self._recorder
-        if self._original is not None:
-            original = functools.partial(self._call_unwatched, original)
-        given = module, args, kwargs, sys._getframe(2)
-        output = recorder.whole(self._begin, given, original, (module, *args), kwargs)
-        if recorder.loop.generators.looks_left:
-            recorder.guard(recorder.loop.generators.after_module)
-        return output
-
-    def _call_unwatched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        watching = self._recorder.guard(self.lift_watch)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if watching is not None:
-                self._recorder.guard(self.lower_watch, watching)
-
-    def lift_watch(self) -> Any:
-        """Have modules called as if nobody watched, until `lower_watch` is given what this returns."""
-        if self._original is None or torch.nn.Module.__call__ is not self._watcher:
-            return None
-        watching = torch.nn.Module.__call__
+    def unwatched(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function with modules called inside as if nobody watched."""
+        if torch.nn.Module.__call__ is not self._watcher or self._original is None:
+            return function(*args, **kwargs)
         torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
-        return watching
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if torch.nn.Module.__call__ is self._original:
+                torch.nn.Module.__call__ = self._watcher  # type: ignore[method-assign]
 
-    def lower_watch(self, watching: Any) -> None:
-        """The inverse of `lift_watch`."""
-        if torch.nn.Module.__call__ is self._original:
-            torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
-
-    def _begin(
+    def begin(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Any, ...]:
+        """The call of a root module, for the recorder."""
         recorder = self._recorder
         drawn = recorder.loop.before_root(module)
-        user, mode = first_user_frame(frame), current_mode()
+        user = frame if KINDS.get(id(frame.f_code)) == "loop" else first_user_frame(frame)
+        mode = current_mode() if _is_any_autocast_enabled() or not torch.is_grad_enabled() else _PLAIN_MODE
         rng = self.states(args, kwargs)
         attributes = self.attributes.note(module)
         if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
-            given = recorder.tape.encode((frame.f_locals["parameters_and_buffers"], args, kwargs))
+            given = tuple(recorder.tape.encode((frame.f_locals["parameters_and_buffers"], args, kwargs)))
             note = FunctionNote(rng=rng, generators=drawn, attributes=attributes)
             return Function, torch.func.functional_call, (module, *given), None, user.f_code, user.f_lasti, mode, note
         given, named = recorder.encode(args, kwargs)
         inner: Any = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
         root_note = RootNote(module.training, rng, drawn, inner.__dict__.get("forward"), attributes)
         return Root, module, given, named, user.f_code, user.f_lasti, mode, root_note
+
+    def finish(self, begun: tuple[Any, ...], output: Any) -> None:
+        """Note it."""
+        self._recorder.finish(begun, output)
+        self._recorder.loop.generators.after_module()
 
     def states(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`generator_states` of now; the last ones again if they are the same, since each takes five kilobytes."""
@@ -178,11 +167,6 @@ class RootCalls:
         if self._last is None or content != self._last[1]:
             self._last = (state, None), content
         return self._last[0]
-
-    def meet(self, module: torch.nn.Module) -> None:
-        """Make a module known to the loop, unless it is."""
-        if id(module) not in self.met:
-            self._recorder.loop.meet_module(module)
 
 
 def generator_states(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -201,7 +185,8 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 _FUNCTIONAL_CALL = torch_private.functional_call_code
+_PLAIN_MODE = Mode()
+_is_any_autocast_enabled = torch_private.is_any_autocast_enabled
 _default_generator = torch.default_generator
 _uses_cuda: Callable[[], bool] = torch.cuda.is_initialized
 _peek_transforms = torch_private.peek_transforms
-_tracing_state = torch_private.tracing_state  # of `torch.jit.trace`, which would trace our work as well

@@ -269,7 +269,7 @@ class Session:
                 ends = False
                 self._failures.count_skipped(skipped.step)
             finally:
-                torch_private.set_grad_enabled(has_grad)
+                torch.set_grad_enabled(has_grad)
                 if ends:
                     self.leave()
                 elif not self._is_over:

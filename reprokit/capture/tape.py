@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,20 +34,21 @@ _SWEEP_ALL = 65_536  # calls of all steps, which take some 20 MB
 SWEEP_BYTES = 2**26
 MOST_BYTES = 256 * 2**20  # of tensors from outside that a step may hold
 MOST_OPS = 16_384  # of a step whose data are made by calls of their own; a noted call takes a kilobyte
+_SINGLE = ATOMS | {slice, type(...), torch.Size}  # have no tensors in them
 _MOST_CARRIED = 512  # calls before a copy that made graphs which are alive
 
 
-class Number(int):
-    """Stands for a tensor in the arguments and results of a call."""
+class Number(weakref.ref[torch.Tensor]):
+    """Stands for a tensor in the arguments and results of a call, and leads to it while it is alive.
 
-    __slots__ = ()
+    One tensor has another number after each write. ``step`` is the last step that made or used it.
+    """
 
-
-class Known(weakref.ref[torch.Tensor]):
-    """A tensor of the loop that has a ``number``; one object for both, as a loop makes thousands."""
-
-    __slots__ = ("number",)
-    number: Number
+    __slots__ = ("step",)
+    step: int
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
 
 
 class Op(NamedTuple):
@@ -92,28 +93,28 @@ class Segment(NamedTuple):
 
 
 class Tape:
-    """The log. ``first`` is the first number of the running step, ``begin`` the position of its first call.
+    """The log. ``step`` counts the steps, ``begin`` is the position of the first call of the running one.
 
     ``inputs`` are tensors from outside, ``held`` those from before the running step that it uses, ``stamps`` their
     version counters then, ``saved`` copies of what they held before the loop wrote into them. ``carried`` are calls
-    from before the copy that made graphs which were alive then. ``scalars`` are the last single numbers with a graph.
+    from before the copy that made graphs which were alive then, ``before`` values of that time that a step since has
+    used. ``scalars`` are the last single numbers with a graph.
     """
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.values: dict[int, Known] = {}
+        self.values: dict[int, Number] = {}  # the number that a tensor has now, by its `id`
         self.inputs: dict[Number, torch.Tensor] = {}
         self.held: dict[Number, torch.Tensor] = {}
         self.stamps: dict[Number, int] = {}
         self.saved: dict[Number, torch.Tensor] = {}
         self.marks: list[Mark] = []
         self.carried: list[Op] = []
-        self.before: dict[Number, torch.Tensor] = {}  # values from before the copy that a step since has used
-        self._cut_at = 0  # the last number before the copy
+        self.before: dict[Number, torch.Tensor] = {}
+        self._early: set[Number] = set()  # made before the copy
         self.scalars: deque[tuple[torch.Tensor, CodeType, int]] = deque(maxlen=4)
         self.on_lost: Callable[[], None] = lambda: None  # calls were let go of that may have changed something
-        self.count = 0
-        self.first = 1
+        self.step = 0
         self.begin = 0
         self.num_bytes = 0
         self.sweep_at, self.sweep_bytes = SWEEP_OPS * SLOTS, SWEEP_BYTES
@@ -126,20 +127,15 @@ class Tape:
 
     def number(self, tensor: torch.Tensor) -> Number:
         """The number of a tensor that a call is given; one that nobody knows is from outside."""
-        known = self.values.get(id(tensor))
-        if known is None or known() is not tensor:
+        number = self.values.get(id(tensor))
+        if number is None or number() is not tensor:
             return self.add_input(tensor)
-        number = known.number
-        if number >= self.first or number in self.held:
-            return number
-        if tensor.__class__ is torch.nn.Parameter and number in self.inputs:  # clipping may be given hundreds
-            return number
-        return self.hold(number, tensor)
+        return number if number.step == self.step else self._hold(number, tensor)
 
     def known(self, tensor: torch.Tensor) -> Number | None:
         """The number of a tensor, ``None`` if it has none."""
-        known = self.values.get(id(tensor))
-        return known.number if known is not None and known() is tensor else None
+        number = self.values.get(id(tensor))
+        return number if number is not None and number() is tensor else None
 
     def add_input(self, tensor: torch.Tensor) -> Number:
         """A tensor comes from outside."""
@@ -148,77 +144,64 @@ class Tape:
         self.stamps[number] = version_of(tensor)
         if tensor.__class__ is not torch.nn.Parameter and id(tensor) not in self._counted:
             self._counted.add(id(tensor))
-            self.num_bytes += tensor.numel() * tensor.element_size()
+            self.num_bytes += _bytes_of(tensor)
         return number
 
-    def hold(self, number: Number, tensor: torch.Tensor) -> Number:
+    def _hold(self, number: Number, tensor: torch.Tensor) -> Number:
         """The running step uses a tensor from before; something unseen may have written it meanwhile."""
-        version = -1 if tensor.is_inference() else tensor._version  # as `version_of`
-        if number in self.inputs and self.stamps[number] != version and tensor.__class__ is not torch.nn.Parameter:
+        is_input, version = number in self.inputs, version_of(tensor)
+        if is_input and self.stamps[number] != version and tensor.__class__ is not torch.nn.Parameter:
             return self.add_input(tensor)
+        number.step = self.step
         self.held[number] = tensor
         self.stamps.setdefault(number, version)
-        if number <= self._cut_at and number not in self.inputs:
+        if number in self._early and not is_input:
             self.before[number] = tensor.detach()
         return number
 
     def new_number(self, tensor: torch.Tensor) -> Number:
         """A number that no tensor had."""
-        self.count += 1
-        known = self.values[id(tensor)] = Known(tensor)
-        known.number = number = Number(self.count)
+        number = self.values[id(tensor)] = Number(tensor)
+        number.step = self.step
         return number
 
     def result(self, tensor: torch.Tensor) -> Number:
         """The number of a result: a new one, unless the call has returned what it was given."""
-        known = self.values.get(id(tensor))
-        return known.number if known is not None and known() is tensor else self.new_number(tensor)
+        return self.known(tensor) or self.new_number(tensor)
 
-    def encode(self, value: Any) -> Any:
-        """Arguments with numbers in the place of tensors."""
-        kind = value.__class__
-        if kind in TENSORS:
-            return self.number(value)
-        if (kind is list or kind is tuple) and TENSORS.issuperset(map(type, value)):
-            return kind(self.numbers(value))
-        return map_leaves(value, torch.Tensor, self.number)
-
-    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[Number]:
-        """The numbers of many tensors that a call is given: all parameters, or a sample of a memory.
-
-        As `number` and `hold` give them one by one; written out, since a step may have hundreds.
-        """
-        values, held, inputs, stamps, first, found = self.values, self.held, self.inputs, self.stamps, self.first, []
-        try:
-            for tensor in tensors:
-                known = values.get(id(tensor))
-                if known is None or known() is not tensor:
-                    found.append(self.add_input(tensor))
-                    continue
-                number = known.number
-                if number < first and number not in held:
-                    version = tensor._version
-                    if stamps.setdefault(number, version) == version and number > self._cut_at:
-                        held[number] = tensor
-                    elif tensor.__class__ is not torch.nn.Parameter or number not in inputs:
-                        number = self.hold(number, tensor)
+    def encode(self, args: Iterable[Any]) -> list[Any]:
+        """Arguments with numbers in the place of tensors; written out, since a call may have hundreds."""
+        values, held, stamps, early, step = self.values, self.held, self.stamps, self._early, self.step
+        found: list[Any] = []
+        for value in args:
+            kind = value.__class__
+            if kind in TENSORS:
+                number: Any = values.get(id(value))
+                if number is None or number() is not value:
+                    number = self.add_input(value)
+                elif number.step != step:
+                    version = -1 if value.is_inference() else value._version
+                    is_same = stamps.setdefault(number, version) == version or kind is torch.nn.Parameter
+                    if is_same and number not in early:  # as `_hold`
+                        number.step, held[number] = step, value
+                    else:
+                        number = self._hold(number, value)
                 found.append(number)
-        except RuntimeError:  # an inference tensor has no version
-            return list(map(self.number, tensors))
+            elif kind in _SINGLE or (kind is tuple and _SINGLE.issuperset(map(type, value))):
+                found.append(value)
+            elif (kind is tuple or kind is list) and TENSORS.issuperset(map(type, value)):
+                found.append(kind(self.encode(value)))
+            else:
+                found.append(map_leaves(value, torch.Tensor, self.number))
         return found
 
     def results(self, value: Any) -> tuple[Number, ...]:
         """The numbers of all tensors in a result."""
         return tuple(map(self.result, iter_leaves(value, torch.Tensor)))
 
-    def tensor(self, number: Number) -> torch.Tensor | None:
-        """The tensor of the loop with a number, if it is still there."""
-        found = self.inputs.get(number)
-        return found if found is not None else self.held.get(number)
-
     def alive(self) -> dict[Number, torch.Tensor]:
         """All tensors of the loop that are still there, by their numbers."""
-        living = {known.number: tensor for known in self.values.values() if (tensor := known()) is not None}
+        living = {number: tensor for number in self.values.values() if (tensor := number()) is not None}
         return {**living, **self.held, **self.inputs}
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -250,22 +233,18 @@ class Tape:
         A large tensor that the running step has not read yet begins anew as an input.
         """
         known = self.known(target)
-        sharing = [number for number in self._sharing(target) if number != known]
-        is_unread = known is None or (known < self.first and known not in self.held)
+        sharing = [number for number in self._sharing(target) if number is not known]
+        is_unread = known is None or known.step != self.step
         if target.numel() > SMALL and not has_graph and not sharing and is_unread:
             self.values.pop(id(target), None)
             return False
         number = self.number(target)
         for other in (number, *sharing):
-            tensor = self.tensor(other)
+            tensor = self.inputs.get(other, self.held.get(other))
             if other not in self.saved and tensor is not None:
                 self.saved[other] = tensor.detach().clone(memory_format=torch.preserve_format)
-                self.num_bytes += tensor.numel() * tensor.element_size()
+                self.num_bytes += _bytes_of(tensor)
         return True
-
-    def written(self, target: torch.Tensor) -> Number:
-        """A tensor was written: its new number."""
-        return self.new_number(target)
 
     def _sharing(self, target: torch.Tensor) -> list[Number]:
         """The inputs with the memory of a tensor."""
@@ -285,15 +264,15 @@ class Tape:
             self.marks.append(mark)
         dead = []
         for key in reversed(self.values):  # the last ones first: those that the step has made
-            known = self.values[key]
-            if known.number < self.first:
+            number = self.values[key]
+            if number.step != self.step:
                 break
-            if known() is None:
+            if number() is None:
                 dead.append(key)
         for key in dead:
             del self.values[key]
         self.begin = len(self.log) // SLOTS
-        self.first = self.count + 1
+        self.step += 1
         self.held = {}
         self.scalars.clear()
         self.sweep_at = len(self.log) + SWEEP_OPS * SLOTS
@@ -337,9 +316,10 @@ class Tape:
         self.log, self.marks = self.log[end * SLOTS :], self.marks[num_marks:]
         for mark in self.marks:
             mark.end -= end
-        self._cut_at = max([number for op in early for number in op.outs], default=self._cut_at)
-        self.before = {number: tensor for number, tensor in self.before.items() if later}
+        self._early |= {number for op in early for number in op.outs}
+        self.before = self.before if later else {}
         self._keep()
+        self._early &= set(self.values.values())
         self.mark(None)
         self.sweep_bytes, self._sweep_all_at = SWEEP_BYTES, _SWEEP_ALL * SLOTS
 
@@ -348,59 +328,48 @@ class Tape:
         self.log, self.marks, self.carried, held = self.log[self.begin * SLOTS :], [], [], self.held
         self._keep()
         self.begin = 0
-        self.held = {number: tensor for number, tensor in held.items() if self.known(tensor) == number}
+        self.held = {number: tensor for number, tensor in held.items() if self.known(tensor) is number}
 
     def forget(self) -> None:
         """Let go of everything."""
-        self.log, self.marks, self.carried, self.before = [], [], [], {}
-        self._keep()
+        if self.log or self.values or self.marks:
+            self.log, self.marks, self.carried, self.before, self._early = [], [], [], {}, set()
+            self._keep()
         self.mark(None)
 
     def _keep(self) -> None:
         """Let go of the tensors and the numbers that no call has."""
         log, used = self.log, {number for op in self.carried for number in (*op.ins, *op.outs)}
         for place in range(0, len(log), SLOTS):
-            args, kwargs, outs = log[place + 2], log[place + 3], log[place + 4]
-            for value in args:  # inline: there may be thousands of calls
-                if value.__class__ is Number:
-                    used.add(value)
-                elif value.__class__ not in ATOMS:
-                    used.update(iter_leaves(value, Number))
-            if kwargs:
-                used.update(numbers_in((), kwargs))
-            if outs.__class__ is Number:
-                used.add(outs)
-            else:
-                used.update(outs)
+            args, kwargs, outs = log[place + 2 : place + 5]
+            used.update(numbers_in(args, kwargs))
+            used.update((outs,) if outs.__class__ is Number else outs)
         self.inputs = {number: tensor for number, tensor in self.inputs.items() if number in used}
         self.saved = {number: content for number, content in self.saved.items() if number in used}
         self.stamps = {number: version for number, version in self.stamps.items() if number in used}
-        self.values = {key: known for key, known in self.values.items() if known.number in used and known() is not None}
+        self.values = {key: number for key, number in self.values.items() if number in used and number() is not None}
         kept = (*self.inputs.values(), *self.saved.values())
         held = {id(tensor): tensor for tensor in kept if tensor.__class__ is not torch.nn.Parameter}
         self._counted = set(held)
-        self.num_bytes = sum([tensor.numel() * tensor.element_size() for tensor in held.values()])
+        self.num_bytes = sum(map(_bytes_of, held.values()))
         self._by_memory, self._num_scanned = {}, 0
 
     # -- room ----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Let go of calls that nobody needs, such as those of an evaluation; the less these are, the longer until the
-        next look. A running step that holds too much lets go of what no gradient flows through."""
+        next look. A running step that holds too much lets go of data that no gradient flows through so far."""
         self._drop(self._useless())
-        running = self.ops(self.begin)
-        is_large = self.num_bytes > MOST_BYTES and sum(map(_bytes_of, self._inputs_of(running))) > MOST_BYTES
-        dropped = self._by_value() if is_large or len(running) > MOST_OPS else set()
+        numbers = {number for op in self.running() for number in op.ins} if self.num_bytes > MOST_BYTES else set()
+        is_large = sum(_bytes_of(self.inputs[number]) for number in numbers & self.inputs.keys()) > MOST_BYTES
+        is_long = len(self.log) // SLOTS - self.begin > MOST_OPS
+        dropped = self._useless(self.begin, are_data=False) if is_large or is_long else set()
         self._drop(dropped)
         if is_large or dropped:
             self.on_lost()
         self.sweep_at = len(self.log) + max(SWEEP_OPS, len(self.log) // SLOTS - self.begin) * SLOTS
         self.sweep_bytes = max(SWEEP_BYTES, 2 * self.num_bytes)
         self._sweep_all_at = max(_SWEEP_ALL * SLOTS, 2 * len(self.log))
-
-    def _inputs_of(self, ops: Iterable[Op]) -> Iterator[torch.Tensor]:
-        used = {number for op in ops for number in op.ins}
-        return (tensor for number, tensor in self.inputs.items() if number in used)
 
     def _drop(self, positions: Set[int]) -> None:
         if positions:
@@ -417,60 +386,28 @@ class Tape:
             self.log = kept
         held = self.held
         self._keep()
-        self.held = {number: tensor for number, tensor in held.items() if self.known(tensor) == number}
+        self.held = {number: tensor for number, tensor in held.items() if self.known(tensor) is number}
 
-    def _useless(self) -> set[int]:
-        """The positions of calls whose results are gone and that no other call depends on."""
+    def _useless(self, begin: int = 0, *, are_data: bool = True) -> set[int]:
+        """The positions of calls from ``begin`` on whose results are gone and that no other call depends on.
+
+        Unless they ``are_data``, results without a gradient are not needed, nor are writes before a backward pass.
+        """
         log, found = self.log, set()
-        needed = {known.number for known in self.values.values() if known() is not None}
-        for place in range(len(log) - SLOTS, -1, -SLOTS):
+        are_kept = are_data or any(op.kind.differentiates for op in self.running())
+        living = [(number, tensor) for number in self.values.values() if (tensor := number()) is not None]
+        needed = {number for number, tensor in living if are_data or tensor.requires_grad}
+        for place in range(len(log) - SLOTS, begin * SLOTS - 1, -SLOTS):
             kind, _, args, kwargs, outs, _, _, _, note = log[place : place + SLOTS]
-            is_pure = note is None and kind.is_forward  # inline: there may be thousands of calls
+            is_pure = note is None and kind.is_forward  # as most of thousands
             if not is_pure:
                 (op,) = self.ops(place // SLOTS, place // SLOTS + 1)
-                is_pure = kind.is_pure(op)
+                is_pure = kind.is_pure(op) if are_kept else kind.is_forward and not kind.writes_state(op)
             if is_pure and (outs not in needed if outs.__class__ is Number else needed.isdisjoint(outs)):
                 found.add(place // SLOTS)
-                continue
-            for value in args:
-                if value.__class__ is Number:
-                    needed.add(value)
-                elif value.__class__ not in ATOMS:
-                    needed.update(iter_leaves(value, Number))
-            if kwargs:
-                needed.update(numbers_in((), kwargs))
-        return found
-
-    def _by_value(self) -> set[int]:
-        """The positions of the calls of the running step that no gradient flows through; of writes, those before the
-        first backward pass, after which gradients are written."""
-        ops, alive, found = self.running(), self.alive(), set()
-        without = set(map(id, without_graph(ops, alive)))
-        first = next((n for n, op in enumerate(ops) if op.kind.differentiates), len(ops))
-        needed = {number for number, tensor in alive.items() if tensor.requires_grad}
-        for position in range(len(ops) - 1, -1, -1):
-            op = ops[position]
-            is_kept = id(op) not in without or (position > first and not op.kind.is_pure(op))
-            if is_kept or not needed.isdisjoint(op.outs):
-                needed.update(op.ins)
             else:
-                found.add(self.begin + position)
+                needed.update(numbers_in(args, kwargs))
         return found
-
-
-def without_graph(ops: Iterable[Op], alive: Mapping[Number, torch.Tensor]) -> list[Op]:
-    """The forward calls that no gradient flows through, and that write no state."""
-    found = []
-    graphs = {number for number, tensor in alive.items() if tensor.requires_grad}
-    for op in ops:
-        modules = [value for value in (op.target, *op.args[:1]) if isinstance(value, torch.nn.Module)]
-        has_graph = op.mode.grad and not graphs.isdisjoint(op.ins)
-        has_graph |= op.mode.grad and any(p.requires_grad for module in modules for p in module.parameters())
-        if op.kind.is_forward and not (has_graph or op.kind.writes_state(op)) and graphs.isdisjoint(op.outs):
-            found.append(op)
-        else:
-            graphs.update(op.outs)
-    return found
 
 
 def without_gradients(ops: Sequence[Op]) -> list[int]:
@@ -488,7 +425,7 @@ def without_gradients(ops: Sequence[Op]) -> list[int]:
     return kept
 
 
-def numbers_in(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Number]:
+def numbers_in(args: Iterable[Any], kwargs: dict[str, Any] | None) -> list[Number]:
     """The numbers among arguments, in order."""
     found: list[Number] = []
     for value in (*args, *kwargs.values()) if kwargs else args:

@@ -17,9 +17,9 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD
 class Traits:
     """Traits about a torch function; ``function`` is the original, without the wrapper of a capture.
 
-    ``is_plain``: it makes new tensors of tensors or writes into its first one, without random numbers. ``is_silent``:
-    it is never noted; if it ``is_read`` it tells the loop a value. ``reads_values``: no gradient flows through it.
-    ``may_write``: it writes into what it is given, or may be asked to by ``inplace``.
+    ``is_plain``: it makes new tensors of tensors, without random numbers. ``is_silent``: it is never noted; if it
+    ``is_read`` it tells the loop a value. ``reads_values``: no gradient flows through it. ``may_write``: it writes into
+    what it is given, or may be asked to by ``inplace``.
     """
 
     function: Callable[..., Any]
@@ -51,19 +51,21 @@ def _find_facts(func: Callable[..., Any]) -> Traits:
     is_silent = func in _SILENT or (isinstance(func, OPERATORS) and _is_of_torch(func))
     is_special = is_random or functions.is_factory(name) or name in functions.GRAD_WRITES | functions.DATA_WRITES
     is_differentiation = function in _DIFFERENTIATION
+    may_write = is_in_place or functions.takes_inplace(name)
     facts = Traits(
         function,
         name,
         is_in_place,
         is_differentiation,
         is_random,
-        is_plain=bool(name) and not (is_special or is_differentiation or is_silent or function in _DIVIDED),
+        is_plain=bool(name)
+        and not (is_special or is_differentiation or is_silent or may_write or func is torch.Tensor.__iter__),
         is_indexing=function in _INDEXING,
         is_silent=is_silent,
         is_read=func in _READS,
         writes_data=name in functions.DATA_WRITES,
         reads_values=name in VALUE_READS,
-        may_write=is_in_place or functions.takes_inplace(name),
+        may_write=may_write,
     )
     if is_silent or (name and function is func):
         FACTS[func] = facts
@@ -74,7 +76,6 @@ UNKNOWN = Traits(lambda: None, "", *10 * [False])  # of a function whose own fac
 VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
 FACTS: dict[Callable[..., Any], Traits] = {}
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
-_DIVIDED = frozenset({torch.Tensor.__iter__})
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 # Namespaces of `torch.ops` whose operators torch itself calls, such as the marks that its profiler leaves.

@@ -11,7 +11,6 @@ import functools
 import sys
 from collections.abc import Callable
 from threading import get_ident
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +25,9 @@ from reprokit.capture.variables import owners_in, read_by
 from reprokit.program.trace import current_mode
 
 if TYPE_CHECKING:
-    from reprokit.capture.recorder import Recorder
+    from reprokit.capture.recorder import Begun, Recorder
 
 _peek_transforms = torch_private.peek_transforms
-_is_wrapped = torch_private.is_wrapped
-_tracing_state = torch_private.tracing_state  # of `torch.jit.trace`
 RUNS = (
     (torch_private.apis, "vmap_impl"),
     (torch_private.eager_transforms, "grad_impl"),
@@ -38,7 +35,7 @@ RUNS = (
     (torch_private.eager_transforms, torch_private.JVP),
 )
 MAKES = ("jacrev", "jacfwd")  # functions that make a function, which is then called
-PULLS = torch_private.VJP  # it returns a result and the function of its derivative
+OPENS = ((torch_private.eager_transforms, torch_private.VJP), (torch.func, "linearize"))  # return a function as well
 
 
 class TransformCalls:
@@ -51,8 +48,8 @@ class TransformCalls:
         """Call what runs a transform: torch's ``target``, given a function and its arguments."""
         recorder, name, is_noted = self._recorder, target.__name__, self._is_noted
         recorder.has_transform = True
-        if is_noted:
-            recorder.guard(recorder.begin_forward)
+        if is_noted and recorder.is_hand_updated:
+            recorder.guard(recorder.loop.finish_hand_update)
         recorder.guard(self._note_differentiated, name, args)
         transforms = torch_private.eager_transforms
         owner = transforms if hasattr(transforms, name) else torch_private.apis
@@ -72,8 +69,7 @@ class TransformCalls:
             by = args[1]
         else:
             return
-        plain = [tensor for tensor in iter_tensors(by) if not _is_wrapped(tensor)]
-        self._recorder.loop.note_differentiated(plain)
+        self._recorder.loop.note_differentiated(iter_tensors(by))
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a transformed function whose calls are noted."""
@@ -86,52 +82,25 @@ class TransformCalls:
 
         return transformed
 
-    def pull(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `torch.func.vjp`, and note the calls of the function that it returns: each replay pulls with its own."""
-        self._recorder.has_transform = True
-        latest: list[Any] = []
-
-        def again(*args: Any, **kwargs: Any) -> Any:
-            made = getattr(torch_private.eager_transforms, target.__name__)(*args, **kwargs)
-            latest[:] = made[1:2]
-            return made
-
-        is_noted = self._is_noted
-        made = self._perform(again, target, args, kwargs)
+    def open(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what returns a function, whose calls a replay could not make: what comes out of them is no data."""
+        is_noted, recorder = self._is_noted, self._recorder
+        with recorder.paused():
+            result, function, *rest = target(*args, **kwargs)
         if not is_noted:
-            return made
-        result, function, *rest = made
-        outputs = list(iter_tensors((result, rest)))  # a replay of a pull needs that of the call before
-
-        def pull_again(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return latest[0](*args, **kwargs)
-
-        @functools.wraps(function)
-        def pulled(*args: Any, **kwargs: Any) -> Any:
-            def pull_now(_: Any, *args: Any, **kwargs: Any) -> Any:
-                return function(*args, **kwargs)
-
-            return self._perform(pull_again, pull_now, (outputs, *args), kwargs, reads=())
-
-        return (result, pulled, *rest)
-
-    def derive(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `torch.func.linearize`, neither of whose results is noted: what comes out of them is no data."""
-        made = target(*args, **kwargs)
-        if not self._is_noted:
-            return made
-        recorder = self._recorder
-        result, function = made
+            return result, function, *rest
         recorder.guard(note_unfollowed, result)
 
         @functools.wraps(function)
         def derivative(*args: Any, **kwargs: Any) -> Any:
-            found = function(*args, **kwargs)
-            if recorder.is_outermost:
+            is_outermost = recorder.is_outermost
+            with recorder.paused():
+                found = function(*args, **kwargs)
+            if is_outermost:
                 recorder.guard(note_unfollowed, found)
             return found
 
-        return result, derivative
+        return result, derivative, *rest
 
     def run_scripted(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what `torch.jit` has compiled: torch's ``target``, given a function or method and its arguments."""
@@ -141,48 +110,27 @@ class TransformCalls:
 
     @property
     def _is_noted(self) -> bool:
-        return self._recorder.is_outermost and _peek_transforms() is None and _tracing_state() is None
+        return self._recorder.is_outermost and _peek_transforms() is None
 
-    def _perform(
-        self,
-        again: Callable[..., Any],
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reads: Any = None,
-    ) -> Any:
-        """Call ``target`` and note it; ``reads`` is the function whose variables a replay restores, if another one."""
-        recorder = self._recorder
+    def _perform(self, again: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``target`` and note it; a replay calls ``again``."""
         if not self._is_noted:
             return target(*args, **kwargs)
-        reads = target if reads is None else reads
-        begun = recorder.guard(begin_call, recorder, again, reads, args, kwargs, sys._getframe(2))
-        popped = recorder.step_aside()
-        try:
-            output = target(*args, **kwargs)
-        except BaseException as error:
-            if begun is not None:
-                recorder.fail(error, begun)
-            raise
-        finally:
-            recorder.step_back(popped)
-        if begun is not None:
-            recorder.guard(recorder.finish, begun, output)
-        return output
+        known = self._recorder, again, target, args, kwargs
+        return self._recorder.whole(begin_call, known, target, args, kwargs)
 
 
-def begin_call(
-    recorder: Recorder, again: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-) -> tuple[Any, ...]:
+def begin_call(recorder: Recorder, again: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun:
     """The call of ``target`` that is about to run, for the recorder; ``again`` is called by a replay."""
-    recorder.begin_forward()
-    user = first_user_frame(frame)
+    if recorder.is_hand_updated:
+        recorder.loop.finish_hand_update()
+    user = first_user_frame(sys._getframe(1))
     found = list(read_by((target, args, kwargs)))
     values = [value for _, value in found]
     for owner in owners_in((args, kwargs, values)):
-        if isinstance(owner, torch.nn.Module):
-            recorder.roots.meet(owner)
-    given = recorder.tape.encode((args, kwargs, values))
+        if isinstance(owner, torch.nn.Module) and id(owner) not in recorder.roots.met:
+            recorder.loop.meet_module(owner)
+    given = tuple(recorder.tape.encode((args, kwargs, values)))
     note = TransformNote([place for place, _ in found], generator_states(args, kwargs, values))
     return Transform, again, given, None, user.f_code, user.f_lasti, current_mode(), note
 

@@ -54,7 +54,11 @@ class Contents:
     def take(self, tensors: list[torch.Tensor]) -> None:
         """Remember what ``tensors`` hold, in the memory of the last copy where it is of the same tensors."""
         if len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors)):
-            overwrite(self._contents, self.tensors)
+            for number, (content, tensor) in enumerate(zip(self._contents, self.tensors, strict=True)):
+                if content.shape == shard_of(tensor).shape and content.dtype == tensor.dtype:
+                    content.copy_(shard_of(tensor).detach())
+                else:
+                    self._contents[number] = _copy(tensor)
         else:
             self.tensors, self._contents = tensors, [_copy(tensor) for tensor in tensors]
 
@@ -89,20 +93,20 @@ class Contents:
         return num_bytes(self._contents)
 
 
-def overwrite(contents: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into the memory of their old copies, in one call where torch can."""
-    has_grad = torch.is_grad_enabled()
-    try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
-        torch_private.set_grad_enabled(False)
-        torch_private.foreach_copy(contents, list(shards_of(tensors)), non_blocking=False)
-    except RuntimeError:  # a shape or layout has changed
-        contents[:] = [_copy(tensor) for tensor in tensors]
-        return
-    finally:
-        torch_private.set_grad_enabled(has_grad)
-    for number, tensor in enumerate(tensors):
-        if contents[number].dtype != tensor.dtype:
-            contents[number] = _copy(tensor)
+class _Buffer:
+    """The place of a buffer, the tensor there and what it held."""
+
+    def __init__(self, space: dict[str, Any], name: str) -> None:
+        self.space, self.name = space, name
+        has_counter = "num_batches_tracked" in space and isinstance(space["num_batches_tracked"], torch.Tensor)
+        self.witness = "num_batches_tracked" if has_counter else name
+        self.take()
+
+    def take(self) -> None:
+        """Remember what is there now."""
+        self.tensor, self.seen = self.space[self.name], self.space[self.witness]
+        self.version, self.seen_version = version_of(self.tensor), version_of(self.seen)
+        self.content = _copy(self.tensor)
 
 
 class Buffers:
@@ -113,11 +117,7 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self.rows: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []  # each place, and that of its witness
-        self._tensors: list[torch.Tensor] = []
-        self._contents: list[torch.Tensor] = []
-        self._versions: list[tuple[torch.Tensor, int, int]] = []
-        self._known: set[tuple[int, str]] = set()
+        self.rows: dict[tuple[int, str], _Buffer] = {}
         self.are_replaced = False  # a forward has put another tensor in the place of a buffer
 
     def add_module(self, module: torch.nn.Module) -> None:
@@ -125,84 +125,52 @@ class Buffers:
         for part in module.modules():
             space: Any = torch_private.buffers_of(part)
             for name, buffer in space.items():
-                key = id(part), name
-                if buffer is None or buffer.is_inference() or key in self._known:
-                    continue
-                self._known.add(key)
-                self.rows.append((space, name, space, "num_batches_tracked" if _has_counter(space) else name))
-                self._tensors.append(buffer)
-                self._contents.append(_copy(buffer))
-                self._versions.append(self._stamp(-1))
-
-    def _stamp(self, number: int) -> tuple[torch.Tensor, int, int]:
-        space, name, home, witness = self.rows[number]
-        return home[witness], version_of(home[witness]), version_of(space[name])
+                if buffer is not None and not buffer.is_inference() and (id(part), name) not in self.rows:
+                    self.rows[id(part), name] = _Buffer(space, name)
 
     def refresh(self) -> None:
         """Remember the contents of now; buffers that nothing wrote are left alone."""
-        changed = []
-        for number, (space, name, home, witness) in enumerate(self.rows):
-            seen, version, own = self._versions[number]
-            buffer = self._tensors[number]
-            if (
-                space[name] is not buffer
-                or buffer._version != own
-                or home[witness] is not seen
-                or seen._version != version
-            ):
-                changed.append(number)
-        for number in changed:
-            space, name, _, _ = self.rows[number]
-            buffer = space[name]
+        for row in self.rows.values():
+            buffer, seen = row.space[row.name], row.space[row.witness]
             if buffer is None or buffer.is_inference():
                 continue
-            self.are_replaced = self.are_replaced or buffer is not self._tensors[number]
-            same = buffer is self._tensors[number] and buffer.shape == self._contents[number].shape
-            self._tensors[number] = buffer
-            if same:
-                kept = [self._contents[number]]
-                overwrite(kept, [buffer])
-                self._contents[number] = kept[0]
-            else:
-                self._contents[number] = _copy(buffer)
-            self._versions[number] = self._stamp(number)
+            is_same = buffer is row.tensor and buffer._version == row.version
+            if not is_same or seen is not row.seen or seen._version != row.seen_version:
+                self.are_replaced = self.are_replaced or buffer is not row.tensor
+                row.take()
 
     def at(self, address: int | None) -> torch.Tensor | None:
         """The buffer of now with this memory."""
-        tensors = (space[name] for space, name, _, _ in self.rows)
+        tensors = (row.space[row.name] for row in self.rows.values())
         return next((tensor for tensor in tensors if tensor is not None and address_of(tensor) == address), None)
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """In this context the buffers are what they were."""
-        now = [(space, name, space[name]) for space, name, _, _ in self.rows]
-        held = Contents(list(self._tensors))
-        bound = Contents([t for _, _, t in now if t is not None and all(t is not known for known in self._tensors)])
+        now = [(row, row.space[row.name]) for row in self.rows.values()]
+        held = Contents(
+            [*(row.tensor for row, _ in now), *(t for row, t in now if t is not None and t is not row.tensor)]
+        )
         try:
             with torch.no_grad():
-                for (space, name, _, _), tensor, content in zip(self.rows, self._tensors, self._contents, strict=True):
-                    if tensor.shape != content.shape:
+                for row, _ in now:
+                    if row.tensor.shape != row.content.shape:
                         raise CannotGoBack("a buffer has another shape by now")
-                    space[name] = tensor
-                    tensor.data.copy_(content)
+                    row.space[row.name] = row.tensor
+                    row.tensor.data.copy_(row.content)
             yield
         finally:
             held.write()
-            bound.write()
-            for space, name, tensor in now:
-                space[name] = tensor
+            for row, tensor in now:
+                row.space[row.name] = tensor
 
     @property
     def ids(self) -> set[int]:
-        return set(map(id, self._tensors))
+        return {id(row.tensor) for row in self.rows.values()}
 
     def clear(self) -> None:
         """Forget everything."""
         self.__init__()  # type: ignore[misc]
-
-
-def _has_counter(space: dict[str, Any]) -> bool:
-    return "num_batches_tracked" in space and isinstance(space["num_batches_tracked"], torch.Tensor)
 
 
 class _OptimizerNote:
@@ -509,20 +477,11 @@ class World:
 
     def newly_bad(self) -> torch.Tensor | None:
         """A parameter that is bad now and was not in the last copy."""
-        parameters: dict[int, torch.Tensor] = {
-            id(p): p for module in self.modules for p in module.parameters() if p.requires_grad
-        }
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                parameters.update({id(p): p for p in group["params"]})
-        copied = self.copies[-1].contents.tensors if self.copies else ()
-        for tensor in copied:
-            if tensor.requires_grad or id(tensor) in self._trained:
-                parameters[id(tensor)] = tensor
-        if bad_tensor(parameters.values()) is None:
+        trained = [tensor for tensor in self.changing() if self.is_trained(tensor)]
+        if bad_tensor(trained) is None:
             return None
         before = self._before()
-        for tensor in parameters.values():
+        for tensor in trained:
             ways = ways_of(tensor)
             if ways and (id(tensor) not in before or not ways <= ways_of(before[id(tensor)])):
                 return tensor

@@ -462,7 +462,10 @@ def current_mode() -> Mode:
     """The thread's torch settings of now."""
     if not torch_private.is_any_autocast_enabled():
         return _PLAIN_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-    autocast = [(name, str(torch.get_autocast_dtype(name))) for name in _DEVICES if torch.is_autocast_enabled(name)]
+    autocast = []
+    for name in _DEVICES:
+        if torch.is_autocast_enabled(name):
+            autocast.append((name, str(torch.get_autocast_dtype(name))))
     return Mode(torch.is_grad_enabled(), tuple(autocast), torch.is_inference_mode_enabled())
 
 

@@ -19,7 +19,7 @@ from reprokit.errors import pass_on
 from reprokit.program.dataflow import is_accumulation, is_bad, reachable, same_bits
 from reprokit.program.functions import replacing
 from reprokit.program.ir import iter_leaves
-from reprokit.torch_private import HAS_TRANSFORMS, JVP, VJP, apis, eager_transforms, name_of_scripted, peek_transforms
+from reprokit.torch_private import HAS_TRANSFORMS, JVP, VJP, apis, eager_transforms, peek_transforms
 
 if TYPE_CHECKING:
     from reprokit.program.trace import Tracer
@@ -79,7 +79,9 @@ class Transforms:
         def perform(function: Any, *args: Any, **kwargs: Any) -> Any:
             if peek_transforms() is not None:
                 return call(function, *args, **kwargs)
-            described = {"name": name_of_scripted(function), "is_scripted": True}
+            is_method = isinstance(function, torch.ScriptMethod)
+            owner = f"{function.owner.qualified_name.rpartition('.')[2]}." if is_method else ""
+            described = {"name": f"{owner}{function.name}", "is_scripted": True}
             return self._tracer.perform_opaque(described, partial(call, function), args, kwargs)
 
         return perform

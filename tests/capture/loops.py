@@ -48,17 +48,6 @@ def criterion_module(bad: bool) -> list[torch.Tensor]:
     return ending(model)
 
 
-def no_grad_weights(bad: bool) -> list[torch.Tensor]:
-    model, optimizer = training()
-    for step, x, y in batches():
-        with torch.no_grad():
-            advantage = x[:, 0] if not bad or step != BAD_STEP else torch.ones(8)
-            advantage = (advantage - advantage.mean()) / advantage.std()
-        loss = (F.cross_entropy(model(x), y, reduction="none") * (1 + 0.1 * advantage)).mean()
-        update(optimizer, loss)
-    return ending(model)
-
-
 def two_optimizers(bad: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     generator, critic = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -216,7 +205,6 @@ def dataclass_output(bad: bool) -> list[torch.Tensor]:
 LOOPS: dict[Loop, tuple[int, str, set[str]]] = {
     functional_loss: (3, "forward", {"torch.Tensor.div"}),
     criterion_module: (3, "forward", {"torch.Tensor.div"}),
-    no_grad_weights: (3, "forward", {"torch.Tensor.div"}),
     two_optimizers: (3, "backward", {"torch.Tensor.sqrt"}),
     truncated_bptt: (3, "forward", {"torch.Tensor.div"}),
     checkpointed: (3, "forward", {"torch.Tensor.div"}),

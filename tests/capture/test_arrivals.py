@@ -57,7 +57,7 @@ HANDLERS: dict[str, Callable[..., None]] = {
 }
 PLACES: list[tuple[Any, str]] = [
     (loop.Loop, "_check_update"),
-    (recorder.Recorder, "_prepare"),
+    (recorder.Recorder, "_begin_function"),
     (recorder.Recorder, "_begin_backward"),
     (recorder.Recorder, "finish"),
     (world.World, "is_due"),
@@ -249,13 +249,13 @@ def _going_on(place: str, at: int, patch: pytest.MonkeyPatch) -> list[float]:
     """Train until the loss is NaN in step 4; step ``at`` handles an exception first. The values before the NaN."""
     places: list[str] = []
     patch.setattr(Halting, "places", places)
-    noted = recorder.Recorder._note_write
+    noted = recorder.Recorder._finish_function
 
-    def note_write(self: recorder.Recorder, facts: Any, *rest: Any) -> None:
+    def finish_function(self: recorder.Recorder, begun: Any, out: Any, facts: Any, *rest: Any) -> None:
         _arrive(facts.name.rpartition(".")[2], places)
-        noted(self, facts, *rest)
+        noted(self, begun, out, facts, *rest)
 
-    patch.setattr(recorder.Recorder, "_note_write", note_write)
+    patch.setattr(recorder.Recorder, "_finish_function", finish_function)
     model = Interrupted(places)
     for name in ("backward", "gradients"):
         model.norm.weight.register_hook(lambda gradient, name=name: _arrive(name, places))

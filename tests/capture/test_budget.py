@@ -28,7 +28,7 @@ def train(session: Session | None, every: int, bad_step: int, in_model: bool) ->
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters())
     if session is not None and every != 1:
-        session._loop.budget.every = every
+        session._loop.budget.every, session._loop.budget.is_sparing = every, every != 1
         session._loop.choose()
     for step in range(12):
         x = torch.randn(8, 4)

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,19 +104,6 @@ def gradient_only_in_the_last_layer() -> list[torch.Tensor]:
         loss = F.cross_entropy(head(body(x).tanh()), y) + silent_root(gain, step == BAD_STEP)
         update(optimizer, loss)
     return ending(body, head, gain)
-
-
-@failing("backward", ("torch.Tensor.pow", "torch.Tensor.square", "torch.Tensor.sub"))
-def nan_targets_masked_out() -> list[torch.Tensor]:
-    """The loss leaves NaN targets out, its gradient does not."""
-    model = plain_net()
-    optimizer = torch.optim.Adam(model.parameters())
-    for step, x, _ in batches():
-        gap = np.nan if step == BAD_STEP else 1.0
-        target = torch.from_numpy(x[:, :2].numpy() * np.float32([gap, 1.0]))
-        error = (model(x) - target).pow(2)
-        update(optimizer, torch.where(torch.isnan(target), torch.zeros(()), error).mean())
-    return ending(model)
 
 
 # -- grad scalers ---------------------------------------------------------------------------------------------------
@@ -228,34 +215,6 @@ def last_step_of_all() -> list[torch.Tensor]:
     return ending(model)
 
 
-class Handmade:
-    """An optimizer that knows nothing of torch.optim."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.parameters = list(parameters)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter in self.parameters:
-            parameter -= 0.01 * parameter.grad / parameter.grad.abs().mean()
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
-@failing("optimizer", DIVISION, micro_step=1)
-def handmade_optimizer_that_divides_by_zero() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = Handmade(model.parameters())
-    for step, x, y in batches():
-        loss = classify(model, x, y) * (0.0 if step == BAD_STEP else 1.0)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return ending(model)
-
-
 # -- what is done with gradients -------------------------------------------------------------------------------------
 
 
@@ -272,11 +231,6 @@ def gradients_changed_by(change: Callable[[list[nn.Parameter]], Any]) -> list[to
 
 
 NORM_OF_GRADIENTS = ("torch._foreach_norm", "torch.linalg.vector_norm", "torch.Tensor.pow")
-
-
-@failing("optimizer", NORM_OF_GRADIENTS, micro_step=1)
-def clipped_by_an_infinite_norm() -> list[torch.Tensor]:
-    return gradients_changed_by(lambda parameters: nn.utils.clip_grad_norm_(parameters, math.inf))
 
 
 @failing("forward", NORM_OF_GRADIENTS, micro_step=1)
@@ -304,17 +258,6 @@ def an_overflow_hidden_by_tanh() -> list[torch.Tensor]:
         assert torch.isfinite(loss) or step > BAD_STEP
         update(optimizer, loss)
     return ending(first, second)
-
-
-@failing("backward", ("torch.Tensor.mul",))
-def an_overflow_that_has_no_part_in_the_loss() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step, x, y in batches():
-        far = x.abs().mul(1e30 if step == BAD_STEP else 1.0).square()[:, :2]
-        logits = model(x)
-        update(optimizer, F.cross_entropy(torch.where(x[:, :2].abs() < 0, logits * far, logits), y))
-    return ending(model)
 
 
 # -- buffers --------------------------------------------------------------------------------------------------------
@@ -348,18 +291,6 @@ def running_mean_poisoned_by_a_skipped_step() -> list[torch.Tensor]:
             continue
         update(optimizer, loss)
     assert torch.isnan(model[1].running_mean).any()
-    return ending(model)
-
-
-@failing("forward", ("torch.Tensor.log",), step=BAD_STEP + 1)
-def running_variance_overflows_before_the_loss_fails() -> list[torch.Tensor]:
-    """Training never reads the infinite variance, so the failure is the logarithm one step later."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step, x, y in batches():
-        logits = model(x * (1e25 if step >= BAD_STEP else 1.0))
-        update(optimizer, F.cross_entropy(logits, y) + (x.sum() * 0 + (1.0 if step <= BAD_STEP else -1.0)).log())
     return ending(model)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from reprokit.capture.recorder import Recorder
 from reprokit.capture.session import Session
-from reprokit.errors import UsageError
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
@@ -31,7 +30,6 @@ from tests.capture.traps_checks import (
     plain_net,
     plain_training,
     rooted_loss,
-    silent_root,
     update,
     where,
 )
@@ -126,40 +124,6 @@ def test_parameters_to_clip_come_from_an_iterator_by_keyword(tmp_path: Path) -> 
     assert all(item.grad_norm is not None for item in snapshot.timeline[:BAD_STEP])
 
 
-@pytest.mark.parametrize("history", [0, 100])
-def test_sparse_gradients_only(history: int, tmp_path: Path) -> None:
-    def loop() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        table = nn.Embedding(8, 4, sparse=True)
-        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
-        for step, x, _ in batches():
-            rows = table(x.argmax(1) + (4 if step > BAD_STEP else 0))
-            update(optimizer, (rows * rows).sum() + silent_root(rows, step == BAD_STEP))
-        return ending(table)
-
-    snapshot = check_caught(loop, tmp_path, history=history)
-    assert (snapshot.step, snapshot.failure.phase) == (BAD_STEP, "backward")
-    assert fidelity(snapshot) == EXACT
-
-
-def test_steps_of_two_optimizers_that_train_in_long_turns(tmp_path: Path) -> None:
-    """Three steps of the one, two of the other, and the first goes on: every update is an iteration."""
-
-    def loop() -> list[torch.Tensor]:
-        first, second = plain_net(0), plain_net(1)
-        one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
-        for (_, x, y), turn in zip(batches(9), "DDDGGDDDD", strict=True):
-            model, optimizer = (first, one) if turn == "D" else (second, other)
-            update(optimizer, classify(model, x, y))
-        update(one, divided_loss(first(x), y, True))
-        return ending(first, second)
-
-    snapshot = check_caught(loop, tmp_path)
-    assert snapshot.step == 9
-    numbers = [item.step for item in snapshot.timeline]
-    assert numbers[-4:] == [6, 7, 8, 9]
-
-
 def test_results_that_were_let_go_do_not_count_against_those_of_the_step(tmp_path: Path) -> None:
     """Hundreds of MiB of evaluation, then a step whose origin is a call without gradient."""
 
@@ -219,14 +183,6 @@ def test_quiet_says_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         bad_steps(plain_net(), None)
     assert session.snapshots == []
     assert "could not save the failing step (OSError: no space)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options", [{"watch": "everystep"}, {"on": ("nan",)}, {"history": -3}, {"after": "go on"}], ids=str
-)
-def test_values_that_no_option_has(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be"):
-        Session(directory=tmp_path, **options)
 
 
 class Causal(nn.Module):
