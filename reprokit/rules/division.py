@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-
 import torch
 
 from reprokit.locate.spelling import short_name, slot_of
-from reprokit.program.ir import Call, iter_refs
-from reprokit.program.sites import parts
+from reprokit.program.ir import iter_refs
 from reprokit.rules.edits import (
     away_from_zero,
     biased,
     clamp,
     guarded_weight_norm,
     set_argument,
-    step_in,
     sum_over_count,
 )
-from reprokit.rules.predicates import ZERO_BY_ZERO, follows, meet, places, raises, shape_of, underflowed
+from reprokit.rules.predicates import ZERO_BY_ZERO, follows, meet, places, raises, shape_of
 from reprokit.rules.rule import Fix, Numbers, Rule
 from reprokit.rules.scene import ObservedCall, Scene
 
@@ -54,23 +50,6 @@ def _is_mask(scene: Scene, seen: ObservedCall, index: int) -> bool:
         return False
     makers = list(scene.makers_of(seen.call.args[:1], index))
     return not makers or any(short_name(call) in _TESTS for _, call in makers)
-
-
-def divides_by_number_zero(scene: Scene) -> Numbers | None:
-    """True if the divisor is a Python number that is zero; ``divisor`` calls it as the user's line does."""
-    result, number = scene.tensor("result"), scene.operand("denominator")
-    if not isinstance(number, (int, float)) or number != 0:
-        return None
-    name = _written_divisor(scene.origin.call)
-    words = f"the number {number}"
-    return places(torch.ones_like(result, dtype=torch.bool), divisor=f"{words} (`{name}`)" if name else words)
-
-
-def _written_divisor(call: Call) -> str | None:
-    """The divisor in the user's words; ``None`` for a literal, and where no division is written."""
-    divisions = (part for part in parts(call.site) if isinstance(part, (ast.BinOp, ast.AugAssign)))
-    divisors = (part.right if isinstance(part, ast.BinOp) else part.value for part in divisions)
-    return next((ast.unparse(divisor) for divisor in divisors if not isinstance(divisor, ast.Constant)), None)
 
 
 def weight_row_is_zero(scene: Scene) -> Numbers | None:
@@ -128,32 +107,14 @@ DIVISION = [
                Fix("divide by one where the length is zero", away_from_zero())]),
     Rule("exponentials-underflowed", "A sum of exponentials that all underflowed",
         kinds="nan", phases="forward", calls="div",
-        when=[ZERO_BY_ZERO, underflowed("denominator", makers="exp exp2 softmax sigmoid")],
+        when=[ZERO_BY_ZERO, follows("exp exp2 softmax sigmoid", "denominator", through="sum add")],
         why="Exponentials of very negative numbers are exactly zero in floating point. Where all of a row are, so is "
             "their sum, and normalising them gives 0 / 0.",
-        seen=["`{maker}` came out as zero {zeros} times, although no exponential is",
-              "{count} of {total} divisors are zero for that reason"],
+        seen=["{count} of {total} elements divide 0 by a sum of results of `{maker}` that is 0"],
         advice="Normalise in logarithms (`logsumexp`, `log_softmax`), subtract the largest argument of each row "
                "first, or raise the temperature.",
         expected="a divisor that is never zero", links="facebookresearch/swav/issues/67",
         fixes=[Fix("keep the divisor above the smallest normal number", clamp("denominator", min="tiny"))]),
-    Rule("divisor-underflowed", "A divisor that underflowed to zero",
-        phases="forward optimizer", calls="div reciprocal", when=[underflowed("denominator")],
-        why="The divisor was rounded to zero in {dtype}; in exact arithmetic it would not be zero.",
-        seen=["{zeros} results of `{maker}` are zero by rounding, and {count} of {total} divisors are zero for that "
-              "reason"],
-        advice="Compute the divisor in a larger dtype, or scale it up.", expected="a divisor that is never zero",
-        fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="small")),
-               Fix("use bfloat16 in place of float16", step_in(torch.bfloat16)),
-               Fix("use float32 in place of float16", step_in(torch.float32))]),
-    Rule("division-by-the-number-zero", "Division by a number that is zero",
-        phases="forward optimizer", calls="div", when=[divides_by_number_zero],
-        why="The divisor is not a tensor but {divisor}. Everything divided by it is infinite, and NaN where the "
-            "numerator is zero too.",
-        seen=["{divisor} is the divisor of all {total} elements"],
-        advice="Look at where the number is computed: a temperature or a range that was set to zero, a length or a "
-               "count of nothing.",
-        expected="a divisor that is never zero"),
     Rule("zero-by-zero", "Zero divided by zero",
         kinds="nan", phases="forward optimizer", calls="div", is_local=True, when=[ZERO_BY_ZERO],
         why="Numerator and divisor are zero at the same place, and 0 / 0 is NaN.",
@@ -187,23 +148,17 @@ DIVISION = [
         advice="Pass `correction=0`, or skip the normalisation for batches of one (`drop_last=True`).",
         expected="two elements or more", links="DLR-RM/stable-baselines3/issues/325",
         fixes=[Fix("divide by n in place of n - 1", biased())]),
-    Rule("mean-of-nothing", "The mean of nothing",
-        phases="forward", calls="mean nanmean std var median", is_local=True, when=[reduces_nothing],
-        why="The `{call}` of no elements is NaN. A mask or filter in front of it selected nothing.",
+    Rule("mean-of-nothing", "The mean of nothing", phases="forward",
+        calls="mean nanmean std var median mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+              "binary_cross_entropy_with_logits cross_entropy nll_loss kl_div",
+        is_local=True, when=[reduces_nothing],
+        why="`{call}` averages over its elements, and there are none: 0 / 0 is NaN. A mask or filter in front of it "
+            "selected nothing.",
         seen=["the argument has shape {shape}"],
         advice="Divide the sum by `max(count, 1)`, or skip the term when nothing is selected.",
         expected="at least one element",
-        fixes=[Fix("divide the sum by the number of elements, at least one", sum_over_count())]),
-    Rule("loss-over-nothing", "A mean loss over nothing", phases="forward",
-        calls="mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
-              "cross_entropy nll_loss kl_div",
-        is_local=True, when=[reduces_nothing],
-        why="The loss averages over its elements, and there are none: 0 / 0 is NaN. A mask or filter in front of it "
-            "selected nothing.",
-        seen=["the argument has shape {shape}"],
-        advice='Use `reduction="sum"` and divide by `max(count, 1)`, or skip the term when nothing is selected.',
-        expected="at least one element",
-        fixes=[Fix("sum in place of averaging in {call}", set_argument("reduction", "sum"))]),
+        fixes=[Fix("divide the sum by the number of elements, at least one", sum_over_count()),
+               Fix("sum in place of averaging in {call}", set_argument("reduction", "sum"))]),
     Rule("batch-norm-of-one", "Batch normalisation of a single value per channel",
         kinds="exception", calls="batch_norm instance_norm",
         when=[raises("more than 1 (value per channel|spatial element)")],

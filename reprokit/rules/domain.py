@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from reprokit.locate.spelling import short_name
-from reprokit.rules.edits import clamp, log_softmax, plus, set_argument, step_in
-from reprokit.rules.predicates import follows, has, has_row_of, is_dangerous, meet, option, places, underflowed
+from reprokit.rules.edits import clamp, log_softmax, plus, set_argument
+from reprokit.rules.predicates import follows, has, has_row_of, meet, option, places
 from reprokit.rules.rule import Fix, Numbers, Rule
 from reprokit.rules.scene import Scene
 
@@ -50,14 +48,6 @@ DOMAIN = [
         advice="Use `torch.xlogy`, clamp the probability away from zero, or use a loss that takes logits.",
         expected="an argument above zero", links="emited/VariationalRecurrentNeuralNetwork/issues/2",
         fixes=[Fix("clamp the argument of {call} away from zero", clamp(min="eps"))]),
-    Rule("log-of-underflow", "A logarithm or root of something that was rounded to zero",
-        phases="forward", calls="log log2 log10 rsqrt", when=[underflowed()],
-        why="The argument of `{call}` was rounded to zero in {dtype}; in exact arithmetic it would not be zero.",
-        seen=["{zeros} results of `{maker}` are zero by rounding, and {count} of {total} arguments of `{call}` are "
-              "zero for that reason"],
-        advice="Compute it in a larger dtype, or in logarithms from the start (`log_softmax`).",
-        fixes=[Fix("keep the argument of {call} above a small number", clamp(min="small")),
-               Fix("use float32 in place of float16", step_in(torch.float32))]),
     Rule("log-of-zero", "The logarithm of zero",
         phases="forward", calls="log log2 log10 xlogy", is_local=True, when=[has("logarithm", equal=0.0)],
         why="The logarithm of zero is `-inf`.", seen=["{count} of {total} arguments are exactly zero"],
@@ -86,12 +76,6 @@ DOMAIN = [
         expected="an argument within [-1, 1]", links="pytorch/pytorch/issues/8069",
         fixes=[Fix("clamp the argument of {call} to slightly less than one",
                    clamp(min="above_minus_one", max="below_one"))]),
-    Rule("logit-at-edge", "The logit of zero or one, or outside of them",
-        phases="forward", calls="logit", is_local=True, when=[is_dangerous],
-        why="`logit(p)` is log(p / (1 - p)): infinite at zero and one, NaN outside of them.",
-        seen=["{count} of {total} arguments are at zero or one, or outside of them"],
-        advice="Pass `eps` to `torch.logit`, or clamp the probability.", expected="an argument within (0, 1)",
-        fixes=[Fix("pass an eps to {call}", set_argument("eps", 1e-6))]),
     Rule("fractional-power-of-negative", "A fractional power of a negative number",
         kinds="nan", phases="forward", calls="pow", is_local=True, when=[is_negative_to_a_fraction],
         why="x ** p is not a real number for x below zero unless p is whole, so `pow` returns NaN.",

@@ -28,7 +28,6 @@ from reprokit.rules.rule import Edited, OfScene, of_scene
 from reprokit.rules.scene import Scene
 
 P = ParamSpec("P")
-_TESTS_FOR_NAN = ("isnan", "isfinite", "eq", "ne", "gt", "ge", "lt", "le")
 _TESTS = {"at_most": "__le__", "above": "__gt__", "at_least": "__ge__", "equal": "__eq__"}
 
 
@@ -290,40 +289,6 @@ def result_at_most(call: EditedCall) -> EditedValue | None:
     if not isinstance(outputs, Ref) or outputs.value in call.call.input_refs():
         return None
     return call.make("torch.clamp", call.add(call.call), -limit, limit)
-
-
-@of_scene
-def mask_first(scene: Scene) -> Edited | None:
-    """Zeros in place of NaN values that mark what is missing, where they first meet a value that needs a gradient."""
-    program, drop = scene.program, scene.failure.drop
-    if drop is None:
-        return None
-    marked, places = {drop.value}, list[int]()
-    needing = {item.value for item in program.inputs if item.requires_grad}
-    for index, call in enumerate(program.calls[: drop.call_index]):
-        is_met = not marked.isdisjoint(call.input_refs()) and short_name(call) not in _TESTS_FOR_NAN
-        if not needing.isdisjoint(call.input_refs()):
-            needing.update(call.output_refs())
-            places += [index] if is_met else []
-        elif is_met:
-            marked.update(call.output_refs())
-
-    def code(call: EditedCall) -> EditedValue:
-        meeting = sorted(marked.intersection(call.call.input_refs()))
-        new = {value: EditedValue(Ref(value), call.make).nan_to_num(0.0).ref for value in meeting}
-        return call.add(call.call.substituted(new))
-
-    return _traced(scene, code, places, places[0]) if places else None
-
-
-@of_scene
-def zeros_for_bad_input(scene: Scene) -> Edited | None:
-    """Zeros where an input is not finite."""
-    value = scene.failure.value
-    if value is None or scene.failure.call is not None:
-        return None
-    changed = scene.tensors[value].detach().nan_to_num(0.0, 0.0, 0.0)
-    return Edited(scene.step.with_tensors({value: changed}), is_local=False)
 
 
 @of_scene

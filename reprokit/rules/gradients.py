@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from reprokit.locate.domains import SPECTRA, spectrum_of
 from reprokit.locate.spelling import short_name
-from reprokit.program.functions import function_named
-from reprokit.program.ir import map_leaves
-from reprokit.rules.edits import away_from_zero, clamp, inside, jitter, mask_first, plus, set_argument
-from reprokit.rules.predicates import danger, dtype_name, has, has_row_of, is_dangerous, places
+from reprokit.rules.edits import away_from_zero, clamp, inside, jitter, plus
+from reprokit.rules.predicates import danger, has, is_dangerous, places
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
 from reprokit.rules.scene import Scene
 
@@ -41,32 +38,10 @@ def drops_nan(scene: Scene, *, given: bool) -> Numbers | None:
     return {**(found or {}), "holder": holder, "dropper": drop.call.rpartition(".")[2]}
 
 
-def derivative_overflows(scene: Scene) -> Numbers | None:
-    """True if a derivative of the origin is beyond the largest number of its dtype and float64 can hold it."""
-    leaves, doubles = list[torch.Tensor](), list[torch.Tensor]()
-
-    def double(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
-            return leaf
-        leaves.append(leaf)
-        doubles.append(leaf.double().requires_grad_())
-        return doubles[-1]
-
-    with torch.enable_grad():
-        args, kwargs = map_leaves((scene.origin.args, dict(scene.origin.kwargs)), double)
-        result = function_named(scene.origin.call.target)(*args, **kwargs)
-    for leaf, derivative in zip(leaves, torch.autograd.grad(result.sum(), doubles), strict=True):
-        limit, sizes = torch.finfo(leaf.dtype).max, derivative.abs()
-        if bool(derivative.isfinite().all()) and float(sizes.max()) > limit:
-            return places(sizes > limit, largest=float(sizes.max()), limit=limit, dtype=dtype_name(leaf))
-    return None
-
-
-@of_scene
-def spectrum_is(scene: Scene, wanted: str) -> Numbers | None:
-    """True if a decomposition has values that are ``repeated``, or ``zero`` where the matrix is not square."""
+def has_equal_values(scene: Scene) -> Numbers | None:
+    """True if a decomposition has values that are equal up to rounding."""
     name = short_name(scene.origin.call)
-    return {"values": SPECTRA[name][0]} if spectrum_of(name, scene.tensor("x")) == wanted else None
+    return {"values": SPECTRA[name][0]} if spectrum_of(name, scene.tensor("x")) == "repeated" else None
 
 
 def is_not_positive(scene: Scene) -> Numbers | None:
@@ -104,8 +79,7 @@ GRADIENTS = [
         seen=["{count} of {total} results of `{call}` are NaN, and `{dropper}` drops all of them"],
         advice="Mask before the arithmetic, not after it: put a finite number in place of the missing values, then "
                "drop the result.",
-        expected="finite numbers in what is dropped", links="pytorch/pytorch/issues/68425",
-        fixes=[Fix("put zeros in place of the missing values before anything is computed with them", mask_first())]),
+        expected="finite numbers in what is dropped", links="pytorch/pytorch/issues/68425"),
     Rule("dropped-nan", "The gradient of NaN values that the forward pass drops",
         phases="backward", tier="general", when=[drops_nan(given=False)],
         why="`{call}` returns NaN for elements that a later `{dropper}` drops, so the loss is finite. The backward "
@@ -152,17 +126,6 @@ GRADIENTS = [
         fixes=[Fix("clamp the divisor away from zero", clamp("denominator", min="eps")),
                Fix("divide by one where the divisor is zero", away_from_zero()),
                Fix("clamp the argument of {call} away from zero", clamp("logarithm", min="eps"))]),
-    Rule("derivative-overflow", "A derivative beyond the largest number of the dtype",
-        phases="backward", calls="div reciprocal pow log log2 log10 sqrt rsqrt", is_local=True,
-        when=[derivative_overflows],
-        why="The forward result of `{call}` is finite, but a derivative of it is beyond the largest {dtype} number. "
-            "It becomes infinite, and where the gradient that arrives is zero, 0 * inf makes NaN.",
-        seen=["{count} of {total} derivatives are beyond {limit:.4g} (the largest is {largest:.3g} in float64)"],
-        advice="Clamp the argument before the call: a clamp of the result stops the gradient only after the "
-               "derivative has overflowed.",
-        expected="an argument whose derivative fits the dtype",
-        fixes=[Fix("clamp the divisor away from zero", clamp("denominator", min="eps")),
-               Fix("clamp the base of {call} away from zero", clamp("base", min="eps"))]),
     Rule("logsumexp-gradient", "The gradient of a log-sum-exp over nothing but -inf",
         phases="backward", calls="logsumexp logcumsumexp logaddexp",
         is_local=True, when=[has("result", equal=-math.inf)],
@@ -172,15 +135,8 @@ GRADIENTS = [
         advice="Use a large negative number in place of `-inf`, so that differences stay defined.",
         expected="a finite score in every row", links="pytorch/pytorch/issues/31829",
         fixes=[Fix("put a large negative number in place of -inf before {call}", clamp(min=-1e4))]),
-    Rule("cosine-similarity-gradient", "The gradient of a cosine similarity with a zero vector",
-        phases="backward", calls="cosine_similarity normalize", when=[has_row_of(0.0)],
-        why="A vector of length zero has no direction. `{call}` divides by the small `eps` there, so the gradient is "
-            "as large as 1 / eps, and overflows once it is multiplied on.",
-        seen=["{count} of {total} vectors are zero throughout"],
-        advice="Give `eps` a larger value, or leave zero vectors out.",
-        fixes=[Fix("give {call} a larger eps", set_argument("eps", 1e-3))]),
     Rule("repeated-eigenvalues", "The gradient of eigenvectors or singular vectors that are not unique",
-        phases="backward", calls="eigh eig svd", is_local=True, when=[spectrum_is("repeated")],
+        phases="backward", calls="eigh eig svd", is_local=True, when=[has_equal_values],
         why="The vectors of equal {values} can be turned into each other, so they have no derivative: it holds 1 / (a "
             "- b) for every pair of {values}.",
         seen=["some {values} are equal up to rounding"],
@@ -189,14 +145,6 @@ GRADIENTS = [
         expected="a matrix with distinct eigenvalues or singular values", links="pytorch/pytorch/pull/50942",
         fixes=[Fix("add a small diagonal of different entries to the argument of {call}", jitter(1e-4, spread=True)),
                Fix("add a diagonal of different entries to the argument of {call}", jitter(1e-2, spread=True))]),
-    Rule("zero-singular-value", "The gradient of singular vectors of a matrix without full rank",
-        phases="backward", calls="svd", is_local=True, when=[spectrum_is("zero")],
-        why="The derivative of the vectors of a matrix that is not square holds 1 / a for every one of the {values}, "
-            "and one of them is zero.",
-        seen=["one of the {values} is zero"],
-        advice="Add a small diagonal of different entries, use only functions of the values, or keep the vectors out "
-               "of the gradient.",
-        expected="a matrix of full rank", links="pytorch/pytorch/pull/50942"),
     Rule("cholesky-not-positive", "A Cholesky decomposition of a matrix that is not positive definite",
         kinds="nan inf exception", calls="cholesky cholesky_ex", when=[is_not_positive],
         why="The decomposition exists for positive definite matrices only. A covariance loses that by rounding or by "

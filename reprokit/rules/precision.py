@@ -11,7 +11,6 @@ import torch
 from reprokit.locate.domains import DOMAINS
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import HALVES, largest_finite
-from reprokit.program.functions import function_named
 from reprokit.rules.edits import (
     away_from_zero,
     call_in_float32,
@@ -30,7 +29,6 @@ from reprokit.rules.predicates import (
     is_dangerous,
     is_wanted,
     largest_if_finite,
-    meet,
     option,
     places,
     turns_bad,
@@ -83,14 +81,6 @@ def gradients_explode(scene: Scene) -> Numbers | None:
     """True if a gradient went bad although everything its call was given is finite."""
     largest = largest_if_finite(scene)
     return {"largest": largest} if scene.failure.is_derivative and largest is not None else None
-
-
-def gradient_overflows_half(scene: Scene) -> Numbers | None:
-    """True if a gradient overflowed in float16; bfloat16 ends where float32 does."""
-    result = scene.tensor("result")
-    if not scene.failure.is_derivative or result.dtype is not torch.float16:
-        return None
-    return {"dtype": dtype_name(result), "limit": torch.finfo(result.dtype).max}
 
 
 def _lost(eps: object, tensor: torch.Tensor) -> Numbers | None:
@@ -156,12 +146,6 @@ def _is_bad(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def computes_in_half(scene: Scene) -> Numbers | None:
-    """True if anything the origin is given is in half precision, the parameters of an optimizer included."""
-    halves = [tensor for tensor in scene.arguments() if tensor.dtype in HALVES]
-    return {"dtype": dtype_name(halves[0]), "smallest": _smallest(halves[0])} if halves else None
-
-
 def is_normalised_later(scene: Scene) -> Numbers | None:
     """True if the origin's result is divided, later, by a sum over itself."""
     calls = scene.program.calls[scene.index :]
@@ -215,36 +199,17 @@ def _last_rate(scene: Scene, words: str) -> str:
     return f"{words} {rates[-1][1]:.4g}" if rates else ""
 
 
-def scale_collapsed(scene: Scene) -> Numbers | None:
-    """True if the scale of a grad scaler fell below one."""
-    scales = [scale for _, scale in _numbers(scene, "scale")]
-    if len(scales) < 2 or scales[-1] >= 1.0 or max(scales) < 2 * scales[-1]:
-        return None
-    return {"scale": scales[-1], "highest": max(scales)}
-
-
 def _numbers(scene: Scene, name: str) -> list[tuple[int, float]]:
     """The finite numbers of this name, with their steps."""
     found = ((row.step, getattr(row, name)) for row in scene.timeline)
     return [(step, number) for step, number in found if number is not None and math.isfinite(number)]
 
 
-def adds_opposite_infinities(scene: Scene) -> Numbers | None:
-    """True if infinities meet that take each other away: in a sum or difference, or within one reduction."""
-    call, x = scene.origin.call, scene.tensor("x")
-    if short_name(call) in ("sum", "mean", "cumsum"):
-        plus, minus = int((x == math.inf).sum()), int((x == -math.inf).sum())
-        return {"count": min(plus, minus), "total": x.numel()} if plus and minus else None
-    y = scene.tensor("y")
-    other = -y if short_name(call) == "sub" else y
-    return places(x.isinf() & other.isinf() & (x != other))
-
-
-def multiplies_zero_by_infinity(scene: Scene) -> Numbers | None:
-    """True if zero meets an infinity in a product, of matrices too."""
-    x, y, multiply = scene.tensor("x"), scene.tensor("y"), function_named(scene.origin.call.target)
-    meetings = [multiply((x == 0).double(), y.isinf().double()), multiply(x.isinf().double(), (y == 0).double())]
-    return places((meetings[0] + meetings[1]) > 0)
+def has_infinite_operand(scene: Scene) -> Numbers | None:
+    """True if the origin was given infinities, and no NaN."""
+    given = [tensor for tensor in scene.arguments() if tensor.is_floating_point()]
+    found = [mask for mask in (tensor.isinf() for tensor in given) if bool(mask.any())]
+    return places(found[0]) if found and not any(bool(tensor.isnan().any()) for tensor in given) else None
 
 
 # fmt: off
@@ -294,21 +259,6 @@ PRECISION = [
         fixes=[Fix("keep the divisor above a number that half precision can hold", clamp("denominator", min="small")),
                Fix("divide by one where the divisor is zero", away_from_zero()),
                Fix("keep the argument of {call} above a number that half precision can hold", clamp(min="small"))]),
-    Rule("half-gradient-overflow", "A gradient that half precision cannot hold",
-        kinds="inf", phases="backward", confidence="likely", when=[gradient_overflows_half, gradients_explode],
-        why="The gradient of `{call}` goes beyond the largest {dtype} number ({limit:.6g}).",
-        seen=["the arguments are finite (at most {largest:.4g}), the gradient is beyond {limit:.6g}"],
-        advice="Lower the loss scale, keep this call in float32, or use bfloat16.",
-        expected="operands small enough for the dtype",
-        fixes=[Fix("use bfloat16 in place of float16", step_in(torch.bfloat16)),
-               Fix("use float32 in place of float16", step_in(torch.float32))]),
-    Rule("grad-scaler-collapse", "The scale of the grad scaler has collapsed",
-        tier="context", confidence="possible", when=[scale_collapsed],
-        why="The grad scaler halves its scale at every step whose gradients are not finite. A scale that falls below "
-            "one means that they are not finite at any scale: the cause is a NaN or infinity in the step itself, not "
-            "the scaling.",
-        seen=["the scale fell from {highest:.6g} to {scale:.3g}"],
-        advice="Look for the origin of the bad value in the step; a lower initial scale does not help."),
     Rule("bad-hyperparameter", "A hyperparameter that is not a number", when=[has_bad_number],
         why="`{name}` of `{call}` is {value}. Everything computed with it is bad.", seen=["{name} = {value}"],
         advice="Find where it is computed: a schedule that divides by zero steps, a statistic of a failed step.",
@@ -338,13 +288,6 @@ PRECISION = [
         why="The update is the gradient times the learning rate, and goes beyond the largest number of the dtype.",
         seen=["the learning rate is {lr:.4g}"], advice="Check the learning rate and its schedule.",
         fixes=[Fix("use a learning rate of 1e-3", set_option("lr", 1e-3), "torch.optim.{optimizer}(params, lr=1e-3)")]),
-    Rule("optimizer-in-half", "An optimizer step in half precision",
-        phases="optimizer", confidence="likely", when=[computes_in_half],
-        why="The optimizer's own arithmetic is done in {dtype}, where squares of gradients underflow and updates "
-            "overflow early.",
-        seen=["parameters or gradients are {dtype}, where everything below {smallest:.3g} is zero"],
-        advice="Keep the parameters in float32 and use autocast for the forward pass.",
-        fixes=[Fix("use float32 in place of float16", step_in(torch.float32))]),
     Rule("update-without-eps", "An update divided by a size that is zero", kinds="nan", phases="optimizer", calls="div",
         when=[ZERO_BY_ZERO, follows("sqrt norm vector_norm std mean", "denominator")],
         why="The update rule divides a gradient by its own running size (`{maker}`) without an eps. A parameter whose "
@@ -410,24 +353,14 @@ PRECISION = [
         expected="operands small enough for the dtype",
         fixes=[Fix("clamp the argument of {call} from above", clamp(max="log_max")),
                Fix("clamp the argument of {call} at 20", clamp(max=20.0))]),
-    Rule("zero-times-infinity", "Zero times infinity",
-        kinds="nan", phases="forward", calls="mul matmul mm bmm linear",
-        is_local=True, when=[multiplies_zero_by_infinity],
-        why="An infinity, often from a mask, is multiplied by zero, and 0 * inf is NaN. A product does not hide an "
-            "infinite value.",
-        seen=["zero meets an infinity in {count} places"],
-        advice="Choose with `torch.where` or `masked_fill` in place of multiplying with a mask.",
+    Rule("arithmetic-with-infinity", "Arithmetic with infinities",
+        kinds="nan", phases="forward", calls="mul matmul mm bmm linear sub add sum mean cumsum div",
+        is_local=True, when=[has_infinite_operand],
+        why="Infinities went into `{call}`, often from a mask, and no NaN. inf - inf, inf / inf and 0 * inf are NaN; a "
+            "product with zero does not hide an infinity.",
+        seen=["{count} of {total} elements of an operand are infinite"],
+        advice="Use large finite numbers in place of infinities, and `torch.where` or `masked_fill` in place of a "
+               "product with a mask.",
         expected="finite operands"),
-    Rule("infinity-minus-infinity", "Infinity minus infinity",
-        kinds="nan", phases="forward", calls="sub add sum mean cumsum", is_local=True, when=[adds_opposite_infinities],
-        why="Two infinities that were put in on purpose meet and take each other away, and inf - inf is NaN.",
-        seen=["opposite infinities meet in {count} places"], advice="Use large finite numbers in place of infinities.",
-        expected="finite operands"),
-    Rule("infinity-by-infinity", "Infinity divided by infinity",
-        kinds="nan", phases="forward", calls="div", is_local=True,
-        when=[meet(numerator=dict(size=True, equal=math.inf), denominator=dict(size=True, equal=math.inf))],
-        why="Numerator and divisor are both infinite, and inf / inf is NaN.",
-        seen=["{count} of {total} elements divide an infinity by an infinity"],
-        advice="Use large finite numbers in place of infinities.", expected="finite operands"),
 ]
 # fmt: on

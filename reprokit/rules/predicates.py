@@ -1,4 +1,4 @@
-"""Predicates that several rules ask for: values of the origin's operands, what made them, and zeros made by rounding.
+"""Predicates that several rules ask for: values of the origin's operands, and what made them.
 
 Each returns the numbers it saw, which the texts of a rule are worded with, or ``None`` when it does not hold. A
 predicate about an argument that the origin does not have does not hold.
@@ -18,11 +18,6 @@ import torch
 from reprokit.locate.domains import COMPARISONS, DOMAINS, compare
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.spelling import Slot, short_name
-from reprokit.program.convert import in_dtype
-from reprokit.program.dataflow import calls_behind, written_in_place
-from reprokit.program.interpreter import run
-from reprokit.program.ir import Input, Program, Ref
-from reprokit.program.step import Step
 from reprokit.rules.rule import Numbers, of_scene
 from reprokit.rules.scene import Scene
 
@@ -159,45 +154,3 @@ def danger(scene: Scene) -> torch.Tensor:
 def is_dangerous(scene: Scene) -> Numbers | None:
     """True if any element is at or beyond the edge of what the origin is defined for."""
     return places(danger(scene))
-
-
-_REACH = 32  # calls behind the origin that are looked at
-
-
-@of_scene
-def underflowed(scene: Scene, role: Slot = "x", *, makers: str = "") -> Numbers | None:
-    """True if zeros in an argument would not be zero in float64; ``makers``: lost by one of these calls.
-
-    The calls close to the origin are done in float64 beside it, on what the calls before them gave. A zero counts that
-    float64 makes smaller than the dtype's smallest normal number: a difference of rounded numbers is zero by chance.
-    """
-    values, argument = scene.tensor(role), scene.recorded(role)
-    if not isinstance(argument, Ref) or not values.is_floating_point() or not bool((values == 0).any()):
-        return None
-    calls = scene.program.calls
-    behind = [calls[index] for index in calls_behind(calls, [argument.value], scene.index)[-_REACH:]]
-    made = [value for call in behind for value in call.output_refs()]
-    if any(set(written_in_place(call)) - set(made) for call in behind) or len(set(made)) < len(made):
-        return None  # written in place: what it was before is gone
-    wanted = frozenset((*made, *(value for call in behind for value in call.input_refs())))
-    seen = run(scene.program, scene.tensors, keep=wanted, only=range(scene.index)).values
-    inputs = tuple(Input(value, "x") for value in seen if value not in made)
-    alone = Program(tuple(behind), inputs, tuple(map(Ref, made)))
-    wide = in_dtype(Step(alone, {item.value: seen[item.value].detach() for item in inputs}), torch.float64)
-    exact = run(wide.program, wide.tensors).values
-    for call in behind:
-        for value in call.output_refs():
-            zeros = _lost(seen[value], exact.get(value))
-            if zeros is not None and bool(zeros.any()):
-                maker, lost = short_name(call), (values == 0) & (exact[argument.value] != 0)
-                if makers and maker not in makers.split():
-                    return None
-                return places(lost, maker=maker, zeros=int(zeros.sum()), dtype=dtype_name(values))
-    return None
-
-
-def _lost(result: torch.Tensor, exact: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask of the zeros that are below the smallest normal number in float64."""
-    if exact is None or exact.shape != result.shape or not result.is_floating_point():
-        return None
-    return (result == 0) & (exact != 0) & (exact.abs() < torch.finfo(result.dtype).tiny)

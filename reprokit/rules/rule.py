@@ -6,7 +6,6 @@ return ``None`` where they do not apply. With further arguments they are made by
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -67,8 +66,7 @@ class Edited:
 @dataclass(frozen=True, slots=True)
 class Fix:
     """An edit to try, in words. ``code`` is its Python where no line of the user's shows it, as with the options of an
-    optimizer. ``{call}`` is the origin, ``{optimizer}`` its class, ``{input}`` the variable of an input that was bad
-    already, ``x`` if its name is no identifier.
+    optimizer. ``{call}`` is the origin, ``{optimizer}`` its class.
     """
 
     text: str
@@ -79,9 +77,7 @@ class Fix:
         """The sentence and the code, with the names of the step in them."""
         name = short_name(scene.call) if scene.call is not None else "the input"
         optimizer = scene.call.target.split(".")[-2] if scene.call is not None else ""
-        given = scene.failure.input_name or ""
-        variable = given if given.isidentifier() and not keyword.iskeyword(given) else "x"
-        return self.text.format(call=name), self.code.format(call=name, optimizer=optimizer, input=variable)
+        return self.text.format(call=name), self.code.format(call=name, optimizer=optimizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 
 from reprokit.compare.quantity import measured
 from reprokit.locate.spelling import short_name
-from reprokit.rules.edits import loss_over_count, set_argument, zeros_for_bad_input
+from reprokit.rules.edits import loss_over_count, set_argument
 from reprokit.rules.predicates import dtype_name, has, raises
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
 from reprokit.rules.scene import Scene
@@ -191,9 +191,7 @@ STEPS = [
             "so the failure lies in the data or in what prepared it.",
         seen=["{count} of {total} elements of {input} are not finite"],
         advice="Check the data where it is loaded: divisions by a spread of zero, missing values, decoding errors.",
-        links="lukasruff/Deep-SVDD-PyTorch/issues/10",
-        fixes=[Fix("put zeros in place of the bad elements of the data", zeros_for_bad_input(),
-                   "{input} = {input}.nan_to_num(0.0, 0.0, 0.0)")]),
+        links="lukasruff/Deep-SVDD-PyTorch/issues/10"),
     Rule("not-followed", "A call that is not followed made it", confidence="likely", when=[input_is("opaque")],
         why="{input} is the result of a call that is not followed: a compiled or scripted function, an operator of an "
             "extension, a transform of `torch.func`, or a custom function. Nothing that it was given is known to be "

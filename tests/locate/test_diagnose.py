@@ -36,7 +36,6 @@ from tests.locate.mechanisms import (
     NAN,
     half,
     mismatch,
-    near_miss,
     with_bystanders,
 )
 from tests.shrink.failing import INF, record, traced
@@ -52,7 +51,7 @@ def diagnosis_of(name: str) -> Diagnosis:
 
 def test_the_table_is_sound() -> None:
     assert len(BY_NAME) == len(RULES) >= 30
-    assert set(CASES) == set(MISSES) == set(BY_NAME)
+    assert set(MISSES) <= set(CASES) == set(BY_NAME)
     for rule in RULES:
         assert rule.confidence in CONFIDENCES and rule.tier in TIERS, rule.name
         assert {*rule.kinds.split()} <= {"nan", "inf", EXCEPTION, *EVENTS}, rule.name
@@ -77,7 +76,7 @@ def test_a_fix_is_reported_only_when_the_step_is_finite_with_it(name: str) -> No
     assert ("finite" in fix.outcome) != (fix.outcome == "the call returns")
     assert len(fix.text) == len(fix.where) >= 1
     has_lines = any(call.site is not None for call in CASES[name]().program.calls)
-    has_code = fix.id != "step_in" and (has_lines or fix.id in ("set_option", "zeros_for_bad_input"))
+    has_code = fix.id != "step_in" and (has_lines or fix.id in ("set_option",))
     assert bool(ast.parse(fix.code).body) is has_code
 
 
@@ -90,7 +89,7 @@ def test_evidence_is_what_the_failure_depends_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISSES)
 def test_no_rule_is_found_in_its_near_miss(name: str) -> None:
-    assert numbers_of(BY_NAME[name], observe(near_miss(name))) is None
+    assert numbers_of(BY_NAME[name], observe(MISSES[name]())) is None
 
 
 @functools.cache
@@ -185,7 +184,6 @@ def test_all_calls_of_one_line_are_changed_together(step: Any, numbers: list[flo
         (lambda x: torch.log(1 - torch.sigmoid(-x).view(-1)), "log-of-softmax"),
         (lambda x: torch.log(1 - torch.sigmoid(-x.half()).t().float()), "log-of-softmax"),
         (lambda x: torch.xlogy(x, x - x), "log-of-zero"),
-        (lambda x: (t := x.exp().sum()) / (t + t.double().view(torch.int64)), "exponentials-underflowed"),
         (lambda x: torch.multinomial(torch.softmax(x / (x - x), -1), 1), "division-by-zero"),
         (lambda x: (x - x.mean()) / x.std(), "standardise-constant"),
         (lambda x: (x - x.mean()) / x.var().sqrt(), "standardise-constant"),
@@ -399,21 +397,6 @@ def test_a_call_in_a_custom_backward_is_no_derivative(
     assert phase_words(snapshot.failure) == "in the backward of a custom autograd function"
     assert "derivative" not in expect(snapshot).expected + expect(snapshot).observed
     assert diagnose(snapshot).id == entry
-
-
-@pytest.mark.parametrize(
-    ("temperature", "divide", "words"),
-    [
-        (0.0, lambda x, t: x / t, "the number 0.0 (`t`)"),
-        (0.0, lambda x, t: (x / (t * 2)).exp(), "the number 0.0 (`t * 2`)"),
-        (0, lambda x, t: torch.div(x, t), "the number 0"),
-        (0.0, lambda x, t: x / 3 / t, "the number 0.0 (`t`)"),
-        (0.0, lambda x, t: x / 0.0, "the number 0.0"),
-    ],
-)
-def test_a_divisor_that_is_no_tensor_is_named_as_on_the_line(temperature: float, divide: Any, words: str) -> None:
-    found = diagnose(record(lambda x: divide(x, temperature), x=torch.ones(4)))
-    assert (found.id, found.evidence) == ("division-by-the-number-zero", (f"{words} is the divisor of all 4 elements",))
 
 
 def test_a_change_that_is_no_fix_is_not_said_to_have_done_nothing() -> None:
