@@ -27,7 +27,7 @@ from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
 from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of, starts_of
 from reprokit.locate.spelling import constant_ways, short_name
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
-from reprokit.program.dataflow import needed_calls
+from reprokit.program.dataflow import calls_behind, needed_calls
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
 from reprokit.program.ir import OPAQUE, Call, Phase, Program, Ref, Scope, iter_refs
@@ -394,6 +394,7 @@ class _Walk:
     def blame(self, value: int, way: str, at: int) -> Failure:
         """The origin of ``value`` being bad in this way when call number ``at`` reads it."""
         passed: Failure | None = None
+        end = value, at
         while True:
             index = self.notes.writer(value, at)
             given = self._given_to_maker(value) if index is None else None
@@ -407,8 +408,26 @@ class _Walk:
                 passed = self._blame_call(index, value, way)
             step = self._culprit(index, way)
             if step is None:
-                return self._blame_call(index, value, way)
+                return self._blame_call(*self._first_alike(index, value, way, end), way)
             value, way, at = *step, index
+
+    def _first_alike(self, index: int, value: int, way: str, end: tuple[int, int]) -> tuple[int, int]:
+        """The first call of the same line on the way to ``end`` that fails like call number ``index``, and its result.
+
+        Of two layers that divide by the number of neighbours the first fails before the second, even if the value it
+        spoils is not the one that the second one reads (``gcn_isolated_node`` in the tests).
+        """
+        calls, own = self._program.calls, self._program.calls[index]
+        for earlier, made in self.notes.writes.items():
+            other = calls[earlier]
+            if earlier >= index or (other.target, other.site) != (own.target, own.site) or own.site is None:
+                continue
+            if any(self.notes.reads[earlier].values()) or earlier not in calls_behind(calls, [end[0]], end[1]):
+                continue
+            for result, ways in made.items():
+                if way in ways and not self.is_wanted(result, way, earlier + 1):
+                    return earlier, result
+        return index, value
 
     def _through_call(self, passed: Failure, marker: str | None) -> Failure:
         """The failure of the call that lets a marker through; with one operand it shows nothing of what drops it."""

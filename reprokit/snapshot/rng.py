@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -75,20 +75,6 @@ def get_rng_state() -> Generators:
     )
 
 
-def set_rng_state(state: Generators) -> None:
-    """Put the generators back to what `get_rng_state` returned; accelerators that are not here are left out."""
-    if state.python is not None:
-        random.setstate((state.python.version, state.python.words, state.python.gauss))
-    if state.torch is not None:
-        torch.set_rng_state(state.torch)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and state.numpy is not None:
-        numpy.random.set_state(astuple(state.numpy))
-    for name, device in _started_accelerators().items():
-        for index, device_state in enumerate((getattr(state, name) or ())[: device.device_count()]):
-            device.set_rng_state(device_state, index)
-
-
 def _numpy_state(numpy: Any) -> NumpyState:
     algorithm, words, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return NumpyState(algorithm, tuple(words.tolist()), int(position), int(has_gauss), float(gauss))
@@ -105,6 +91,5 @@ def _started_accelerators() -> dict[str, Any]:
         started["mps"] = SimpleNamespace(  # it has a single generator
             device_count=lambda: 1,
             get_rng_state=lambda index: torch.mps.get_rng_state(),
-            set_rng_state=lambda state, index: torch.mps.set_rng_state(state),
         )
     return started

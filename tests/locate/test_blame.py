@@ -288,3 +288,20 @@ def test_a_value_that_went_bad_a_thousand_calls_ago_is_followed(first: Call, kin
     made = program([first, *sums, call("torch.mul", Ref(1500), Ref(0), to=Ref(1501))], ["x"], [1501])
     failure = found(made, torch.zeros(2))
     assert (failure.kind, failure.call) == (kind, origin)
+
+
+class Spread(nn.Module):
+    """A layer of a graph network: divides by the root of the number of edges."""
+
+    def forward(self, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        scale = torch.zeros(3).index_add_(0, source, torch.ones(2)).pow(-0.5)
+        return torch.zeros(3).index_add_(0, source, x[source]) * scale
+
+
+def test_of_two_layers_that_fail_alike_the_first_is_the_origin() -> None:
+    """`gcn_isolated_node`: no value of the first layer reaches what the second one spoils."""
+    net = nn.Sequential()
+    net.first, net.second = Spread(), Spread()
+    x, edges = torch.ones(3, requires_grad=True), torch.tensor([0, 1])
+    failure = recorded(lambda x, edges: net.second(net.first(x, edges), edges).sum().backward(), x=x, edges=edges)
+    assert failure.call == "torch.Tensor.pow" and failure.call_index == 3
