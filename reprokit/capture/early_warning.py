@@ -32,8 +32,8 @@ from reprokit.capture.calls import Backward, OptimizerStep, Unscale
 from reprokit.capture.failure_text import event_words
 from reprokit.capture.fidelity import Made
 from reprokit.capture.meters import MeasuredStep, Meter, is_capturing
-from reprokit.capture.replay import Replay, quiet_hooks
-from reprokit.capture.save import Case, Describing, NotKept, Verdict
+from reprokit.capture.replay import Case
+from reprokit.capture.save import Describing, NotKept, Verdict
 from reprokit.capture.tape import Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.compare.healthy import blocked, explained, let_through
@@ -90,12 +90,7 @@ T = TypeVar("T")
 
 
 class EarlyWarning:
-    """Follows the numbers of a run, each optimizer's by themselves. ``on_event`` is called with every event.
-
-    Numbers were looked at up to the step at the place ``_seen``, gradients when there were ``_looked`` steps. In
-    ``_left`` steps is the next look. ``_silent`` are the parameters that had no gradient, or one of zeros, at the last
-    look, and in how many looks up to it; for those in ``_played`` the kept steps were played.
-    """
+    """Follows the numbers of a run, each optimizer's by themselves. ``on_event`` is called with every event."""
 
     def __init__(
         self,
@@ -112,10 +107,12 @@ class EarlyWarning:
         self._followed = [(kind, *_FOLLOWED[kind]) for kind in _FOLLOWED if kind in kinds]
         self._courses: dict[tuple[EventKind, int], Course | ScaleFalls] = {}
         self._is_off = False
-        self._left, self._seen, self._batch = 1, -1, 1
+        self._left, self._batch = 1, 1  # steps to the next look, and between two
+        self._seen = -1  # the place of the step up to which numbers were looked at
         self._finds_silent, self._looked, self._num_looks = "dead" in kinds, 0, 0
+        # parameters without a gradient, or with one of zeros, at the last look, and in how many looks up to it
         self._silent: Any = WeakTensorKeyDictionary()
-        self._played: Any = WeakTensorKeyDictionary()
+        self._played: Any = WeakTensorKeyDictionary()  # those for which kept steps were played
         loop.has_alarm = self._has_alarm
         loop.world.keeps_earlier = True
 
@@ -183,9 +180,17 @@ class EarlyWarning:
         return self._save(finding, frame) if finding is not None else None  # a gradient may be zero by design
 
     def _find_silent(self, *, is_last: bool) -> Finding | None:
-        """A parameter that learns nothing. Kept steps are played once for each that is silent in two looks in a row:
-        a part of a model may rest in turn with others, all the time."""
-        silent = _silent([p for optimizer in self._loop.world.optimizers for p in parameters_of(optimizer)])
+        """A parameter that learns nothing: its gradient is missing, or zero by one fused norm over all.
+
+        Kept steps are played once for each that is silent in two looks in a row: a part of a model may rest in turn
+        with others, all the time.
+        """
+        parameters = [p for optimizer in self._loop.world.optimizers for p in parameters_of(optimizer)]
+        dense = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided and p.grad.numel()]
+        with torch.no_grad():
+            norms = norms_of([p.grad.detach() for p in dense if p.grad is not None])
+        silent = [p for p in parameters if p.grad is None and p.requires_grad]
+        silent += [p for p, norm in zip(dense, norms, strict=True) if norm == 0.0]
         self._num_looks += 1
         self._silent = WeakTensorKeyDictionary({p: self._silent.get(p, 0) + 1 for p in silent})
         new = [p for p in silent if p not in self._played and (is_last or self._silent[p] > 1)]
@@ -213,21 +218,20 @@ class EarlyWarning:
 
     def _follow(self, steps: Sequence[Numbers]) -> None:
         values = [value for step in steps for value in (step.loss, step.norm, step.scale)]
-        arrived = iter(numbers_of([value.detach().reshape(()) for value in values if _is_far(value)]))
-        near = (next(arrived) if _is_far(value) else number_of(value) for value in values)
+        is_far = [isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1 for value in values]
+        far = [value.detach().reshape(()) for value, is_there in zip(values, is_far, strict=True) if is_there]
+        arrived = iter(numbers_of(far))
+        near = (next(arrived) if is_there else number_of(value) for value, is_there in zip(values, is_far, strict=True))
         for step, loss, norm, scale in zip(steps, near, near, near, strict=False):
             if norm == 0.0 or (scale is not None and norm is not None and not math.isfinite(norm)):
                 norm = None  # a scaler looks for its scale
             numbers = {"loss": loss, "norm": norm, "scale": scale}
             for kind, name, make in self._followed:
-                number, course = numbers[name], self._courses.get((kind, step.seat.number))
-                if number is None:
-                    continue
-                if course is None:
-                    course = self._courses[kind, step.seat.number] = make()
-                alarm = course.add(step.place, step.step, number)
-                if alarm is not None:
-                    self._alarms.append(alarm)
+                key, number = (kind, step.seat.number), numbers[name]
+                if number is not None and key not in self._courses:
+                    self._courses[key] = make()
+                alarm = self._courses[key].add(step.place, step.step, number) if number is not None else None
+                self._alarms += [alarm] if alarm is not None else []
 
     # -- reporting -----------------------------------------------------------------------------------------------
 
@@ -245,12 +249,11 @@ class EarlyWarning:
         failure, module = result["failure"], result["failure"]["module"]
         found = failure.get("event") or {}
         if isinstance(alarm, Finding):
-            name, is_layer = alarm.name, module is not None and not module.startswith("<")
+            is_layer = module is not None and not module.startswith("<")
             lead = f"`{failure['call']}` lets no gradient through{f' in `{module}`' if is_layer else ''}"
-            what = f"`{name}` gets no gradient" if alarm.is_missing else f"the gradient of `{name}` is zero"
-            words = f"{lead}: {what} in {alarm.num_steps} steps from step {alarm.step} on"
-            place, step = module if is_layer else name.rpartition(".")[0] or name, self._loop.iterations.completed - 1
-            event = TrainingEvent(alarm.kind, max(step, 0), "error", words, place, alarm.step)
+            place = module if is_layer else alarm.name.rpartition(".")[0] or alarm.name
+            step = max(self._loop.iterations.completed - 1, 0)
+            event = TrainingEvent("dead", step, "error", f"{lead}: {event_words(result)}", place, alarm.step)
         else:
             layers = (chapter["module"] for chapter in result["story"])
             event = event_of(alarm)
@@ -284,22 +287,6 @@ class EarlyWarning:
             return None
 
 
-def _is_far(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1
-
-
-def _silent(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters that are trained and whose gradient is missing or zero.
-
-    One fused norm over all gradients and one number per parameter; a device is waited for once.
-    """
-    found = [p for p in parameters if p.grad is None and p.requires_grad]
-    dense = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided and p.grad.numel()]
-    with torch.no_grad():
-        norms = norms_of([p.grad.detach() for p in dense if p.grad is not None])
-    return found + [p for p, norm in zip(dense, norms, strict=True) if norm == 0.0]
-
-
 # -- the step where it began ---------------------------------------------------------------------------------------
 
 
@@ -311,28 +298,45 @@ class EventStep(Describing):
         alarm = self.verdict.alarm
         assert alarm is not None, "an event has an alarm"
         with self.kept() as steps:
-            number = _position(steps, alarm.place)
-            if number is None:
+            places = [step.mark.place for step in steps]
+            if alarm.place not in places:
                 raise NotKept(f"step {alarm.step} is no longer kept")
-            quantity, explain = "gradient norm", None
+            number, quantity, explain = places.index(alarm.place), "gradient norm", None
             if isinstance(alarm, Finding):
                 explain = self._blocked(steps, number, alarm)
             elif alarm.kind != "scale":
                 number, quantity, explain = self._at_beginning_of(steps, alarm, number)
             with self._until_seen(steps, number, quantity) as case:
-                made = self.make(replace(case, explain=explain))
+                case.explain = explain
+                made = self.make(case)
             if isinstance(alarm, Finding) and made.snapshot.failure.call is None:
                 raise NotKept(f"no call behind `{alarm.name}` keeps its gradient back")
             return made
 
     def find_silent(self, always: Set[int]) -> Finding | None:
-        """A parameter that learns nothing: it gets no gradient from a step on.
+        """The first parameter that gets no gradient from a step on, for enough steps that gave another one a gradient.
 
-        The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked.
+        In the step before less than half of it was zero, and of those that end with it: a layer may fade out by design,
+        unit by unit, as under a decay. Without a step before it has to be in ``always``: the ``id``s of those that had
+        none whenever somebody looked. One that has a gradient in some steps and none in others may rest by design, as
+        the head of a task does, so a gradient that is missing has to have been there in every step before.
         """
         with self.kept() as steps:
             names = parameter_names(self.loop.world.modules, self.verdict.frame)
-            return _first_silent(self._measured(steps[:_PLAYED]), names, always)
+            measured = self._measured(steps[:_PLAYED])
+        found: list[Finding] = []
+        faded: set[int] = set()  # the steps in which a layer ended by design
+        for key, name in names.items():
+            shares = [(one.mark, one.zeros[key]) for one in measured if one.norm and key in one.zeros]
+            since = [mark for mark, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
+            before = [share for _, share in shares[: len(shares) - len(since)]]
+            if since and before and _is_fading([share or 0.0 for share in before]):
+                faded.add(since[-1].place)
+            elif len(since) >= LEAST_SILENT and (before or key in always):
+                was_there = len(before) >= LEAST_PLAYED and all(share not in (None, 1.0) for share in before)
+                if shares[-1][1] is not None or was_there:
+                    found.append(Finding(name, key, since[-1].place, since[-1].step))
+        return next((one for one in found if one.place not in faded), None)
 
     def beside_healthy(self, made: Made) -> Made:
         """``made``, of which an input is bad, with what healthy steps before tell of that: see `let_through`."""
@@ -350,10 +354,9 @@ class EventStep(Describing):
 
     def _measured(self, steps: Sequence[Segment]) -> list[MeasuredStep]:
         """Play the steps and measure them; empty if a played loss differs from the one of training."""
-        world, meter = self.loop.world, Meter(self.loop.tape.alive())
-        replay = Replay(world, self.loop.tape, steps, world.copies[0])
-        with replay.going_back(), quiet_hooks(world.modules, replay.leaves()):
-            replay.play_until(len(steps), meter)
+        replay, meter = self.replay(steps, 0), Meter(self.loop.tape.alive())
+        with replay.going_back():
+            replay.play(meter)
         return [] if replay.notes else meter.steps
 
     def _blocked(self, steps: list[Segment], number: int, finding: Finding) -> Explain:
@@ -366,25 +369,43 @@ class EventStep(Describing):
         def explain(program: Program, tensors: Tensors) -> Failure:
             owned = (item.value for item in program.inputs if item.role == "parameter")
             value = next((value for value in owned if tensors[value].data_ptr() == address), None)
-            failure = Failure(Phase.BACKWARD, "dead", value=value, event=event)
-            return blocked(Step(program, tensors), failure)
+            return blocked(Step(program, tensors), Failure(Phase.BACKWARD, "dead", value=value, event=event))
 
         return explain
 
     def _at_beginning_of(self, steps: list[Segment], alarm: Alarm, number: int) -> tuple[int, str, Explain]:
         """The position of the step in which a number has left its course, at ``number`` or before, the quantity that
-        shows it, and the failure."""
-        last = _position(steps, alarm.values[-1].place) or number
-        measured = self._measured(steps[: max(number, last) + 1])
-        begun, healthy, predicate = _beginning(steps, measured, alarm, number)
-        quantity = predicate.quantity
-        reference = self._program_of(steps, healthy, quantity)
+        shows it, and the failure.
+
+        It is the alarm's own first step, or an earlier one that is off in a number that was not followed live. That
+        number has to be off in every step from there up to the alarm's last. In the step right before the alarm it may
+        be off alone, if the update is: a learning rate may be wrong once.
+        """
+        places = [step.mark.place for step in steps]
+        end = max(number, places.index(alarm.values[-1].place) if alarm.values[-1].place in places else number)
+        measured = self._measured(steps[: end + 1])
+        begun, predicate = number, Predicate(**alarm.numbers)
+        healthy = places.index(alarm.healthy.place) if alarm.healthy.place in places else max(number - 1, 0)
+        own = [n for n, played in enumerate(measured) if played.optimizer == measured[number].optimizer]
+        updates, last = [measured[n].update for n in own], own.index(number) - 1 if measured else -1
+        for quantity in ("gradient norm", "update"):
+            numbers = updates if quantity == "update" else [measured[n].norm for n in own]
+            first = first_off(numbers)
+            if is_off(updates, last) and is_off(numbers, last):  # right before the alarm
+                first = last if first is None else min(first, last)
+            band = band_before(numbers, first) if first is not None and own[first] < begun else None
+            if first is not None and band is not None:
+                usual = (n for n in range(first - 1, -1, -1) if (value := numbers[n]) and band.spreads(value) <= USUAL)
+                begun, healthy = own[first], own[next(usual, first - 1)]
+                limits = numbers[first] or 0.0, band.number(HIGH), steps[healthy].mark.step, steps[begun].mark.step
+                predicate = Predicate(quantity, *limits, band.number(0.0))
+        reference = self._program_of(steps, healthy, predicate.quantity)
 
         def explain(program: Program, tensors: Tensors) -> Failure:
-            failure = Failure(_SEEN[quantity][0], alarm.kind, event=predicate)
+            failure = Failure(_SEEN[predicate.quantity][0], alarm.kind, event=predicate)
             return explained(Step(program, tensors), reference, failure)
 
-        return begun, quantity, explain
+        return begun, predicate.quantity, explain
 
     def _program_of(self, steps: list[Segment], number: int, quantity: str) -> Step:
         recorded: list[Step] = []
@@ -408,33 +429,6 @@ class EventStep(Describing):
             yield replace(case, where=_SEEN[quantity][1], ops=ops)
 
 
-def _position(steps: Sequence[Segment], place: int) -> int | None:
-    return next((number for number, step in enumerate(steps) if step.mark.place == place), None)
-
-
-def _first_silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: Set[int]) -> Finding | None:
-    """The first parameter that gets no gradient from a step on, for enough steps that gave another one a gradient.
-
-    In the step before less than half of it was zero, and of those that end with it: a layer may fade out by design,
-    unit by unit, as under a decay. Without a step before it has to have been so ``always``. One that has a gradient in
-    some steps and none in others may rest by design, as the head of a task does, so a gradient that is missing has to
-    have been there in every step before.
-    """
-    found: list[Finding] = []
-    faded: set[int] = set()  # the steps in which a layer ended by design
-    for key, name in named.items():
-        shares = [(one.mark, one.zeros[key]) for one in measured if one.norm and key in one.zeros]
-        since = [mark for mark, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
-        before = [share for _, share in shares[: len(shares) - len(since)]]
-        if since and before and _is_fading([share or 0.0 for share in before]):
-            faded.add(since[-1].place)
-        elif len(since) >= LEAST_SILENT and (before or key in always):
-            is_missing = shares[-1][1] is None
-            if not is_missing or (len(before) >= LEAST_PLAYED and all(share not in (None, 1.0) for share in before)):
-                found.append(Finding(name, key, is_missing, len(since), since[-1].place, since[-1].step))
-    return next((one for one in found if one.place not in faded), None)
-
-
 def _is_fading(shares: Sequence[float]) -> bool:
     """True if at least half of the last gradient was zero, and there is no telling that this came suddenly.
 
@@ -444,32 +438,3 @@ def _is_fading(shares: Sequence[float]) -> bool:
         return shares[-1] >= _MOSTLY
     then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
     return then >= _MOSTLY and 1.0 - then < _ABOUT * (1.0 - usual)
-
-
-def _beginning(
-    steps: list[Segment], measured: list[MeasuredStep], alarm: Alarm, number: int
-) -> tuple[int, int, Predicate]:
-    """Where an alarm begins: the positions of that step and of a healthy one among the kept ones, and the predicate.
-
-    It is the alarm's own first step, or an earlier one that is off in a number that was not followed live.
-
-    That number has to be off in every step from there up to the alarm's last. In the step right before the alarm it
-    may be off alone, if the update is: a learning rate may be wrong once.
-    """
-    healthy = _position(steps, alarm.healthy.place)
-    found = number, max(number - 1, 0) if healthy is None else healthy, Predicate(**alarm.numbers)
-    own_turn = [n for n, played in enumerate(measured) if played.optimizer == measured[number].optimizer]
-    norms, updates = [measured[n].norm for n in own_turn], [measured[n].update for n in own_turn]
-    last = own_turn.index(number) - 1 if measured else -1  # before the alarm
-    for quantity, numbers in (("gradient norm", norms), ("update", updates)):
-        turn = first_off(numbers)
-        if is_off(updates, last) and is_off(numbers, last):
-            turn = last if turn is None else min(turn, last)
-        band = band_before(numbers, turn) if turn is not None and own_turn[turn] < found[0] else None
-        if turn is not None and band is not None:
-            usual = (n for n in range(turn - 1, -1, -1) if (value := numbers[n]) and band.spreads(value) <= USUAL)
-            first, before = own_turn[turn], own_turn[next(usual, turn - 1)]
-            last_usual, step, limit = steps[before].mark.step, steps[first].mark.step, band.number(HIGH)
-            predicate = Predicate(quantity, numbers[turn] or 0.0, limit, last_usual, step, band.number(0.0))
-            found = first, before, predicate
-    return found

@@ -92,29 +92,20 @@ def growth(timeline: Sequence[StepNumbers], quantity: str | None = None) -> Iter
     """The numbers of the last training steps, by name; numbers that never changed are left out.
 
     Every name of an optimizer has the same steps, with a dash where there was no number. ``quantity`` is that of an
-    event, whose own words compare it with its median.
+    event, whose own words compare it with its median. The others are compared with the median of all steps before.
     """
     for (name, key), (optimizer, rows) in itertools.product(_NUMBERS, by_optimizer(timeline).items()):
         values = [value for row in rows if (value := getattr(row, key)) is not None]
-        if len(values) > 1 and (key == "loss" or len(set(values)) > 1):
-            shown = (getattr(row, key) for row in rows[-_STEPS:])
-            yield (
-                titled(name, optimizer),
-                "  ".join("-" if value is None else words.number_words(value, 4) for value in shown)
-                + ("" if name == quantity else _trend(values)),
-            )
-
-
-def _trend(values: Sequence[float]) -> str:
-    """The ratio of the last finite number to the median; empty for negative numbers and fewer than three."""
-    finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < 3 or min(finite) < 0:
-        return ""
-    typical = sorted(finite[:-1])[len(finite[:-1]) // 2]
-    if typical == 0 or finite[-1] < _FAST * typical:
-        return ""
-    last = "the last one" if len(finite) == len(values) else "the last finite one"
-    return f"  ({last} is {words.number_words(finite[-1] / typical)} times the median)"
+        if len(values) < 2 or (key != "loss" and len(set(values)) == 1):
+            continue
+        shown = (getattr(row, key) for row in rows[-_STEPS:])
+        line = "  ".join("-" if value is None else words.number_words(value, 4) for value in shown)
+        *before, last = [value for value in values if math.isfinite(value)] or [0.0]
+        typical = sorted(before)[len(before) // 2] if len(before) > 1 and min(*before, last) >= 0 else 0.0
+        if name != quantity and typical and last >= _FAST * typical:
+            which = "the last one" if math.isfinite(values[-1]) else "the last finite one"
+            line += f"  ({which} is {words.number_words(last / typical)} times the median of the {len(before)} before)"
+        yield titled(name, optimizer), line
 
 
 def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, command: Sequence[str] = ()) -> list[str]:

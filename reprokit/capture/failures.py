@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit import torch_private
-from reprokit.capture.calls import Backward, OptimizerStep, Root
+from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root
 from reprokit.capture.early_warning import EarlyWarning, EventStep
 from reprokit.capture.fidelity import Made, Place, has_origin
 from reprokit.capture.judge import Pending
@@ -35,7 +35,6 @@ from reprokit.capture.save import (
     Raised,
     SkippedLoss,
     Verdict,
-    backward_from,
 )
 from reprokit.capture.tape import Number, Op, Tape
 from reprokit.compare.quantity import number_of
@@ -43,6 +42,7 @@ from reprokit.errors import chain, has_arrived, tb_entries
 from reprokit.locate.ways import is_bad
 from reprokit.program.ir import Phase
 from reprokit.program.sites import kind_of_file, make_site
+from reprokit.program.trace import current_mode
 from reprokit.series.course import QUANTITIES
 from reprokit.series.events import Finding
 from reprokit.snapshot.format import Snapshot
@@ -143,7 +143,7 @@ class Failures:
 
     def look_back(self, error: BaseException | None) -> Path | None:
         """The block ends: check what has not been checked yet, and what it ended with; the file, if one was written."""
-        loop, recorder = self._loop, self._loop.recorder
+        loop, recorder, judge = self._loop, self._loop.recorder, self._loop.judge
         raised = recorder.raised
         cause = cause_of(error, raised[0] if raised is not None else None)
         place = innermost_user_place(cause) if cause is not None else None
@@ -151,7 +151,11 @@ class Failures:
         with recorder.paused():
             loop.ranks.part()
             self.save_asked()
-            self._let_go_of_skipped()
+            if judge.pending is not None and not self.takes_skipped and judge.is_dropped(judge.pending):
+                self.count_skipped(judge.pending.step)  # a bad loss whose gradients the loop has dropped is no failure
+                loop.tape.drop_gradients()
+                judge.pending = None
+                loop.flags.forget()
             path = self.early.catch_up(frame) if self.early is not None else None
             if path is not None:
                 return path
@@ -170,15 +174,6 @@ class Failures:
             path = self.save(Verdict("output", frame, is_late=True))
         return path
 
-    def _let_go_of_skipped(self) -> None:
-        """The loop has ended: a bad loss whose gradients it has dropped is no failure."""
-        judge = self._loop.judge
-        if judge.pending is not None and not self.takes_skipped and judge.is_dropped(judge.pending):
-            self.count_skipped(judge.pending.step)
-            self._loop.tape.drop_gradients()
-            judge.pending = None
-            self._loop.flags.forget()
-
     def _look_at_the_last_step(self, error: BaseException | None, frame: FrameType | None) -> Path | None:
         """The loop has ended over a bad loss or gradient, and may have said so by ``error``; or it never updates."""
         loop, has_raised = self._loop, ends_training(error)
@@ -188,19 +183,22 @@ class Failures:
         if pending is not None:
             loop.timeline.loss = pending.loss
             op = self.op_of(pending)
-            verdict = Verdict("loss", frame, op, is_late=op is None)
-            return self.save(verdict, None if loop.ranks.is_alone else has_origin)
+            return self.save(Verdict("loss", frame, op, op is None), None if loop.ranks.is_alone else has_origin)
         found = bad_value(loop.tape)
         raised = loop.recorder.raised  # an exception of torch is a failure of its own
         is_of_torch = raised is not None and any(one is raised[0] for one in chain(error))
-        is_given_up = has_raised and not is_of_torch and not is_mistake(error)
+        # of a `NameError` and its like that no ``raise`` has raised no value of a tensor is the reason
+        is_mistake = isinstance(error, _MISTAKES) and not _raiser(error)
         if found is not None:
             number, code, instruction = found
             is_loss = (code, instruction) in loop.loss_sites
             is_scalar = any(loop.tape.known(tensor) == number for tensor, _, _ in loop.tape.scalars)
+            is_given_up = has_raised and not is_of_torch and not is_mistake
             if is_given_up or (is_scalar and (is_loss or not loop.loss_sites)):
                 where = "loss" if is_loss or (is_scalar and not loop.loss_sites and not has_raised) else "output"
-                return self.save(Verdict(where, frame, backward_from(number, code, instruction)))
+                note = BackwardNote()  # of the backward call that the loop has not made
+                op = Op(Backward, torch.Tensor.backward, (number,), {}, (), code, instruction, current_mode(), note)
+                return self.save(Verdict(where, frame, op))
         if loop.has_differentiated and not loop.iterations.total and loop.judge.has_bad_gradient():
             return self.save(Verdict("gradient", frame))
         return None
@@ -385,7 +383,13 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
     files = [_raiser(cause) for cause in chain(error)]
     is_deliberate = all(file and kind_of_file(file) == "user" for file in files)
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
-    return Raised(*causes[0], site, _module(error, roots), phase, op is not None, is_deliberate, causes)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = [frame.f_locals.get("self") for frame in frames if frame.f_code is torch_private.call_impl_code]
+    module: str | None = None
+    if called and called[-1] is not None:
+        paths = (user_path(path) for root in roots for path, part in root.named_modules() if part is called[-1])
+        module = next((path for path in paths if path), f"<{type(called[-1]).__name__}>")
+    return Raised(*causes[0], site, module, phase, op is not None, is_deliberate, causes)
 
 
 def is_inside_step(tape: Tape) -> bool:
@@ -398,25 +402,14 @@ def is_inside_step(tape: Tape) -> bool:
 
 
 def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
-    """The last bad scalar that the loop computed with gradients in this step, and where; without a scalar, the bad
-    tensor that its last call was a test of."""
-    running, alive = tape.running(), tape.alive()
+    """The last bad scalar that the loop computed with gradients in this step, and where."""
+    running = tape.running()
     for tensor, code, instruction in reversed(tape.scalars):
         number = tape.known(tensor)
         if number is not None and is_bad(tensor.detach()):
             made = next((n for n, op in enumerate(running) if number in op.outs), len(running))
             is_passed = any(op.kind is Root and op.mode.grad for op in running[made + 1 :])  # the loop went on
             return None if is_passed else (number, code, instruction)
-    tested = set(running[-1].outs) if running else set()
-    if any(number in alive and alive[number].requires_grad for number in tested):
-        return None  # no test: the loop was computing
-    for op in reversed(running):
-        for number in op.outs:
-            made_here = alive.get(number)
-            if number in tested and made_here is not None and made_here.requires_grad and is_bad(made_here.detach()):
-                return number, op.code, op.instruction
-        if not tested.isdisjoint(op.outs):
-            tested.update(op.ins)
     return None
 
 
@@ -425,11 +418,6 @@ def innermost_user_place(error: BaseException) -> TracebackType | None:
     entries = tb_entries(error.__traceback__)
     own = [entry for entry in entries if kind_of_file(entry.tb_frame.f_code.co_filename) == "user"]
     return own[-1] if own else None
-
-
-def is_mistake(error: BaseException | None) -> bool:
-    """True for an exception such as `NameError` that no ``raise`` has raised: no value of a tensor leads to it."""
-    return isinstance(error, _MISTAKES) and not _raiser(error)
 
 
 def _raiser(error: BaseException) -> str:
@@ -443,14 +431,3 @@ def _raiser(error: BaseException) -> str:
 
 _RAISE = re.compile(r"\b(raise|assert)\b")
 _MISTAKES = (NameError, AttributeError, ImportError, LookupError, TypeError)
-
-
-def _module(error: BaseException, roots: Iterable[torch.nn.Module]) -> str | None:
-    inside: Any = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is torch_private.call_impl_code:
-            inside = frame.f_locals.get("self")
-    if inside is None:
-        return None
-    paths = (user_path(path) for root in roots for path, module in root.named_modules() if module is inside)
-    return next((path for path in paths if path), f"<{type(inside).__name__}>")

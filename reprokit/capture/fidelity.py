@@ -15,7 +15,7 @@ import itertools
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from reprokit.capture.options import rank_suffix, with_part
-from reprokit.capture.replay import ReplayedStep, describe_mismatch, is_close, is_same
+from reprokit.capture.replay import TracedPlayer, describe_mismatch, is_close, is_same
 from reprokit.compare.compiled import Compiled, run_compiled
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, LoneCalls, Reference, compare, mismatch
 from reprokit.compare.quantity import observed
@@ -144,34 +144,29 @@ def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> S
 
 def _differences(snapshot: Snapshot, made: Made) -> Iterator[tuple[str, bool]]:
     """The differences from training as text, and True if they are rounding only."""
-    failure, losses, reference = snapshot.failure, made.losses, made.reference
-    found, seen = _run(snapshot, losses.keys())
+    program, tensors, failure, reference = snapshot.program, snapshot.tensors, snapshot.failure, made.reference
+    found, losses = None, made.losses.keys()
+    if failure.event is not None:
+        found, outcome = observed(program, tensors, failure, losses)
+        seen = outcome.values
+    elif failure.kind not in (EXCEPTION, MISMATCH) and has_origin(snapshot):
+        found, seen = locate_with_losses(program, tensors, losses, failure.through)
+    else:
+        outcome = run(program, tensors, keep=frozenset(losses))
+        found, seen = exception_failure(program, outcome) if outcome.error is not None else None, outcome.values
     if reference is not None and not isinstance(compare(snapshot, reference, failure.way), Difference):
         yield "the file does not differ when it is compiled", False
-    for value, old in losses.items():
+    for value, old in made.losses.items():
         new = seen.get(value)
         if new is not None and not same_bits(old, new):
             yield describe_mismatch("the program's loss", old, new), is_close(old, new)
     if found is not None and found.exception is not None and failure.kind != EXCEPTION:
         yield f"`{found.call}` raised in the replay: {found.exception[1]}", False
-    if reference is not None:
-        return
-    if failure.call_index is not None or failure.input_name is not None or failure.event is not None:
+    if reference is None and (has_origin(snapshot) or failure.event is not None):
         if found is None:
             yield "the file does not fail when it is run", False
         elif _signature(found) != _signature(failure):
             yield f"the file fails in another way when it is run: {found.kind} in {found.phase}", False
-
-
-def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[int, torch.Tensor]]:
-    program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
-    if failure.event is not None:
-        found, outcome = observed(program, tensors, failure, losses)
-        return found, outcome.values
-    if failure.kind not in (EXCEPTION, MISMATCH) and (failure.call_index is not None or failure.input_name is not None):
-        return locate_with_losses(program, tensors, losses, failure.through)
-    outcome = run(program, tensors, keep=frozenset(losses))
-    return exception_failure(program, outcome) if outcome.error is not None else None, outcome.values
 
 
 def _signature(failure: Failure) -> tuple[Any, ...]:
@@ -200,7 +195,7 @@ def _by_itself(settings: Settings) -> Iterator[None]:
 _SECONDS = 20.0  # to find the call; a compiler takes up to seconds for each
 
 
-def compiled_mismatch(replayed: ReplayedStep, compilers: Sequence[Compiled]) -> tuple[Failure | None, Compiled | None]:
+def compiled_mismatch(replayed: TracedPlayer, compilers: Sequence[Compiled]) -> tuple[Failure | None, Compiled | None]:
     """The failure, and the first of the compilers that shows it, half of one before the whole.
 
     What differs from training in ``replayed`` becomes what differs from it compiled. Batches that the loop itself has
@@ -212,15 +207,23 @@ def compiled_mismatch(replayed: ReplayedStep, compilers: Sequence[Compiled]) -> 
             _without_preparation(replayed)
         for compiler in dict.fromkeys(found for one in compilers for found in (one.simpler, one)):
             with ignored_errors():  # compilers fail in as many ways as there are
-                failure = _found(replayed, compiler)
-                if failure is not None:
-                    _compare_losses(replayed, compiler)
-                    return failure, compiler
+                way = compiler.name + NOT_FINITE
+                found = compare(replayed, compiler, way)
+                if not isinstance(found, Difference):
+                    continue
+                phase = Phase.BACKWARD if found.is_gradient else Phase.FORWARD
+                blamed = LoneCalls(compiler, replayed.program, None, way, _SECONDS).of(replayed)
+                failure = blamed or mismatch(found, compiler, phase)
+                values = run_compiled(replayed, frozenset(replayed.seen), compiler.compiler).values
+                pairs = [(old, values[value]) for value, old in replayed.seen.items() if value in values]
+                replayed.mismatches = [describe_mismatch("the loss", *pair) for pair in pairs if not is_same(*pair)]
+                replayed.is_close = all(is_close(*pair) for pair in pairs)
+                return failure, compiler
     replayed.program, replayed.tensors = whole
     return None, None
 
 
-def _without_preparation(replayed: ReplayedStep) -> None:
+def _without_preparation(replayed: TracedPlayer) -> None:
     """Make inputs of what calls of the loop itself have prepared."""
     program = replayed.program
     dropped = prepared(program, replayed.of_loop.keys())
@@ -232,20 +235,3 @@ def _without_preparation(replayed: ReplayedStep) -> None:
         inputs = (*program.inputs, *(Input(value, replayed.of_loop[value]) for value in sorted(read)))
         replayed.program = replace(program, calls=calls, inputs=inputs).pruned()
         replayed.tensors = {**replayed.tensors, **outcome.values}
-
-
-def _found(replayed: ReplayedStep, compiler: Compiled) -> Failure | None:
-    way = compiler.name + NOT_FINITE
-    found = compare(replayed, compiler, way)
-    if not isinstance(found, Difference):
-        return None
-    blamed = LoneCalls(compiler, replayed.program, None, way, _SECONDS).of(replayed)
-    return blamed or mismatch(found, compiler, Phase.BACKWARD if found.is_gradient else Phase.FORWARD)
-
-
-def _compare_losses(replayed: ReplayedStep, compiler: Compiled) -> None:
-    """Note which losses of training the compiled program does not give."""
-    outcome = run_compiled(replayed, frozenset(replayed.seen), compiler.compiler)
-    pairs = [(old, outcome.values[value]) for value, old in replayed.seen.items() if value in outcome.values]
-    replayed.mismatches = [describe_mismatch("the loss", old, new) for old, new in pairs if not is_same(old, new)]
-    replayed.is_close = all(is_close(old, new) for old, new in pairs)

@@ -134,19 +134,13 @@ def show_exception(error: BaseException) -> None:
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def peel(error: BaseException) -> None:
+def peel(error: BaseException, seen: frozenset[int] = frozenset()) -> None:
     """Take reprokit's frames out of the tracebacks of an exception and of those it came from."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        current = waiting.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        current.__traceback__ = _without_own_frames(current.__traceback__)
-        waiting += [current.__cause__, current.__context__]
-        if isinstance(current, BaseExceptionGroup):
-            waiting += current.exceptions
+    error.__traceback__ = _without_own_frames(error.__traceback__)
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for one in (error.__cause__, error.__context__, *inner):
+        if one is not None and id(one) not in seen:
+            peel(one, seen | {id(error)})
 
 
 def when_imported(name: str, then: Callable[[], None]) -> Callable[[], None]:
@@ -183,24 +177,21 @@ class _Awaited(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The spec that the other finders give, with a loader that calls ``then`` at its end."""
-        if fullname != self._name:
-            return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        load = loader.exec_module
+        spec = next((spec for spec in specs if spec is not None), None) if fullname == self._name else None
+        loader: Any = spec.loader if spec is not None else None
+        load = loader.exec_module if loader is not None else None
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # gone already if two probes got the same loader
-            load(module)
+            load(module)  # type: ignore[misc]
             if self in sys.meta_path:
                 self.remove()
                 self._then()
 
-        loader.exec_module = exec_module
+        if loader is not None:
+            loader.exec_module = exec_module
         return spec
 
 
@@ -227,19 +218,12 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
 
 def _new_main(filename: str, loader: object, *, spec: ModuleSpec | None, package: str | None) -> ModuleType:
     global _launcher
-    module = ModuleType("__main__")
-    module.__dict__.update(
-        __annotations__={},
-        __builtins__=builtins,
-        __cached__=spec.cached if spec is not None else None,
-        __file__=filename,
-        __loader__=loader,
-        __package__=package,
-        __spec__=spec,
-    )
-    _launcher = sys.modules["__main__"]
-    sys.modules["__main__"] = module
-    return module
+    module: Any = ModuleType("__main__")
+    module.__annotations__, module.__builtins__ = {}, builtins
+    module.__cached__ = spec.cached if spec is not None else None
+    module.__file__, module.__loader__, module.__package__, module.__spec__ = filename, loader, package, spec
+    _launcher, sys.modules["__main__"] = sys.modules["__main__"], module
+    return module  # type: ignore[no-any-return]
 
 
 def _set_first_path(folder: str) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +20,11 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.calls import Backward, OptimizerStep
 from reprokit.capture.fidelity import Made
-from reprokit.capture.meeting import DONE, Meeting, Parted, SavedElsewhere, Stopped
-from reprokit.capture.replay import Found, Replay, code_of, quiet_hooks
-from reprokit.capture.save import NOT_ALL, NOT_KEPT, Case, NothingFound, why_not_played
+from reprokit.capture.meeting import DONE, Parted, SavedElsewhere, Stopped
+from reprokit.capture.replay import Case, PlayObserver, Replay, code_of
+from reprokit.capture.save import NOT_ALL, NOT_KEPT, NothingFound, NotKept, why_not_played
 from reprokit.capture.structure import iter_tensors
-from reprokit.capture.tape import Mark, Op, Segment
+from reprokit.capture.tape import Op, Segment
 from reprokit.capture.world import DEFAULT_STATE_BYTES, units_of
 from reprokit.compare.difference import MISMATCH
 from reprokit.errors import pass_on
@@ -33,7 +32,6 @@ from reprokit.locate.failure import Failure, RankDifference
 from reprokit.program.ir import Phase, Ref
 
 if TYPE_CHECKING:
-    from reprokit.capture.meeting import Replicas
     from reprokit.capture.save import Describing
     from reprokit.program.trace import Tracer
 
@@ -48,48 +46,23 @@ ONE_PROCESS = "one process cannot show that ranks differ; the snapshot holds the
 _DISTRIBUTED = os.path.join("torch", "distributed", "")
 
 
-class _Unanswered(Exception):
-    """A step cannot be recorded by all ranks, as the text says."""
-
-
 # -- `fully_shard` -------------------------------------------------------------------------------------------------
-
-
-def from_the_past(describing: Describing, segments: list[Segment]) -> tuple[Made | None, list[str]]:
-    """The first bad step as far as this rank shows it, or why it does not: all ranks play until one of them has found
-    something. A bad loss or gradient is recorded by all, the update of a shard by the rank that has it."""
-    loop, world, together = describing.loop, describing.loop.world, describing.verdict.together
-    assert together is not None, "ranks go back together"
-    together.said, together.found = [], None
-    made, reasons = describing.played(segments, [])
-    found = [said for kind in ("loss", "gradient") for said in together.said if said.startswith(kind)]
-    if not found:
-        return made, reasons
-    where, number = found[0].split()[0], int(found[0].split()[1])
-    replay = Replay(world, loop.tape, segments, world.copies[-1], together=together)
-    with replay.going_back():
-        with quiet_hooks(world.modules, replay.leaves()):
-            ops, contents = replay.begin(number)
-        pending = together.found.pending if together.found is not None and where == "loss" else None
-        place = next((n for n, op in enumerate(ops) if pending is not None and op.note is pending.note), None)
-        step = Found(number, where, ops[:place], pending, contents=contents, notes=replay.notes)
-        return recorded_by_all(describing, describing.before(step, replay.segments)), []
 
 
 def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
     """The failing step of a rank that holds a part of the model, as far as it can be recorded. Raises `NothingFound` if
     another rank has stopped the others."""
     loop, verdict = describing.loop, describing.verdict
-    mark, notes = describing.running_mark(pending), list(dict.fromkeys(loop.unseen))
+    case = describing.now(ops, pending, list(dict.fromkeys(loop.unseen)))
     try:
         if loop.ranks.is_apart:
-            raise _Unanswered(APART)
+            raise NotKept(APART)
         if verdict.raised is not None:
-            raise _Unanswered("an exception was raised on one rank")  # the others are inside of a collective
+            raise NotKept("an exception was raised on one rank")  # the others are inside of a collective
         if verdict.together is None:
-            raise _Unanswered(NOT_ALL)
+            raise NotKept(NOT_ALL)
         if not verdict.is_late:
-            return recorded_by_all(describing, describing.now(verdict, ops, pending, mark, None, notes))
+            return recorded_by_all(describing, case)
         found, reasons = describing.from_the_past()
         if found is not None:
             return found
@@ -98,11 +71,32 @@ def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
         raise NothingFound(str(reason)) from reason
     except Exception as reason:
         pass_on(reason)
-        kind = "" if isinstance(reason, (_Unanswered, Parted)) else f"{type(reason).__name__}: "
-        notes = [NOT_REPLAYED.format(f"{kind}{reason}".partition("\n")[0])]
-        kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
-        case = Case(verdict.where, kept, pending, mark, True, verdict.frame, raised=verdict.raised, notes=notes)
+        kind = "" if isinstance(reason, (NotKept, Parted)) else f"{type(reason).__name__}: "
+        case.notes = [NOT_REPLAYED.format(f"{kind}{reason}".partition("\n")[0])]
         return Made(describing.without_replay(case))
+
+
+def from_the_past(describing: Describing, segments: list[Segment]) -> tuple[Made | None, list[str]]:
+    """The first bad step as far as this rank shows it, or why it does not: all ranks play until one of them has found
+    something. A bad loss or gradient is recorded by all, the update of a shard by the rank that has it."""
+    together = describing.verdict.together
+    assert together is not None, "ranks go back together"
+    together.said, together.found = [], None
+    made, reasons = describing.played(segments, [])
+    found = [said for kind in ("loss", "gradient") for said in together.said if said.startswith(kind)]
+    if not found:
+        return made, reasons
+    where, number = found[0].split()[0], int(found[0].split()[1])
+    replay = describing.replay(segments)
+    with replay.going_back():
+        case, inputs = replay.begin(number), describing.loop.tape.inputs
+        case.where, case.frame = where, describing.verdict.frame
+        case.contents = {n: t for n, t in case.contents.items() if not t.requires_grad or n in inputs}
+        if together.found is not None and where == "loss" and together.found.pending is not None:
+            case.pending = together.found.pending
+            notes = [op.note for op in case.ops]
+            case.ops = case.ops[: notes.index(case.pending.note)] if case.pending.note in notes else case.ops
+        return recorded_by_all(describing, case), []
 
 
 def recorded_by_all(describing: Describing, case: Case) -> Made:
@@ -117,7 +111,7 @@ def recorded_by_all(describing: Describing, case: Case) -> Made:
     with together.playing():
         size = sum({id(p): p.numel() * p.element_size() for p in world.parameters}.values())
         if size > DEFAULT_STATE_BYTES:
-            raise _Unanswered(f"whole parameters take over {DEFAULT_STATE_BYTES // 2**30} GiB")
+            raise NotKept(f"whole parameters take over {DEFAULT_STATE_BYTES // 2**30} GiB")
         with torch.no_grad():
             wholes = [(p, p.full_tensor()) for p in world.parameters if hasattr(p, "full_tensor")]
         stand_ins = {id(p): torch.nn.Parameter(whole, requires_grad=p.requires_grad) for p, whole in wholes}
@@ -203,31 +197,27 @@ def _unseen(hook: Any, tracer: Tracer) -> Any:
 # -- ranks that differ ---------------------------------------------------------------------------------------------
 
 
-class _Comparison:
+class _Comparison(PlayObserver):
     """Compares the ranks before every step that a replay plays.
 
     ``difference`` is the first one, ``number`` the position of the step that made it, ``-1`` if the copies differ.
     """
 
-    def __init__(self, together: Meeting, replicas: Replicas, frame: FrameType | None) -> None:
+    def __init__(self, describing: Describing) -> None:
         self.difference: RankDifference | None = None
         self.number = -1
-        self.together, self.replicas, self._frame = together, replicas, frame
-        self._mark: Mark | None = None
+        self._describing = describing
 
     def look(self) -> bool:
         """Compare the ranks here; true if they differ, here or before."""
-        if self.difference is None:
-            self.difference = self.replicas.compare(self.together.meet, self.together.rank, self._frame)
+        verdict, replicas = self._describing.verdict, self._describing.loop.ranks.replicas
+        if self.difference is None and verdict.together is not None and replicas is not None:
+            self.difference = replicas.compare(verdict.together.meet, verdict.together.rank, verdict.frame)
         return self.difference is not None
 
-    def before(self, mark: Mark, op: Op) -> None:
-        """A new step ends the one before."""
-        if mark is not self._mark:
-            self.number, self._mark = self.number + (not self.look()), mark
-
-    def after(self, op: Op) -> None:
-        """The ranks are compared between steps only."""
+    def begin(self, replay: Replay) -> bool:
+        self.number += not self.look()
+        return False
 
 
 def first_difference(describing: Describing) -> Made:
@@ -237,13 +227,27 @@ def first_difference(describing: Describing) -> Made:
     replicas, found = loop.ranks.replicas, verdict.difference
     assert replicas is not None and found is not None, "ranks that differ have met"
     running = Segment(loop.tape.running(), loop.mark())
-    step = Segment(running.ops, replace(running.mark, step=found.began_at))
-    note = NOT_TOGETHER if loop.world.is_complete else NOT_KEPT
-    if together is not None:
-        segments = [*describing.segments(), running]
-        comparison = _Comparison(together, replicas, verdict.frame)
-        note = _played_by_all(describing, comparison, segments)
-        if note == ONE_PROCESS and comparison.difference is not None:
+    step, note = Segment(running.ops, replace(running.mark, step=found.began_at)), NOT_KEPT
+    if together is None and loop.world.is_complete:
+        note = NOT_TOGETHER
+    elif together is not None:
+        segments, live, comparison = [*describing.segments(), running], replicas.digest(), _Comparison(describing)
+        replay = describing.replay(segments)
+        try:
+            with replay.going_back():
+                replay.play(comparison)
+                if not comparison.look() or replicas.digest() != live:
+                    note = "; ".join(replay.notes) or OTHER_PARAMETERS
+                else:
+                    note = ONE_PROCESS
+                together.stop(DONE)
+        except Parted:
+            raise
+        except Exception as error:
+            note = why_not_played(error)
+        if set(together.exchange("played", note)) != {ONE_PROCESS}:
+            note = OTHER_PARAMETERS if note == ONE_PROCESS else note
+        elif comparison.difference is not None:
             number = comparison.number
             step = segments[max(number, 0)]
             began = step.mark.step
@@ -254,24 +258,5 @@ def first_difference(describing: Describing) -> Made:
     if found.ranks[0] != loop.ranks.rank:
         raise SavedElsewhere(f"`{found.parameter}` differs on rank {found.ranks[0]}, which saves its step")
     mark = replace(step.mark, place=running.mark.place - (running.mark.step - step.mark.step))
-    snapshot = describing.without_replay(Case("parameter", step.ops, None, mark, False, verdict.frame, notes=[note]))
+    snapshot = describing.without_replay(Case("parameter", step.ops, None, mark, frame=verdict.frame, notes=[note]))
     return Made(replace(snapshot, failure=Failure(Phase.OPTIMIZER, MISMATCH, "ranks", difference=found)))
-
-
-def _played_by_all(describing: Describing, comparison: _Comparison, segments: list[Segment]) -> str:
-    """A note after playing all steps: that one process cannot show what was found, or why nothing was."""
-    world, live, reason = describing.loop.world, comparison.replicas.digest(), ""
-    together = comparison.together
-    replay = Replay(world, describing.loop.tape, segments, world.copies[-1], together=together)
-    try:
-        with replay.going_back(), quiet_hooks(world.modules, replay.leaves()):
-            replay.play_until(len(segments), comparison)
-            if not comparison.look() or comparison.replicas.digest() != live:
-                reason = "; ".join(replay.notes) or OTHER_PARAMETERS
-            together.stop(DONE)
-    except Parted:
-        raise
-    except Exception as error:
-        reason = why_not_played(error)
-    is_same = set(together.exchange("played", "other" if reason else "same")) == {"same"}
-    return ONE_PROCESS if is_same else reason or OTHER_PARAMETERS

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -38,7 +37,8 @@ READY = "ready"
 FAILED = "failed"  # a rank cannot play its steps
 NOTHING = "nothing"  # was found in the steps that were played
 DONE = "done"
-_PIECE = 2**18  # elements that one number stands for; as text their values take up to 6 MiB, a store refuses 8
+_PIECE = 2**18  # elements that are weighted together
+_MOST_SENT = 2**18  # elements of a parameter: as text they take up to 6 MiB, and a store refuses 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # two for each of eight bytes
 Ask = Callable[[str, str], Sequence[str]]  # answers a question, returns the answers of all ranks in their order
 
@@ -79,7 +79,7 @@ class Meeting:
         self._store, self._prefix = store, prefix
         self._num_asked: Counter[str] = Counter()
         self._old: dict[str, list[str]] = {}
-        store.set(self._seat(rank), _WATCHES)
+        store.set(f"{prefix}/seat/{rank}", _WATCHES)
 
     def exchange(self, what: str, answer: str, patience: float = PATIENCE) -> list[str]:
         """The answers of all ranks, in their order, to the next question of a kind.
@@ -109,9 +109,9 @@ class Meeting:
             waited = time.monotonic() - started
             missing = [rank for rank, key in enumerate(keys) if waited > 1 and not self._store.check([key])]
             for rank in missing:
-                if not self._store.check([self._seat(rank)]):
+                if not self._store.check([f"{self._prefix}/seat/{rank}"]):
                     raise Parted(f"rank {rank} is not watched")
-                steps = self._store.get(self._seat(rank)).decode()
+                steps = self._store.get(f"{self._prefix}/seat/{rank}").decode()
                 if steps != _WATCHES:
                     raise Parted(f"rank {rank} answers no more after {counted(int(steps), 'optimizer step')}")
             if self.is_ending:
@@ -124,10 +124,7 @@ class Meeting:
     def end(self, num_steps: int) -> None:
         """This rank answers no more, after so many steps of optimizers."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that keeps it
-            self._store.set(self._seat(self.rank), str(num_steps))
-
-    def _seat(self, rank: int) -> str:
-        return f"{self._prefix}/seat/{rank}"
+            self._store.set(f"{self._prefix}/seat/{self.rank}", str(num_steps))
 
     def warn(self, update: int | None) -> None:
         """Something is bad on this rank, which all are to see at the update with this number; no more if ``None``."""
@@ -210,13 +207,13 @@ class Replicas:
         roots = self._modules()
         wrapped = [part for root in roots for part in root.modules() if isinstance(part, wrapper)]
         averaged = [part.module for part in wrapped if distributed.get_world_size(part.process_group) == size]
-        found = [
+        return [
             parameter
             for root in (averaged if wrapped else roots)
             for name, parameter in root.named_parameters()
             if name not in torch_private.ignored_by_ddp(root) and (wrapped or parameter.requires_grad)
+            if not is_lazy(parameter) and type(parameter.detach()) is torch.Tensor and parameter.numel()
         ]
-        return [parameter for parameter in found if _is_plain(parameter)]
 
     def digest(self) -> str:
         """The number of parameters and one hash of all; empty if there is nothing to compare."""
@@ -227,11 +224,9 @@ class Replicas:
         """True if the digests of the ranks after ``step`` are those of different parameters."""
         if len({text.partition("-")[0] for text in digests}) > 1 or not digests[0]:
             return False  # some rank trains something else, or compares nothing
-        if len(set(digests)) == 1:
-            self.equal_after = step
-            return False
-        self.different_after = step
-        return True
+        is_different = len(set(digests)) > 1
+        self.equal_after, self.different_after = (self.equal_after, step) if is_different else (step, 0)
+        return is_different
 
     def compare(self, ask: Ask, rank: int, frame: FrameType | None) -> RankDifference | None:
         """The first parameter that differs, which all ranks look for at the same place; ``None`` if all are equal.
@@ -240,7 +235,7 @@ class Replicas:
         ``rank`` is that of this process; ``frame`` is where the loop stands, for the names of its models.
         """
         parameters = self.parameters()
-        rows = ask("numbers", " ".join(",".join(map(str, numbers)) for numbers in _numbers(parameters)))
+        rows = ask("numbers", " ".join(map(str, _numbers(parameters))))
         counts = Counter(rows)
         common = max(rows, key=lambda row: (counts[row], row == rows[0]))  # the largest group, else that of rank 0
         apart = tuple(rank for rank, row in enumerate(rows) if row != common)
@@ -249,67 +244,46 @@ class Replicas:
         sides = apart[0], rows.index(common)
         pairs = list(zip(*(rows[side].split() for side in sides), strict=False))
         differing = [number for number, (one, other) in enumerate(pairs) if one != other]
-        first, (one, other) = parameters[differing[0]], pairs[differing[0]]
-        numbers = zip(one.split(","), other.split(","), strict=False)
-        piece = next((place for place, (a, b) in enumerate(numbers) if a != b), 0)
+        first = parameters[differing[0]].detach()
+        numbers = (torch.view_as_real(first) if first.is_complex() else first).double().flatten()[:_MOST_SENT].tolist()
+        texts = ask("values", " ".join(map(repr, numbers)) if rank in sides else "")
+        values = (map(float, texts[side].split()) for side in sides)
+        gaps = [abs(one - other) for one, other in zip(*values, strict=False)]
         return RankDifference(
-            parameter=parameter_names(self._modules(), frame)[id(first)],
+            parameter=parameter_names(self._modules(), frame)[id(parameters[differing[0]])],
             num_parameters=len(differing),
             ranks=apart,
             reference=sides[1],
             num_alike=counts[common],
-            hashes=(_hash(one), _hash(other)),
-            largest=_largest(first.detach().reshape(-1)[piece * _PIECE :][:_PIECE], ask, rank, sides),
+            hashes=(_hash(pairs[differing[0]][0]), _hash(pairs[differing[0]][1])),
+            largest=max(gaps) if gaps and math.isfinite(sum(gaps)) else None,
             equal_after=self.equal_after,
             began_at=self.different_after,
             is_exact=self.equal_after == self.different_after - 1,
         )
 
 
-def digest(tensors: Iterable[torch.Tensor]) -> str:
+def digest(tensors: Sequence[torch.Tensor]) -> str:
     """One hash of the bits of tensors, in their order."""
-    return _hash(str(_numbers([tensor for tensor in tensors if _is_plain(tensor)])))
+    return _hash(str(_numbers(tensors)))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor.detach()) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0)
-    )
-
-
-def _largest(piece: torch.Tensor, ask: Ask, rank: int, sides: tuple[int, int]) -> float | None:
-    """The largest absolute difference of a piece of a parameter between two ranks; only these two send it."""
-    numbers = (torch.view_as_real(piece) if piece.is_complex() else piece).double().reshape(-1).tolist()
-    texts = ask("values", " ".join(map(repr, numbers)) if rank in sides else "")
-    one, other = (map(float, texts[side].split()) for side in sides)
-    gaps = [abs(a - b) for a, b in zip(one, other, strict=False)]
-    return max(gaps) if gaps and math.isfinite(sum(gaps)) else None
-
-
-def _numbers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """For each tensor one number for each of its pieces: the sum of its bits as integers, weighted by their place.
+def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A number for each tensor: the sum of its bits as integers, weighted by their place.
 
     `torch.hash_tensor` is an exclusive or, which is the same for all constants of an even number of elements. Weights
     have 31 bits and integers 32, so that no product overflows.
     """
+    found = []
     with torch.no_grad():
-        made = [_sums(tensor.detach()) for tensor in tensors]
-        return [sums.tolist() for sums in made]  # a device computes them all before the first is waited for
-
-
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    weights, pieces = _weights(plain.device), torch.split(plain.reshape(-1), _PIECE)
-    bits = [piece.view(_BITS[plain.element_size()]) for piece in pieces]
-    return torch.stack([(piece * weights[: piece.numel()]).sum() for piece in bits])
-
-
-@functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """Numbers without a pattern (multiplicative hashing, Knuth 6.4), none of them zero."""
-    return torch.arange(2 * _PIECE, device=device) * 2654435761 & (2**31 - 1) | 1
+        for tensor in map(torch.Tensor.detach, tensors):
+            plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            pieces = [piece.view(_BITS[plain.element_size()]) for piece in torch.split(plain.reshape(-1), _PIECE)]
+            # multiplicative hashing (Knuth 6.4): numbers without a pattern, none of them zero
+            weights = torch.arange(2 * len(pieces[0]), device=plain.device) * 2654435761 & (2**31 - 1) | 1
+            sums = [(piece * weights[: len(piece)]).sum() for piece in pieces]
+            found.append((torch.stack(sums) * (2 * torch.arange(len(sums), device=plain.device) + 1)).sum())
+    return [int(number) for number in found]  # a device computes them all before the first is waited for
 
 
 def _hash(text: str) -> str:

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from reprokit.capture.calls import Backward, Clip, OptimizerStep, Unscale
+from reprokit.capture.replay import PlayObserver, Replay
 from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Mark, Number, Op
 from reprokit.compare.quantity import norm_of, norms_of, numbers_of, share_of_zeros, update_of
@@ -186,18 +187,23 @@ class MeasuredStep:
     update: float | None = None
     zeros: dict[int, float | None] = field(default_factory=dict)
     outputs: dict[str, list[Range]] = field(default_factory=dict)
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
 
-class Meter:
-    """Measures every step that is played; ``steps`` has them in order. With ``layers``, which have names in the order
-    of the model, it measures these in the place of gradients as a whole; their outputs while it is `watching`."""
+class Meter(PlayObserver):
+    """Measures the steps that are played: all gradients and updates, or with ``layers``, which have names in the order
+    of the model, these (their outputs while it is `watching`), up to the step ``last`` or one with another loss than in
+    training. ``steps`` and, of layers, ``rows`` are what it has measured."""
 
     def __init__(
-        self, alive: Mapping[Number, torch.Tensor], layers: Mapping[str, torch.nn.Module] | None = None
+        self,
+        alive: Mapping[Number, torch.Tensor],
+        layers: Mapping[str, torch.nn.Module] | None = None,
+        last: float = math.inf,
     ) -> None:
-        self._alive = alive
         self.steps: list[MeasuredStep] = []
+        self.rows: list[LayerNumbers] = []
+        self._alive, self._last = alive, last
         self._names = {id(layer): name for name, layer in (layers or {}).items()}
         self._parameters = {name: list(layer.parameters(recurse=False)) for name, layer in (layers or {}).items()}
         self._weights: dict[int, torch.Tensor] = {}  # before an update
@@ -205,23 +211,26 @@ class Meter:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Measure outputs of layers in here."""
-        handle = register_module_forward_hook(self._see_output)
+
+        def see(module: torch.nn.Module, _: Any, output: Any) -> None:
+            name = self._names.get(id(module))
+            if name is not None and not torch.compiler.is_compiling():
+                with torch.no_grad():
+                    found = [measure(tensor) for tensor in iter_tensors(output) if tensor.is_floating_point()]
+                self.steps[-1].outputs.setdefault(name, []).extend(found)
+
+        handle = register_module_forward_hook(see)
         try:
             yield
         finally:
             handle.remove()
 
-    def _see_output(self, module: torch.nn.Module, _: Any, output: Any) -> None:
-        name = self._names.get(id(module))
-        if name is not None and not torch.compiler.is_compiling():
-            with torch.no_grad():
-                found = [measure(tensor) for tensor in iter_tensors(output) if tensor.is_floating_point()]
-            self.steps[-1].outputs.setdefault(name, []).extend(found)
+    def begin(self, replay: Replay) -> bool:
+        self.steps.append(MeasuredStep(replay.segment.mark))
+        return replay.segment.mark.step > self._last
 
-    def before(self, mark: Mark, op: Op) -> None:
+    def before(self, replay: Replay, op: Op) -> bool:
         """Measure gradients where they are complete and not yet clipped, and remember parameters."""
-        if not self.steps or self.steps[-1].mark is not mark:
-            self.steps.append(MeasuredStep(mark))
         step = self.steps[-1]
         if op.kind in (Clip, OptimizerStep) and step.norm is None and not self._names:
             parameters = self._given_to(op)
@@ -233,23 +242,33 @@ class Meter:
         if op.kind is OptimizerStep:
             step.optimizer = id(op.target)
             self._weights = {id(p): p.detach().clone() for p in parameters_of(op.target)}
+        return False
 
-    def after(self, op: Op) -> None:
+    def after(self, replay: Replay, op: Op) -> bool:
         """Measure the gradients of layers where they are complete, and the change of weights."""
         step = self.steps[-1]
         with torch.no_grad():
-            for name, own in self._parameters.items() if op.kind in (Backward, Unscale) else ():
-                gradient = norm_of(p.grad for p in own if p.grad is not None)
-                if gradient is not None:
-                    step.numbers.setdefault(name, {})["gradient"] = gradient
-            if op.kind is OptimizerStep:
-                for name, own in self._parameters.items():
-                    update = self._update(own)
-                    if update is not None:
-                        step.numbers.setdefault(name, {})["update"] = update
-                if not self._names:
-                    step.update = self._update(parameters_of(op.target))
-                self._weights = {}
+            for name, own in self._parameters.items():
+                numbers = step.numbers.setdefault(name, {})
+                gradients = [p.grad for p in own if p.grad is not None]
+                if op.kind in (Backward, Unscale) and gradients:
+                    numbers["gradient"] = norm_of(gradients)
+                if op.kind is OptimizerStep and any(id(p) in self._weights for p in own):
+                    numbers["update"] = self._update(own)
+            if op.kind is OptimizerStep and not self._names:
+                step.update = self._update(parameters_of(op.target))
+        return False
+
+    def end(self, replay: Replay) -> bool:
+        if self._names and replay.other_losses:
+            return True
+        step = self.steps[-1]
+        for name in self._names.values():
+            outputs = step.outputs.get(name, [])
+            known = {**step.numbers.get(name, {}), "activation": _largest(outputs)}
+            if any(number is not None for number in known.values()):
+                self.rows.append(LayerNumbers(step.mark.step, name, **known, zeros=_share_of_zeros(outputs)))
+        return False
 
     def _update(self, parameters: Sequence[torch.Tensor]) -> float | None:
         pairs = [(self._weights[id(p)], p.detach()) for p in parameters if id(p) in self._weights]
@@ -261,16 +280,6 @@ class Meter:
         given = op.args[0] if op.args else op.kwargs.get("parameters", ())
         found = [self._alive[n] for n in iter_leaves(given, Number) if n in self._alive]
         return [*found, *iter_tensors(given)]
-
-    def rows(self) -> list[LayerNumbers]:
-        """The numbers of the layers in the last step."""
-        step, rows = self.steps[-1], []
-        for name in self._names.values():
-            outputs = step.outputs.get(name, [])
-            known = {**step.numbers.get(name, {}), "activation": _largest(outputs)}
-            if any(number is not None for number in known.values()):
-                rows.append(LayerNumbers(step.mark.step, name, **known, zeros=_share_of_zeros(outputs)))
-        return rows
 
 
 def layers_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

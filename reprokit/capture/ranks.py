@@ -19,7 +19,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,16 +67,6 @@ class Vote(NamedTuple):
     is_bad: bool
 
 
-def _is_apart(modules: Collection[torch.nn.Module], kinds: Collection[type]) -> bool:
-    """True if one process holds a part of a model, and is no rank of `fully_shard`."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    return (
-        "torch.distributed.pipelining.stage" in sys.modules
-        or any(issubclass(kind, fsdp) for kind in kinds)
-        or any(hasattr(parameter, "to_local") for module in modules for parameter in module.parameters())
-    )
-
-
 class Ranks:
     """The state of the other processes as seen from this one.
 
@@ -109,15 +99,21 @@ class Ranks:
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
             return
         self.rank, self._size = distributed.get_rank(), distributed.get_world_size()
-        modules = self._loop.world.modules
+        modules, fsdp = self._loop.world.modules, sys.modules.get("torch.distributed.fsdp")
         kinds = {type(part) for module in modules for part in module.modules()}
-        wrapper = torch.nn.parallel.DistributedDataParallel
+        wrapper, other = torch.nn.parallel.DistributedDataParallel, getattr(fsdp, "FullyShardedDataParallel", ())
         self.is_parallel = self._is_manual or any(issubclass(kind, wrapper) for kind in kinds)
         self.is_sharded = any(map(torch_private.is_sharded, kinds))
-        if not (self.is_sharded or self._others is not None) and _is_apart(modules, kinds):
+        is_apart = "torch.distributed.pipelining.stage" in sys.modules or any(issubclass(one, other) for one in kinds)
+        is_apart |= any(hasattr(parameter, "to_local") for module in modules for parameter in module.parameters())
+        if is_apart and not (self.is_sharded or self._others is not None):
             self.is_apart, self.is_parallel = True, False
             self._loop.world.give_up()  # going back would need the parameters of the other processes
-        self._join()
+        self.is_alone = not (self.is_parallel or self.is_sharded)
+        if not self.is_alone and self._others is None:
+            store, who = torch_private.default_store(), (self._prefix, self.rank, self._size)
+            self.meeting = self._others = Meeting(store, *who, is_sharded=self.is_sharded)
+            self.goes_back = True
 
     def meet_averaging(self, group: Any) -> None:
         """The loop averages gradients over a group of processes by itself, over all if that is ``None``."""
@@ -125,18 +121,9 @@ class Ranks:
         if self.replicas is not None and is_part:
             self.replicas.is_off = True
         if not (self._is_manual or self.is_apart or self.is_sharded):
-            self._is_manual = self.is_parallel = True
+            self._is_manual = True
             self.due_at = self._loop.iterations.total + _FIRST_COPY
-            self._join()
-
-    def _join(self) -> None:
-        self.is_alone = not (self.is_parallel or self.is_sharded)
-        if not self.is_alone and self._others is None and self.rank is not None:
-            store = torch_private.default_store()
-            self.meeting = self._others = Meeting(
-                store, self._prefix, self.rank, self._size, is_sharded=self.is_sharded
-            )
-            self.goes_back = True
+            self.meet()
 
     def compare(self) -> None:
         """Compare the parameters that all ranks hold a copy of."""
@@ -215,7 +202,7 @@ class Ranks:
         """Something is bad, or ranks differ: one rank saves, and all stop in the same step. ``votes`` are those of
         all ranks, none if one is gone, ``None`` if only this one has seen it, which goes on then or ``stops_alone``."""
         frame, failures, session = sys._getframe(1), self._loop.failures, self._loop.failures.session
-        all_stop = stops_alone
+        all_stop, others = stops_alone, self._others
         try:
             with failures.until_saved():
                 try:
@@ -226,7 +213,11 @@ class Ranks:
                     session.say(f"nothing was saved, because a rank did not answer ({reason})")
                 session.leave()
                 if votes is not None:
-                    all_stop = failures.is_terminated or self._are_all_done()
+                    try:
+                        all_stop = others is not None and bool(others.exchange("done", "", TO_SAVE))
+                    except Parted as reason:  # when the rank that keeps the store has ended, all were done
+                        all_stop = reason.__cause__ is not None
+                    all_stop = all_stop or failures.is_terminated
         except Exception as error:
             session.switch_off(error)
             return
@@ -247,7 +238,8 @@ class Ranks:
             is_sure = votes is None or pending is not None or self.rank == 0
             failures.save(now, None if is_sure else has_origin)
             return
-        together = self._at_one_place(votes)
+        places = {vote.place for vote in votes}
+        together = self._others if len(places) == 1 and "" not in places else None
         if where == "ranks":
             assert self.replicas is not None and self._others is not None, "ranks that differ have met"
             found = self.replicas.compare(self._others.exchange, self._others.rank, frame)
@@ -290,23 +282,14 @@ class Ranks:
             loop.unseen.append(f"{NOT_ALL} ({reason})" if isinstance(reason, Parted) else str(reason))
         return path is not None or (not has_asked and is_ours(None))
 
-    def _are_all_done(self) -> bool:
-        """Wait until every rank has done its part; ``False`` as soon as one is not watched any more."""
-        try:
-            return self._others is not None and bool(self._others.exchange("done", "", TO_SAVE))
-        except Parted as reason:  # when the rank that keeps the store has ended, all were done
-            return reason.__cause__ is not None or self._loop.failures.is_terminated
-
     # -- what is saved -------------------------------------------------------------------------------------------
 
     def together(self) -> Meeting | None:
         """Where all ranks play the steps since their copies; ``None`` if these are not those of the same steps."""
         with contextlib.suppress(Parted):
-            return self._at_one_place(self._ask("asked", AT_COPY, False)) if self.meeting is not None else None
+            places = {vote.place for vote in self._ask("asked", AT_COPY, False)} if self.meeting is not None else {""}
+            return self._others if len(places) == 1 and "" not in places else None
         return None
-
-    def _at_one_place(self, votes: Sequence[Vote]) -> Meeting | None:
-        return self._others if len({vote.place for vote in votes}) == 1 and votes[0].place else None
 
     made = staticmethod(lockstep.made)
     recorded_by_all = staticmethod(lockstep.recorded_by_all)

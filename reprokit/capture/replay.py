@@ -19,7 +19,8 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -45,30 +46,26 @@ from reprokit.capture.structure import is_leaf, iter_tensors, map_leaves
 from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, version_of, without_gradients
 from reprokit.capture.tensor_names import is_unfollowed
 from reprokit.capture.traits import VALUE_READS
-from reprokit.capture.world import Copy, World, give_gradients, owned_by, python_generators_restored
+from reprokit.capture.world import CannotGoBack, Copy, World, give_gradients, owned_by, set_python_generators
 from reprokit.errors import pass_on
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.dataflow import copies_of, overlapping, same_bits
 from reprokit.program.functions import GRAD_WRITES, written_argument
-from reprokit.program.interpreter import Modes
+from reprokit.program.interpreter import Modes, Tensors
 from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program
 from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.trace import InputName, Tracer, recording
-from reprokit.series.story import LayerNumbers
 from reprokit.series.timeline import parameters_of
-from reprokit.snapshot.rng import Generators
+from reprokit.snapshot.rng import get_rng_state
 
 if TYPE_CHECKING:
-    from reprokit.capture.meters import Meter
+    from reprokit.capture.save import Raised
     from reprokit.locate.failure import Failure
     from reprokit.snapshot.format import StateBefore
 
+BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the state, so there was no going back"
 _UNSEEN = "a tensor was written after the step had used it, by something the tape cannot see"
 _ROUNDED = "the transform of `{}` was replayed by plain calls, whose results differ by rounding"
-
-
-class Missing(Exception):
-    """What an earlier step made, and a later one goes on with, is not known any more."""
 
 
 class Player:
@@ -106,13 +103,9 @@ class Player:
     def play(self, op: Op) -> Any:
         """Do what a call did."""
         self._check_versions(op)
-        result = self.perform(op, *self.given(op))
+        result = op.kind.play(self, op, *self.given(op))
         self.bind(op, result)
         return result
-
-    def perform(self, op: Op, args: Any, kwargs: Any) -> Any:
-        """Call again what was called."""
-        return op.kind.play(self, op, args, kwargs)
 
     def bind(self, op: Op, result: Any) -> None:
         """The results stand for those of the loop from here on."""
@@ -133,13 +126,11 @@ class Player:
         if known is not None:
             return known
         live, content = self.alive.get(number), self._contents.get(number)
-        if live is None and content is None:
-            raise Missing("a step goes on with what was made before the last copy of the state")
         saved = self._tape.saved.get(number)
         if content is not None:
             found = content.detach().clone().requires_grad_(content.requires_grad)
         elif live is None:
-            raise Missing
+            raise CannotGoBack(BEGUN_BEFORE)
         elif id(live) in self._stand_ins:
             return self._stand_ins[id(live)]
         elif id(live) in self.states:  # the state of an optimizer, which may be made anew in the replay
@@ -261,11 +252,23 @@ def quiet_hooks(
     met: list[Any] = []
     register: Any = torch.Tensor.register_hook
 
+    def quiet(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook, assigned=("__name__", "__doc__"), updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:
+                pass_on(error)
+                met.append(hook)
+                return None
+
+        return call
+
     def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if is_recorded and _is_users(hook):
             met.append(hook)
             return RemovableHandle(OrderedDict())
-        return register(tensor, _quiet(hook, met) if _is_users(hook) else hook)
+        return register(tensor, quiet(hook) if _is_users(hook) else hook)
 
     tables = list(torch_private.hook_tables(modules, leaves))
     before = [(table, dict(table)) for table, _ in tables]
@@ -276,7 +279,7 @@ def quiet_hooks(
                 if is_recorded and is_of_backward and _is_users(hook):
                     met.append(table.pop(key))
                 elif _is_users(hook):  # those of torch may be what other processes wait for
-                    table[key] = _quiet(hook, met)
+                    table[key] = quiet(hook)
         yield met
     finally:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
@@ -298,106 +301,84 @@ def _is_users(hook: Any) -> bool:
     return code is None or kind_of_file(code.co_filename) not in ("torch", "own")
 
 
-def _quiet(hook: Callable[..., Any], met: list[Any]) -> Callable[..., Any]:
-    @functools.wraps(hook, assigned=("__name__", "__doc__"), updated=())
-    def quiet(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return hook(*args, **kwargs)
-        except Exception as error:
-            pass_on(error)
-            met.append(hook)
-            return None
-
-    return quiet
-
-
 # -- recording -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class ReplayedStep:
-    """The program of a step, and how well running it agrees with what the loop saw.
-
-    ``mismatches`` says in words what differed, best known first; empty means bit-equal. ``error`` is what playing
-    raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`; ``sources`` are the
-    loop's tensors behind the inputs, ``losses`` what backward passes started from, ``seen`` the same in training,
-    ``devices`` where inputs were, by value number. ``of_loop`` are the values that calls of the loop itself have made,
-    with their names. Known by then: the ``failure``, the state ``before``, the generators' states (``rng``), and the
-    ``hooks`` that raised or were left out.
-    """
-
-    program: Program
-    tensors: dict[int, torch.Tensor]
-    borrowed: Set[int]
-    mismatches: list[str] = field(default_factory=list)
-    is_close: bool = True
-    error: Exception | None = None
-    sources: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    devices: dict[int, torch.device] = field(default_factory=dict)
-    seen: dict[int, torch.Tensor | float] = field(default_factory=dict)
-    of_loop: dict[int, str] = field(default_factory=dict)
-    failure: Failure | None = None
-    before: StateBefore | None = None
-    rng: Generators = field(default_factory=Generators)
-    hooks: Sequence[Any] = ()
-
-    def own_tensors(self) -> None:
-        """Copy what is borrowed to the host, before the live tensors get other contents."""
-        self.devices = {value: tensor.device for value, tensor in self.tensors.items() if not tensor.is_cpu}
-        self.tensors.update(copies_of({value: self.tensors[value] for value in self.borrowed}, "cpu"))
-        self.borrowed = frozenset()
-
-    def share(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Use copies of live tensors, by their ``id``, for inputs that have the same bits: a file holds them once.
-
-        Inputs that overlap in memory keep theirs: a write into one of them shows in the others.
-        """
-        for value, *others in overlapping(self.tensors):
-            copy = copies.get(id(self.sources[value])) if value in self.sources and not others else None
-            if copy is not None and same_bits(copy, self.tensors[value]):
-                self.tensors[value] = copy
-
-
-Describe = Callable[[Number | None, torch.Tensor], InputName | None]
-
-
 class TracedPlayer(Player):
-    """Plays calls under the ``tracer``. ``performs`` is false for a backward call that is recorded only."""
+    """Plays calls under the ``tracer``, so that they become a ``program``, and compares them with what the loop saw:
+    ``mismatches`` says in words what differed, best known first; empty means bit-equal."""
 
     def __init__(
         self, tape: Tape, describe: Describe, root_names: Mapping[int, str] | None, state: Set[int], **options: Any
     ) -> None:
         super().__init__(tape, state, **options)
-        self.zeroed: dict[int, tuple[torch.Tensor, int]] = {}  # what `zero_grad` has left of gradients
         self.tracer = Tracer(self._describe, driver=__file__.replace("replay.py", "calls.py"), root_names=root_names)
-        self.losses: dict[int, torch.Tensor] = {}
-        self.seen_losses: dict[int, torch.Tensor | float] = {}
-        self.of_loop: dict[int, str] = {}
-        self.is_close = True
-        self.has_differentiated = False
-        self.performs = True
+        self.program: Program
+        self.tensors: dict[int, torch.Tensor] = {}  # its inputs
+        self.devices: dict[int, torch.device] = {}  # where they were, unless on the host
+        self.losses: dict[int, torch.Tensor] = {}  # what backward passes started from
+        self.seen: dict[int, torch.Tensor | float] = {}  # the same in training
+        self.of_loop: dict[int, str] = {}  # values that calls of the loop itself have made, with their names
+        self.zeroed: dict[int, tuple[torch.Tensor, int]] = {}  # what `zero_grad` has left of gradients
+        self.is_close, self.has_differentiated = True, False
+        self.performs = True  # else a backward call is recorded only
+        self.error: Exception | None = None  # that playing has raised
+        self.failure: Failure | None = None
+        self.before: StateBefore | None = None  # the state
+        self.rng = get_rng_state()
+        self.hooks: Sequence[Any] = ()  # that raised or were left out
         self._describe_old = describe
 
-    def record(self, op: Op, *, performs: bool) -> None:
-        """Do what a call did and record it; a backward call may be recorded without being performed."""
+    def run(self, ops: list[Op], *, performs_last: bool, raises: bool = False, keep: Op | None = None) -> None:
+        """Run calls again and record them.
+
+        ``performs_last`` is false when the last one is a backward call that the loop is not to come to, because its
+        start was already bad; ``raises`` is true when the last one is expected to raise. ``keep`` is a call to run in
+        any case.
+        """
+        ops = ops if raises else needed_ops(ops, keep)
+        passes = [[n for n, op in enumerate(ops) if op.kind is kind] for kind in (Backward, Transform)]
+        last = next((numbers[-1] for numbers in passes if numbers), len(ops))
+        has_update = any(op.kind.writes_state(op) for op in ops[last + 1 :])  # by the loop itself
+        is_update = all(op.kind.writes_state(op) or op.kind is OptimizerStep for op in ops)
+        with recording(self.tracer), Modes() as modes:
+            for position, op in enumerate(ops):
+                modes.enter(op.mode)
+                is_after = is_update or (has_update and position > last)
+                self.tracer.phase = Phase.OPTIMIZER if is_after else Phase.FORWARD
+                self.performs = performs_last or position < len(ops) - 1
+                try:
+                    self.play(op)
+                except Exception as raised:
+                    pass_on(raised)
+                    if not raises:
+                        raise
+                    self.error = raised
+                    break
+        self.mismatches += map(_ROUNDED.format, dict.fromkeys(self.tracer.transforms.rounded))
+        self.finish(is_whole=raises)
+
+    def finish(self, *, is_whole: bool) -> None:
+        """Make the program of what was recorded; without what nobody needs unless it ``is_whole``."""
+        self.program = self.tracer.program() if is_whole else self.tracer.program().pruned()
+        self.tensors = {item.value: self.tracer.tensors[item.value] for item in self.program.inputs}
+
+    def play(self, op: Op) -> Any:
         library = getattr(op.note, "library", None)
         self.tracer.outer_site = make_site(op.code, op.instruction, library) if op.code is not None else None
         self.tracer.outer_scope = ()
-        self.performs = performs
         with torch.DisableTorchFunction():  # our own work is not part of the step
             self._check_versions(op)
             args, kwargs = self.given(op)
-        self.bind(op, self.perform(op, args, kwargs))
+        result = op.kind.trace(self, op, args, kwargs)
+        self.bind(op, result)
         for number in op.outs if op.kind is Function else ():
             tensor = self.env.get(number)
             value = self.tracer.value_of(tensor) if tensor is not None else None
             if value is not None:
                 origin = self._describe_old(number, self.alive.get(number, tensor))  # type: ignore[arg-type]
                 self.of_loop[value] = origin.name if origin is not None else "input"
-
-    def perform(self, op: Op, args: Any, kwargs: Any) -> Any:
-        return op.kind.trace(self, op, args, kwargs)
+        return result
 
     def starts_of_training(self, op: Op) -> list[torch.Tensor]:
         """What a backward call has started from in training, as far as that is still there."""
@@ -410,7 +391,7 @@ class TracedPlayer(Player):
             self.is_close = self.is_close and is_close(old, new)
         value = self.tracer.value_of(new)
         if value is not None:
-            self.losses[value], self.seen_losses[value] = new.detach().clone(), old
+            self.losses[value], self.seen[value] = new.detach().clone(), old
 
     def has_computed(self, parameter: torch.Tensor) -> bool:
         """True if the program itself computes a gradient, which is not what `zero_grad` has left of an older one."""
@@ -421,10 +402,22 @@ class TracedPlayer(Player):
     def source_of(self, value: int) -> torch.Tensor | None:
         """The loop's own tensor behind an input of the program."""
         tensor = self.tracer.tensor_of(value)
-        if tensor is None:
-            return None
-        number = self.numbers.get(id(tensor))
-        return self.alive.get(number, tensor) if number is not None else tensor
+        number = self.numbers.get(id(tensor)) if tensor is not None else None
+        return self.alive.get(number, tensor) if number is not None and tensor is not None else tensor
+
+    def own_tensors(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Copy what is borrowed to the host, before the live tensors get other contents.
+
+        ``copies`` of live tensors, by their ``id``, are used for inputs that have the same bits: a file holds them
+        once. Inputs that overlap in memory keep theirs: a write into one of them shows in the others.
+        """
+        self.devices = {value: tensor.device for value, tensor in self.tensors.items() if not tensor.is_cpu}
+        borrowed = self.tracer.borrowed & self.tensors.keys()
+        self.tensors.update(copies_of({value: self.tensors[value] for value in borrowed}, "cpu"))
+        for value, *others in overlapping(self.tensors):
+            copy = copies.get(id(self.source_of(value))) if not others else None
+            if copy is not None and same_bits(copy, self.tensors[value]):
+                self.tensors[value] = copy
 
     def _describe(self, tensor: torch.Tensor) -> InputName | None:
         number = self.numbers.get(id(tensor))
@@ -434,38 +427,6 @@ class TracedPlayer(Player):
             return replace(origin or InputName("input"), role="opaque")
         is_value = origin is not None and origin.role == "opaque" and not tensor.requires_grad
         return None if is_value else origin  # used without the graph that an earlier step made
-
-
-def record(
-    recorder: TracedPlayer, ops: list[Op], *, performs_last: bool, raises: bool = False, keep: Op | None = None
-) -> ReplayedStep:
-    """Run calls again and record them.
-
-    ``performs_last`` is false when the last one is a backward call that the loop is not to come to, because its start
-    was already bad; ``raises`` is true when the last one is expected to raise. ``keep`` is a call to run in any case.
-    """
-    needed = ops if raises else needed_ops(ops, keep)
-    error = None
-    with recording(recorder.tracer), Modes() as modes:
-        updating = _start_of_hand_update(needed)
-        for position, op in enumerate(needed):
-            modes.enter(op.mode)
-            recorder.tracer.phase = Phase.OPTIMIZER if position >= updating else Phase.FORWARD
-            try:
-                recorder.record(op, performs=performs_last or position < len(needed) - 1)
-            except Exception as raised:
-                pass_on(raised)
-                if not raises:
-                    raise
-                error = raised
-                break
-    recorder.mismatches += map(_ROUNDED.format, dict.fromkeys(recorder.tracer.transforms.rounded))
-    program = recorder.tracer.program() if raises else recorder.tracer.program().pruned()
-    tensors = {item.value: recorder.tracer.tensors[item.value] for item in program.inputs}
-    borrowed = recorder.tracer.borrowed & tensors.keys()
-    sources = {item.value: recorder.source_of(item.value) for item in program.inputs}
-    known = recorder.mismatches, recorder.is_close, error, sources, recorder.losses
-    return ReplayedStep(program, tensors, borrowed, *known, seen=recorder.seen_losses, of_loop=recorder.of_loop)
 
 
 def needed_ops(ops: Sequence[Op], keep: Op | None = None) -> list[Op]:
@@ -488,99 +449,106 @@ def needed_ops(ops: Sequence[Op], keep: Op | None = None) -> list[Op]:
     return kept[::-1]
 
 
-def _start_of_hand_update(ops: Sequence[Op]) -> int:
-    """The position from which on the loop updates parameters by itself; behind the end when it does not."""
-    if all(op.kind.writes_state(op) or op.kind is OptimizerStep for op in ops):
-        return 0
-    sources = [[n for n, op in enumerate(ops) if op.kind is kind] for kind in (Backward, Transform)]
-    last = next((numbers[-1] for numbers in sources if numbers), len(ops))
-    return last + 1 if any(op.kind.writes_state(op) for op in ops[last + 1 :]) else len(ops)
-
-
 # -- the steps since a copy ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Found:
-    """The first bad step: ``ops`` lead from the state that has been put back to what was bad at ``where``.
+Describe = Callable[[Number | None, torch.Tensor], InputName | None]
+Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
-    ``pending`` is the backward call whose start was bad, which is not to be performed. ``keep`` is the call that
-    ruined a part of the state that was watched. ``contents`` are values that earlier steps have left. ``notes`` say
-    what differed from training on the way. ``gradients`` are those of training when it was seen, if they are known.
+
+@dataclass
+class Case:
+    """A step to record: its calls, of which ``pending`` is not to be performed, and what is known of it.
+
+    ``is_now``: it begins with the live parameters, with buffers as they were; else the state is there already.
+    ``contents`` are values that earlier steps have left. ``keep`` is a call that belongs to the failure even if no
+    backward pass depends on it. ``gradients`` are those of training, if they are known and not the live ones.
+    ``stand_ins`` are whole parameters in the place of those that are spread over processes, by the ``id`` of these.
+    ``explain`` finds the failure in the place of `locate`. ``together``: all ranks record their steps at once.
+    ``number`` is its position among the steps that were played to find it.
     """
 
-    number: int
     where: str
     ops: list[Op]
-    pending: Op | None = None
-    keep: Op | None = None
+    pending: Op | None
+    mark: Mark
+    is_now: bool = False
+    frame: FrameType | None = None
     contents: dict[Number, torch.Tensor] = field(default_factory=dict)
+    raised: Raised | None = None
+    keep: Op | None = None
     notes: list[str] = field(default_factory=list)
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    gradients: Gradients | None = None
+    stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    explain: Callable[[Program, Tensors], Failure | None] | None = None
+    together: Meeting | None = None
+    number: int = -1
+
+    @property
+    def all_ops(self) -> list[Op]:
+        """The calls, the last of them not yet run."""
+        return [*self.ops, *([self.pending] if self.pending is not None else [])]
 
 
-class PlayObserver(Protocol):
-    """Is shown what a replay plays."""
+class PlayObserver:
+    """Sees what a replay plays: each step as it begins and ends, each call before and after. True ends the play."""
 
-    def before(self, mark: Mark, op: Op) -> None:
-        """A call is about to be played."""
+    def begin(self, replay: Replay) -> bool:
+        return False
 
-    def after(self, op: Op) -> None:
-        """A call was played."""
+    def before(self, replay: Replay, op: Op) -> bool:
+        return False
+
+    def after(self, replay: Replay, op: Op) -> bool:
+        return False
+
+    def end(self, replay: Replay) -> bool:
+        return False
 
 
 class Replay:
-    """Plays ``segments``, the steps since a ``copy``. ``going_back`` is the context in which the live state is
-    borrowed.
+    """Plays ``segments``, the steps since a ``copy``, in the context `going_back`, in which the live state is borrowed.
 
-    Looks for the step that makes one of the ``ruined`` parts of the state nan or inf, if there are any; else for the
-    first bad loss, gradient or parameter. ``skipped`` are the numbers of steps with a bad loss of which no update was
-    made; with ``takes_skipped`` they are failures like any other. ``expected`` is a backward call from a bad start of
-    which the loop is about to make an update behind the last step. ``together``: all ranks play at once.
+    Every loss is compared with the one of training; ``other_losses`` says which differed. The next call to play is the
+    one at ``index`` in the step ``number``. ``together``: all ranks play at once.
     """
 
     def __init__(
-        self,
-        world: World,
-        tape: Tape,
-        segments: Sequence[Segment],
-        copy: Copy,
-        *,
-        ruined: Sequence[torch.Tensor] = (),
-        takes_skipped: bool = False,
-        expected: Op | None = None,
-        together: Meeting | None = None,
+        self, world: World, tape: Tape, segments: Sequence[Segment], copy: Copy, *, together: Meeting | None = None
     ) -> None:
-        self._expected = expected
-        self.together = together
-        self.skipped: list[int] = []
         self.segments = _with_carried(tape, segments)
-        self._world, self._tape, self._copy = world, tape, copy
-        self._ruined, self._takes_skipped = ruined, takes_skipped
-        self._alive = tape.alive()
-        self._last_use = _last_use(self.segments)
-        self._state = world.state_ids()
-        self._player: Player
-        self._start = Copy()
+        self.together = together
+        self.number = self.index = self.num_compared = 0
+        self.other_losses: list[str] = []
+        self.world = world
+        self.player: Player
+        self.live_gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.tape, self._copy, self._alive = tape, copy, tape.alive()
+        self._last_use = {n: place for place, one in enumerate(self.segments) for op in one.ops for n in op.ins}
         self._live: dict[int, torch.Tensor] = {}
-        self._live_gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._notes: list[str] = []
-        self._other_losses: list[str] = []
 
     @property
     def notes(self) -> list[str]:
         """The differences from training; of losses the first one."""
-        return [*self._other_losses[:1], *self._notes]
+        return [*self.other_losses[:1], *self._notes]
+
+    @property
+    def segment(self) -> Segment:
+        """The step that is played."""
+        return self.segments[self.number]
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
-        """The state of the copy; afterwards everything is as it was. Raises `CannotGoBack` with nothing changed."""
+        """The state of the copy; afterwards everything is as it was. Raises `CannotGoBack` with nothing changed.
+
+        What the user's hooks raise is ignored.
+        """
         leaves = self.leaves()
-        self._live_gradients = [(leaf, leaf.grad) for leaf in leaves]
-        gradients = self._live_gradients if self.together is not None else []
+        self.live_gradients = [(leaf, leaf.grad) for leaf in leaves]
+        gradients = self.live_gradients if self.together is not None else []
         kept = [(grad, grad.clone()) for _, grad in gradients if grad is not None]
-        changing = self._world.changing()
-        self._live = {id(t): t.detach().clone() for t in changing if t.requires_grad}
+        self._live = {id(t): t.detach().clone() for t in self.world.changing() if t.requires_grad}
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -590,327 +558,281 @@ class Replay:
                 stack.callback(grad.data.copy_, content)
             states = {
                 id(value): (optimizer.state, parameter, name)
-                for optimizer in self._world.optimizers
+                for optimizer in self.world.optimizers
                 for parameter, state in optimizer.state.items()
                 if isinstance(state, dict)
                 for name, value in state.items()
                 if isinstance(value, torch.Tensor)
             }
-            stack.enter_context(self._world.at(self._copy, leaves))
-            self._player = Player(self._tape, self._state, together=self.together)
-            self._player.states = states
+            self.player = Player(self.tape, self.world.state_ids(), together=self.together)
+            self.player.states = states
+            stack.enter_context(self.world.at(self._copy, leaves))
             yield
 
     def leaves(self) -> list[torch.Tensor]:
         """Everything that a played step may give a gradient."""
-        leaves = {id(tensor): tensor for tensor in self._world.changing() if is_leaf(tensor)}
-        for module in self._world.modules:  # also what is frozen by now and has a gradient from before
+        leaves = {id(tensor): tensor for tensor in self.world.changing() if is_leaf(tensor)}
+        for module in self.world.modules:  # also what is frozen by now and has a gradient from before
             leaves.update((id(parameter), parameter) for parameter in module.parameters())
         for segment in self.segments:
             leaves.update((id(leaf), leaf) for leaf in leaves_in(segment.ops, self._alive))
         return list(leaves.values())
 
-    # -- playing -------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _step(self, number: int) -> Iterator[Modes]:
-        """In this context a step is played; afterwards only what later steps use is known of it."""
-        segment = self.segments[number]
-        put_first_back(segment.ops)
-        with Modes() as modes, python_generators_restored(segment.mark.generators):
-            yield modes
-        self._notes += [note for note in self._player.mismatches if note not in self._notes]
-        self._player.keep({n for n in self._player.env if self._last_use.get(n, -1) > number})
-
-    def play_until(self, number: int, observer: PlayObserver | None = None) -> dict[Number, torch.Tensor]:
-        """Play the steps before ``number``; returns the values that they have left for it.
-
-        An ``observer`` is shown every call right before and after it is played.
-        """
-        for position in range(min(number, len(self.segments))):
-            self._play_whole(position, observer)
-        return self._contents()
-
-    def _play_whole(self, number: int, observer: PlayObserver | None) -> bool:
-        """Play a step; true if its losses are those of training."""
-        segment, is_alike = self.segments[number], True
-        with self._step(number) as modes:
-            for op in segment.ops:
-                modes.enter(op.mode)
-                if op.kind is Backward:
-                    is_alike &= self._compare(op, segment.mark)
-                if observer is not None:
-                    observer.before(segment.mark, op)
-                self._player.play(op)
-                if op.kind is Backward and self.together is not None:
-                    op.note.averaged = averaged_gradients(self._world.modules)
-                if observer is not None:
-                    observer.after(op)
-        return is_alike
-
-    def _contents(self) -> dict[Number, torch.Tensor]:
-        player = self._player
-        return {number: tensor for number, tensor in player.env.items() if number in player.made}
-
-    def begin(self, number: int) -> tuple[list[Op], dict[Number, torch.Tensor]]:
-        """Play the steps before ``number`` and what the loop wrote by hand before its forward pass.
-
-        Returns the calls of the step that are left, and the values that earlier steps have left for them.
-        """
-        contents = self.play_until(number)
-        segment = self.segments[number]
-        lead, rest = split(segment.ops)
-        put_first_back(segment.ops)
-        with Modes() as modes, python_generators_restored(segment.mark.generators):
-            for op in lead:
-                modes.enter(op.mode)
-                self._player.play(op)
-        return [*(op for op in lead if not op.kind.writes_state(op)), *rest], contents
-
-    def measured(self, meter: Meter, last: int) -> list[LayerNumbers]:
-        """Play the steps up to the one that ``last`` counts, and measure the layers in each.
-
-        Ends before the first step with a loss that is not that of training.
-        """
-        rows: list[LayerNumbers] = []
-        with meter.watching():
-            for number, segment in enumerate(self.segments):
-                if segment.mark.step > last or not self._play_whole(number, meter):
+    def play(self, observer: PlayObserver | None = None, end: tuple[int, int] | None = None) -> bool:
+        """Play on to the call at ``end`` (a step and an index), or all; true if the ``observer`` has stopped it."""
+        observer, player, last = observer or PlayObserver(), self.player, end or (len(self.segments), 0)
+        with quiet_hooks(self.world.modules, self.leaves()), Modes() as modes:
+            while (self.number, self.index) < last:
+                ops, mark = self.segment
+                if self.index == 0:
+                    put_first_back(ops)
+                    if mark.generators is not None:
+                        set_python_generators(mark.generators)
+                    if observer.begin(self):
+                        return True
+                while self.index < len(ops) and (self.number, self.index) != last:
+                    op = ops[self.index]
+                    modes.enter(op.mode)
+                    if op.kind is Backward and op.note.losses:
+                        starts = [player.tensor(n) for n in starts_of(op.args, op.kwargs) if isinstance(n, Number)]
+                        self._compare(zip(op.note.losses, starts, strict=False))
+                    if observer.before(self, op):
+                        return True
+                    player.play(op)
+                    self.index += 1
+                    if op.kind is CompiledStep and op.note.seen:
+                        self._compare([(op.note.seen[place], new) for place, new in self.seen(op).items()])
+                    elif op.kind is Backward and self.together is not None:
+                        op.note.averaged = averaged_gradients(self.world.modules)
+                    if observer.after(self, op):
+                        return True
+                self._notes += [note for note in player.mismatches if note not in self._notes]
+                if self.index < len(ops):
                     break
-                rows += meter.rows()
-        return rows
+                if observer.end(self):
+                    return True
+                player.keep({n for n in player.env if self._last_use.get(n, -1) > self.number})
+                self.number, self.index = self.number + 1, 0
+        return False
 
-    # -- finding -------------------------------------------------------------------------------------------------
+    def _compare(self, pairs: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        """Note which losses of a step are others than in training."""
+        what = f"the loss of step {self.segment.mark.step}"
+        self.num_compared += 1
+        self.other_losses += [describe_mismatch(what, old, new) for old, new in pairs if not is_same(old, new)]
 
-    def find(self) -> Found | None:
-        """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts."""
-        judge = Judge(self.leaves, lambda: self._world.parameters)
-        start: Copy | None = None  # of the step with a pending loss
-        contents: dict[Number, torch.Tensor] = {}
-        number_of_pending = -1
-        for number in range(len(self.segments)):
-            is_open = judge.pending is not None
-            if not is_open:
-                start, number_of_pending = Copy(), number
-                contents = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in self._contents().items()}
-            num_notes = len(self._notes) + len(self._other_losses)
-            with self._step(number) as modes:
-                found, rest = self._look(number, judge, modes, None if is_open else start)
-                if found is not None:
-                    if found.number < 0:  # the loss that is pending since
-                        assert judge.pending is not None
-                        found.number = number_of_pending
-                        self._locate_pending(found, judge.pending.note)
-                    is_over = False
-                    if self.together is not None:
-                        self.together.report(found)
-                        is_over = self.together.is_sharded  # else what follows needs no other rank
-                        self.together = self._player.together = None
-                    found.gradients = self._gradients_of_training(found, number)
-                    differs = len(self._notes) + len(self._other_losses) > num_notes
-                    if differs or not (is_over or self._agrees_afterwards(found, number, rest, modes)):
-                        return None
-            if found is not None:
-                assert start is not None
-                found.contents = contents
-                give_gradients([(leaf, None) for leaf in self.leaves()])
-                start.give_back()
-                found.notes = self.notes
-                return found
-        if self.together is not None:
-            self.together.stop(NOTHING)
-        return None
-
-    def _look(self, number: int, judge: Judge, modes: Modes, start: Copy | None) -> tuple[Found | None, Iterator[Op]]:
-        """The nan or inf of a step, and the calls that were not played. ``start`` gets the state that the forward pass
-        of the step begins with."""
-        segment, world, player = self.segments[number], self._world, self._player
-        lead, rest = split(segment.ops)
-        if not rest:  # the training ended with what the loop wrote by hand
-            lead, rest = rest, lead
-        is_ruin = bool(self._ruined)
-        if is_ruin and start is not None:
-            self._take(start)
-        keep: Op | None = None
-        for op in lead:
-            modes.enter(op.mode)
-            player.play(op)
-            keep = op if is_ruin and keep is None and self._has_ruined(op) else keep
-        if keep is None and start is not None:
-            self._take(start)
-        made = [op for op in lead if keep is not None or not op.kind.writes_state(op)]
-        ops, remaining = [*made, *rest], iter(rest)
-        for position, op in enumerate(remaining, len(made)):
-            modes.enter(op.mode)
-            before = judge.pending
-            where = self._play_looking(op, judge, segment.mark, ops[:position])
-            if is_ruin and keep is None and self._has_ruined(op):
-                keep = op
-            if where is None or (is_ruin and keep is None):
-                continue
-            if where == "loss" and op.kind is not CompiledStep:
-                pending = judge.pending or before
-                assert pending is not None
-                place = next((n for n, o in enumerate(ops[: position + 1]) if o.note is pending.note), None)
-                found = Found(number if place is not None else -1, where, [], keep=keep)
-                found.pending = ops[place] if place is not None else None
-                found.ops = _without_skipped(ops[:place]) if place is not None else []
-                return found, _again(op, remaining)
-            is_over = where == "parameter" or op.kind is CompiledStep
-            end = position + is_over
-            led = _without_skipped(_without_update(ops[:end], where))
-            found = Found(number, where, led, keep=keep)
-            return found, remaining if is_over else _again(op, remaining)
-        judge.end_step()
-        if keep is not None:
-            where = "output" if keep.kind is Root else "parameter"
-            return Found(number, where, _without_update(ops, where, keep), keep=keep), remaining
-        has_written = any(op.kind.writes_state(op) for op in rest)
-        if not is_ruin and has_written and world.newly_bad() is not None:
-            return Found(number, "parameter", ops), remaining
-        if judge.pending is not None and self._expected is not None and number == len(self.segments) - 1:
-            return Found(-1, "loss", []), remaining
-        return None, remaining
-
-    def _locate_pending(self, found: Found, note: Any) -> None:
-        """The step of a loss that was bad some steps before the update that was made of it."""
-        for number, segment in enumerate(self.segments):
-            lead, rest = split(segment.ops)
-            ops = [*(op for op in lead if not op.kind.writes_state(op)), *rest]
-            place = next((n for n, op in enumerate(ops) if op.note is note), None)
-            if place is not None:
-                found.number, found.ops, found.pending = number, _without_skipped(ops[:place]), ops[place]
-                return
-
-    def _take(self, start: Copy) -> None:
-        start.take(self._world.changing(), self._world.optimizers, self._world.modules)
-
-    def _play_looking(self, op: Op, judge: Judge, mark: Mark, before: Sequence[Op]) -> str | None:
-        """Play one call; where it is bad, or ``None``."""
-        player, world = self._player, self._world
-        if op.kind is Backward:
-            outcome = self._begin_backward(op, judge, mark, before)
-            if outcome == "failed":
-                return "loss"
-            result = player.play(op)
-            judge.end(op.note, list(iter_tensors(result)))
-            if self.together is not None:
-                op.note.averaged = averaged_gradients(world.modules)
-            return "parameter" if op.note.has_stepped and world.newly_bad() is not None else None
-        if op.kind is OptimizerStep:
-            parameters = list(parameters_of(op.target))
-            if (outcome := self._update(judge, parameters, ())) is not None:
-                return outcome
-            grads = [p.grad for p in parameters if p.grad is not None]
-            if not op.note.scaler and bad_tensor(grads) is not None:
-                return "gradient"
-            player.play(op)
-            return "parameter" if world.newly_bad() is not None else None
-        if op.kind.writes_state(op):
-            written = written_argument(name_of(op), *player.given(op))
-            owners = [world.owner_of(t) for t in iter_tensors(written)]
-            trained = [owner for owner in owners if owner is not None and world.is_trained(owner)]
-            given = [t for t in iter_tensors(player.given(op)) if trained]
-            if trained and (outcome := self._update(judge, trained, given)) is not None:
-                return outcome
-            player.play(op)
-            return None
-        player.play(op)
-        if op.kind is ZeroGrad:
-            judge.clear(owned_by(op.args[0]))
-        elif op.kind is Function and judge.pending is not None and op.note is not None and op.note.is_write:
-            written = written_argument(name_of(op), *player.given(op))
-            if name_of(op) in GRAD_WRITES or any(leaf.grad is written for leaf in self.leaves()):
-                judge.correct()
-        elif op.kind is CompiledStep:
-            results = self._seen(op)
-            self._note_losses([(op.note.seen[place], new) for place, new in results.items()], mark)
-            if op.note.has_stepped and bad_tensor(results.values()) is not None:
-                return "loss"
-            return "parameter" if op.note.has_stepped and world.newly_bad() is not None else None
-        return None
-
-    def _seen(self, op: Op) -> dict[int, torch.Tensor]:
+    def seen(self, op: Op) -> dict[int, torch.Tensor]:
         """The losses that a compiled function returns in the replay, by their position among its results."""
-        return {place: self._player.env[op.outs[place]] for place in op.note.seen if place < len(op.outs)}
+        return {place: self.player.env[op.outs[place]] for place in op.note.seen if place < len(op.outs)}
 
-    def _begin_backward(self, op: Op, judge: Judge, mark: Mark, before: Sequence[Op]) -> str | None:
-        with torch.no_grad():
-            self._compare(op, mark)
-            numbers = [n for n in starts_of(op.args, op.kwargs) if isinstance(n, Number)]
-            starts = [self._player.tensor(unscaled(before, number)) for number in numbers]
-            gives = gives_gradients(op)
-            is_bad = is_bad_start(starts, gives_gradients=gives)
-        is_asked = name_of(op) == AUTOGRAD_GRAD
-        counts = is_bad and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
-        if not counts and judge.pending is None:
+    def contents(self) -> dict[Number, torch.Tensor]:
+        """The values that the steps so far have left."""
+        return {number: tensor for number, tensor in self.player.env.items() if number in self.player.made}
+
+    def begin(self, number: int) -> Case:
+        """Play the steps before ``number`` and what the loop wrote by hand before its forward pass; the rest of it."""
+        self.play(end=(number, 0))
+        (lead, rest), contents = split(self.segment.ops), self.contents()
+        self.play(end=(number, len(lead)))
+        ops = [*(op for op in lead if not op.kind.writes_state(op)), *rest]
+        return Case("", ops, None, self.segments[number].mark, contents=contents, notes=self.notes)
+
+    def find(self, finder: Finder) -> Case | None:
+        """Play until the ``finder`` stops, then go back to where that step began; ``None`` also if training contradicts
+        what was found."""
+        if not self.play(finder):
+            if self.together is not None:
+                self.together.stop(NOTHING)
             return None
-        behind = judge.behind([self._player.tensor(number) for number in numbers]) if counts else set()
-        call = Pending(op.note, (op.code, op.instruction), is_asked, behind, mark.step, None, 0)
-        outcome = judge.begin(call, counts)
-        if outcome == "skipped":
-            self.skipped.append(mark.step)
-        return outcome
-
-    def _update(self, judge: Judge, parameters: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> str | None:
-        pending = judge.pending
-        outcome = judge.update(parameters, given) if pending is not None else None
-        if outcome == "skipped" and pending is not None:
-            self.skipped.append(pending.step)
-            if self._takes_skipped:
-                judge.pending = pending
-                return "loss"
-        return "loss" if outcome == "failed" else None
-
-    def _has_ruined(self, op: Op) -> bool:
-        """True if a call may have changed the state, and a part of it that is looked for is bad now."""
-        changes = op.kind in (Root, OptimizerStep) or op.kind.writes_state(op) or getattr(op.note, "has_stepped", False)
-        return changes and any(map(self._world.has_worsened, self._ruined))
-
-    def _gradients_of_training(self, found: Found, number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """The gradients that training had when they were to be used, which the user's hooks may have changed."""
-        if number == len(self.segments) - 1 and found.where == "gradient":
-            return [(leaf, grad) for leaf, grad in self._live_gradients if grad is not None]
-        if found.where not in ("gradient", "parameter"):
+        case, is_over = finder.case(self), False
+        if self.together is not None:
+            self.together.report(case)
+            is_over = self.together.is_sharded  # else what follows needs no other rank
+            self.together = self.player.together = None
+        if case.where == "gradient" and self.number == len(self.segments) - 1:  # the user's hooks may have changed them
+            case.gradients = [(leaf, grad) for leaf, grad in self.live_gradients if grad is not None]
+        elif case.where in ("gradient", "parameter"):
+            case.gradients = [(leaf, leaf.grad.clone()) for leaf in self.leaves() if leaf.grad is not None]
+        is_alike = len(self.other_losses) == finder.num_other_losses
+        if not is_alike or not (is_over or self._agrees_afterwards(case)):
             return None
-        return [(leaf, leaf.grad.clone()) for leaf in self.leaves() if leaf.grad is not None]
+        give_gradients([(leaf, None) for leaf in self.leaves()])
+        finder.start.give_back()
+        case.notes = self.notes
+        return case
 
-    def _agrees_afterwards(self, found: Found, number: int, rest: Iterator[Op], modes: Modes) -> bool:
-        """Go on as training did: True if the next loss it saw, or the parameters that it ended with, are the same."""
-        if found.pending is not None and found.pending.note.losses:
+    def _agrees_afterwards(self, case: Case) -> bool:
+        """Go on as training did: true if the next loss it saw, or the parameters that it ended with, are the same."""
+        if case.pending is not None and case.pending.note.losses:
             return True  # that loss was bad in training too
-        player = self._player
-        for later in range(number, len(self.segments)):
-            segment = self.segments[later]
-            for op in rest if later == number else segment.ops:
-                modes.enter(op.mode)
-                if op.kind is Backward and op.note.losses:
-                    return self._compare(op, segment.mark)
-                player.play(op)
-                if op.kind is CompiledStep and op.note.seen:
-                    pairs = [(op.note.seen[place], new) for place, new in self._seen(op).items()]
-                    return self._note_losses(pairs, segment.mark)
-        changed = [t for t in self._world.changing() if t.requires_grad and id(t) in self._live]
+        num_other, ahead = len(self.other_losses), _NextLoss(self.num_compared)
+        self.play(ahead)
+        if self.num_compared > ahead.num_compared:
+            return len(self.other_losses) == num_other
+        changed = [t for t in self.world.changing() if t.requires_grad and id(t) in self._live]
         if all(same_bits(self._live[id(tensor)], tensor) for tensor in changed):
             return True
         self._notes.append("playing the steps since the last copy did not lead to the parameters that training has")
         return False
 
-    def _compare(self, op: Op, mark: Mark) -> bool:
-        """True if the backward pass starts from the same value as in training; a difference becomes a note."""
+
+class _NextLoss(PlayObserver):
+    """Stops at the next loss that was compared."""
+
+    def __init__(self, num_compared: int) -> None:
+        self.num_compared = num_compared
+
+    def before(self, replay: Replay, op: Op) -> bool:
+        return replay.num_compared > self.num_compared
+
+    after = before
+
+
+# -- the first bad step --------------------------------------------------------------------------------------------
+
+
+class Finder(PlayObserver):
+    """Stops at the call that makes one of the ``ruined`` parts of the state nan or inf, if there are any; else at the
+    first bad loss, gradient or parameter.
+
+    ``start`` is the state that the step begins with. ``skipped`` are the numbers of steps with a bad loss of which no
+    update was made; with ``takes_skipped`` they are failures like any other. ``expected`` is a backward call from a bad
+    start of which the loop is about to make an update behind the last step.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        ruined: Sequence[torch.Tensor] = (),
+        *,
+        takes_skipped: bool = False,
+        expected: Op | None = None,
+    ) -> None:
+        self.start = Copy()
+        self.skipped: list[int] = []
+        self.num_other_losses = 0  # before the step
+        self._judge = Judge(replay.leaves, lambda: replay.world.parameters)
+        self._ruined, self._takes_skipped, self._expected = ruined, takes_skipped, expected
+        self._contents: dict[Number, torch.Tensor] = {}
+        self._where: str | None = None
+        self._lead = 0  # calls before the forward pass
+        self._is_begun = False  # the start is that of this step, or of the one in which the pending loss was computed
+
+    def begin(self, replay: Replay) -> bool:
+        self.num_other_losses = len(replay.other_losses)
+        lead, rest = split(replay.segment.ops)
+        self._lead = len(lead) if rest and not self._ruined else 0  # a training may end with what the loop wrote
+        if self._judge.pending is None:
+            self._is_begun = False
+            self._contents = {
+                number: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                for number, tensor in replay.contents().items()
+                if not tensor.requires_grad or number in replay.tape.inputs  # graphs are made again
+            }
+        return False
+
+    def before(self, replay: Replay, op: Op) -> bool:
+        world = replay.world
+        if replay.index >= self._lead and not self._is_begun:
+            self._is_begun, self.start = True, Copy()
+            self.start.take(world.changing(), world.optimizers, world.modules)
+        if replay.index < self._lead or self._ruined:
+            return False
+        if op.kind is Backward:
+            self._where = self._begin_backward(replay, op)
+        elif op.kind is OptimizerStep:
+            parameters = list(parameters_of(op.target))
+            grads = [p.grad for p in parameters if p.grad is not None]
+            self._where = self._update(parameters)
+            if self._where is None and not op.note.scaler and bad_tensor(grads) is not None:
+                self._where = "gradient"
+        elif op.kind.writes_state(op):
+            args = replay.player.given(op)
+            owners = [world.owner_of(tensor) for tensor in iter_tensors(written_argument(name_of(op), *args))]
+            trained = [owner for owner in owners if owner is not None and world.is_trained(owner)]
+            self._where = self._update(trained, iter_tensors(args)) if trained else None
+        return self._where is not None
+
+    def after(self, replay: Replay, op: Op) -> bool:
+        judge, world, has_stepped = self._judge, replay.world, getattr(op.note, "has_stepped", False)
+        has_stepped = has_stepped or op.kind is OptimizerStep
+        if self._ruined:
+            changes = op.kind is Root or has_stepped or op.kind.writes_state(op)
+            return changes and any(map(world.has_worsened, self._ruined))
+        if replay.index <= self._lead:
+            return False
+        if op.kind is Backward:
+            judge.end(op.note, [replay.player.env[number] for number in op.outs])
+        elif op.kind is ZeroGrad:
+            judge.clear(owned_by(op.args[0]))
+        elif op.kind is CompiledStep and has_stepped:
+            self._where = "loss" if bad_tensor(replay.seen(op).values()) is not None else None
+        elif op.kind is Function and judge.pending is not None and op.note is not None and op.note.is_write:
+            written = written_argument(name_of(op), *replay.player.given(op))
+            if name_of(op) in GRAD_WRITES or any(leaf.grad is written for leaf in replay.leaves()):
+                judge.correct()
+        if self._where is None and has_stepped and world.newly_bad() is not None:
+            self._where = "parameter"
+        return self._where is not None
+
+    def end(self, replay: Replay) -> bool:
+        self._judge.end_step()
+        is_written = not self._ruined and any(op.kind.writes_state(op) for op in replay.segment.ops[self._lead :])
+        if is_written and replay.world.newly_bad() is not None:
+            self._where = "parameter"
+        elif replay.number == len(replay.segments) - 1 and self._judge.pending and self._expected is not None:
+            self._where = "loss"
+        return self._where is not None
+
+    def _begin_backward(self, replay: Replay, op: Op) -> str | None:
         numbers = [n for n in starts_of(op.args, op.kwargs) if isinstance(n, Number)]
-        olds = op.note.losses or ()
-        return self._note_losses([(old, self._player.tensor(n)) for old, n in zip(olds, numbers, strict=False)], mark)
+        earlier, tensor = replay.segment.ops[: replay.index], replay.player.tensor
+        with torch.no_grad():
+            starts = [tensor(unscaled(earlier, number)) for number in numbers]
+            gives = gives_gradients(op)
+            is_bad = is_bad_start(starts, gives_gradients=gives)
+        is_asked = name_of(op) == AUTOGRAD_GRAD
+        counts = is_bad and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
+        if not counts and self._judge.pending is None:
+            return None
+        behind, step = self._judge.behind(map(tensor, numbers)) if counts else set(), replay.segment.mark.step
+        pending = Pending(op.note, (op.code, op.instruction), is_asked, behind, step, None, 0)
+        outcome = self._judge.begin(pending, counts)
+        self.skipped += [step] if outcome == "skipped" else []
+        return "loss" if outcome == "failed" else None
 
-    def _note_losses(self, pairs: Sequence[tuple[Any, torch.Tensor]], mark: Mark) -> bool:
-        differ = [(old, new) for old, new in pairs if not is_same(old, new)]
-        self._other_losses += [describe_mismatch(f"the loss of step {mark.step}", old, new) for old, new in differ]
-        return not differ
+    def _update(self, parameters: Sequence[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> str | None:
+        pending = self._judge.pending
+        outcome = self._judge.update(parameters, given) if pending is not None else None
+        if outcome == "skipped" and pending is not None:
+            self.skipped.append(pending.step)
+            if self._takes_skipped:
+                self._judge.pending, outcome = pending, "failed"
+        return "loss" if outcome == "failed" else None
 
-
-def _again(op: Op, rest: Iterator[Op]) -> Iterator[Op]:
-    yield op
-    yield from rest
+    def case(self, replay: Replay) -> Case:
+        """The step that was found."""
+        number, end, where, pending = replay.number, replay.index, self._where or "parameter", self._judge.pending
+        if where == "loss" and pending is not None:  # computed some steps before the update that was made of it
+            places = ((n, i) for n, one in enumerate(replay.segments) for i, op in enumerate(one.ops))
+            number, end = next((n, i) for n, i in places if replay.segments[n].ops[i].note is pending.note)
+        segment = replay.segments[number]
+        before, call, keep = segment.ops[:end], segment.ops[end] if where == "loss" and pending else None, None
+        lead, rest = split(before) if self._lead else ([], before)
+        ops = [*(op for op in lead if not op.kind.writes_state(op)), *rest]
+        if self._ruined:
+            keep, where = ops[-1], "output" if ops[-1].kind is Root else "parameter"
+        elif where == "gradient":  # without the update behind the last backward call
+            last = max((n for n, op in enumerate(ops) if op.kind is Backward), default=len(ops))
+            later = [op for op in ops[last + 1 :] if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
+            ops = [*ops[: last + 1], *later]
+        is_by_hand = end == len(segment.ops) and ops[-1].kind not in (OptimizerStep, Backward, CompiledStep)
+        if not self._ruined and not is_by_hand:
+            ops = [ops[position] for position in without_gradients(ops)]
+        mark = replace(segment.mark)
+        if keep is not None or where in ("loss", "output"):  # the step went on from there
+            mark.micro_step = sum(op.kind is Backward and name_of(op) != AUTOGRAD_GRAD for op in ops)
+        return Case(where, ops, call, mark, contents=self._contents, keep=keep, number=number)
 
 
 def _with_carried(tape: Tape, segments: Sequence[Segment]) -> list[Segment]:
@@ -925,32 +847,11 @@ def _with_carried(tape: Tape, segments: Sequence[Segment]) -> list[Segment]:
     return found
 
 
-def _last_use(segments: Sequence[Segment]) -> dict[Number, int]:
-    """The last step that uses what has a number."""
-    return {number: place for place, segment in enumerate(segments) for op in segment.ops for number in op.ins}
-
-
 def split(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
     """The manual changes before the first forward pass of a step, and the rest."""
-    first = next((n for n, op in enumerate(ops) if op.kind in _FORWARDS), len(ops))
+    first = next((n for n, op in enumerate(ops) if op.kind in (Root, Transform, Backward, CompiledStep)), len(ops))
     end = max((n + 1 for n in range(first) if ops[n].kind.writes_state(ops[n])), default=0)
     return list(ops[:end]), list(ops[end:])
-
-
-_FORWARDS = (Root, Transform, Backward, CompiledStep)
-
-
-def _without_update(ops: list[Op], where: str, keep: Op | None = None) -> list[Op]:
-    """``ops`` without the update behind the last backward call and ``keep``, unless it made a parameter bad."""
-    if where == "loss" or (where == "parameter" and keep is None):
-        return ops
-    last = max((n for n, op in enumerate(ops) if op.kind is Backward or op is keep), default=len(ops))
-    later = [op for op in ops[last + 1 :] if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
-    return ops[: last + 1] + later
-
-
-def _without_skipped(ops: Sequence[Op]) -> list[Op]:
-    return [ops[position] for position in without_gradients(ops)]
 
 
 def unscaled(ops: Sequence[Op], start: Number) -> Number:
@@ -968,23 +869,14 @@ def averaged_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.T
     return [(leaf, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
 
 
-def num_backward(ops: Iterable[Op | None]) -> int:
-    """Backward calls among calls that leave gradients."""
-    return sum(op is not None and op.kind is Backward and name_of(op) != AUTOGRAD_GRAD for op in ops)
-
-
-def with_makers(ops: Sequence[Op], earlier: Sequence[Op], tape: Tape, known: Mapping[Number, torch.Tensor]) -> list[Op]:
-    """``ops`` of a step behind those of ``earlier`` ones that made the graphs it goes on with.
-
-    What is ``known`` without a graph is used by its value.
-    """
+def graphs_in(ops: Iterable[Op], tape: Tape, known: Mapping[Number, torch.Tensor]) -> set[Number]:
+    """What calls use of graphs that earlier ones have made. What is ``known`` without a graph is used by its value."""
     produced: set[Number] = set()
     wanted: set[Number] = set()
     for op in ops:
         for number in op.ins if not reads_values(op) else ():
             tensor = known.get(number)
-            is_value = tensor is not None and (not tensor.requires_grad or is_leaf(tensor))
-            if number not in produced and number not in tape.inputs and not is_value:
-                wanted.add(number)
+            if tensor is None or (tensor.requires_grad and not is_leaf(tensor)):
+                wanted.update({number} - produced - tape.inputs.keys())
         produced.update(op.outs)
-    return [*makers_of(wanted, earlier), *ops]
+    return wanted

@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,25 +21,23 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.attributes import attributes_kept
-from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, ZeroGrad, name_of, starts_of
+from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
 from reprokit.capture.fidelity import Made, compiled_mismatch
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
 from reprokit.capture.replay import (
-    Found,
-    Missing,
+    BEGUN_BEFORE,
+    Case,
+    Finder,
+    Gradients,
     Replay,
-    ReplayedStep,
     TracedPlayer,
+    graphs_in,
     leaves_in,
     needed_ops,
-    num_backward,
     put_first_back,
     quiet_hooks,
-    reads_values,
-    record,
     split,
-    with_makers,
 )
 from reprokit.capture.roots import unwrapped
 from reprokit.capture.structure import is_leaf
@@ -60,9 +58,9 @@ from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference,
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import hidden_writes
-from reprokit.program.interpreter import Tensors, matmul_precision
+from reprokit.program.interpreter import matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Phase, Program, Ref, Site, iter_refs
-from reprokit.program.trace import InputName, Tracer, current_mode
+from reprokit.program.trace import InputName
 from reprokit.series.course import Alarm
 from reprokit.series.events import Finding
 from reprokit.series.story import LayerNumbers
@@ -76,7 +74,6 @@ from reprokit.snapshot.format import (
     is_state_value,
     storable,
 )
-from reprokit.snapshot.rng import get_rng_state
 from reprokit.snapshot.source import describe_source
 from reprokit.words import in_root
 
@@ -85,7 +82,6 @@ if TYPE_CHECKING:
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
 NOT_ALL = "gradients are averaged over processes, and not all of them went back together"
-BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the state, so there was no going back"
 HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
 NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
@@ -97,7 +93,6 @@ _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for 
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
 _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
 _PHASES = {"gradient": Phase.BACKWARD, "parameter": Phase.OPTIMIZER}
-Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class SkippedLoss(Exception):
@@ -163,38 +158,6 @@ class Verdict:
     keep: Op | None = None
 
 
-@dataclass(frozen=True)
-class Case:
-    """A step to record: its calls, of which ``pending`` is not to be performed, and what is known of it.
-
-    ``is_now``: it begins with the live parameters, with buffers as they were; else the state is there already.
-    ``contents`` are values that earlier steps have left. ``keep`` is a call that belongs to the failure even if no
-    backward pass depends on it. ``gradients`` are those of training, if they are known and not the live ones.
-    ``stand_ins`` are whole parameters in the place of those that are spread over processes, by the ``id`` of these.
-    ``explain`` finds the failure in the place of `locate`. ``together``: all ranks record their steps at once.
-    """
-
-    where: str
-    ops: list[Op]
-    pending: Op | None
-    mark: Mark
-    is_now: bool
-    frame: FrameType | None
-    contents: dict[Number, torch.Tensor] = field(default_factory=dict)
-    raised: Raised | None = None
-    keep: Op | None = None
-    notes: list[str] = field(default_factory=list)
-    gradients: Gradients | None = None
-    stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    explain: Callable[[Program, Tensors], Failure | None] | None = None
-    together: Meeting | None = None
-
-    @property
-    def all_ops(self) -> list[Op]:
-        """The calls, the last of them not yet run."""
-        return [*self.ops, *([self.pending] if self.pending is not None else [])]
-
-
 # -- which step, and where it begins -------------------------------------------------------------------------------
 
 
@@ -217,30 +180,33 @@ class Describing:
         """The first bad step: in the past if the state is bad, else the one that is running."""
         loop, verdict, world = self.loop, self.verdict, self.loop.world
         segments, pending = self._steps(), verdict.op
-        ops, mark = segments[-1]
+        ops = segments[-1].ops
         is_here = pending is not None and bool(ops) and ops[-1].note is pending.note
         ops = ops[:-1] if is_here else ops
         if loop.ranks.is_sharded or loop.ranks.is_apart:
             return loop.ranks.made(self, ops, pending)
-        notes = list(dict.fromkeys(loop.unseen))
-        if self._has_gap():
+        notes, raised = list(dict.fromkeys(loop.unseen)), loop.recorder.raised
+        own = raised[1].note if verdict.raised is not None and raised is not None else self
+        if any(gap is None or gap.note is not own for gap in loop.recorder.gaps):  # handled, and may have ended a write
             notes.append(HAS_GAP)
             world.interrupt()
         if not loop.is_noted:
             notes.append(loop.budget.why_not(loop.iterations.completed))
-        if (pending is not None and not is_here) or self._is_past(ops):
+        is_past = verdict.is_late or loop.has_bad_loss_before() or (pending is not None and not is_here)
+        is_past = is_past or any(op.kind.writes_state(op) for op in split(ops)[1])
+        if is_past or (verdict.raised is None and world.newly_bad() is not None):
             buffers = world.newly_bad_buffers() if verdict.where == "output" else []
             made, reasons = self.from_the_past([buffer for _, buffer in buffers])
-            notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
             if made is not None:
                 return made
             if verdict.together is not None:
                 raise NothingFound("; ".join(dict.fromkeys(reasons)))
-        case = self.now(verdict, ops, pending, mark, verdict.keep, notes)
+            notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
+        case = self.now(ops, pending, notes)
         try:
             made = self._of_now(case, segments)
-        except Missing:  # the step cannot be run again here; what is known of it is worth a file
-            return Made(self.without_replay(replace(case, notes=[*notes, BEGUN_BEFORE])))
+        except CannotGoBack as reason:  # what is known of the step is worth a file
+            return Made(self.without_replay(replace(case, notes=[*notes, str(reason)])))
         if loop.is_noted and made.culprit is not None and world.has_worsened(made.culprit):
             return self.from_the_past([made.culprit])[0] or made
         return made
@@ -256,25 +222,20 @@ class Describing:
             raise NotKept(NOT_ALL)
         with self.kept():
             if together is not None and not ranks.is_sharded:  # gradients are averaged, and noted
-                replay = Replay(
-                    self.loop.world, self.loop.tape, segments, self.loop.world.copies[-1], together=together
-                )
-                with replay.going_back(), quiet_hooks(self.loop.world.modules, replay.leaves()):
-                    replay.play_until(len(segments))
+                replay = self.replay(segments)
+                with replay.going_back():
+                    replay.play()
                     together.stop(DONE)
-            with self.begun(segments, first, together=together if ranks.is_sharded else None) as case:
-                mark = replace(case.mark, micro_step=0)
-                case = replace(case, mark=mark, explain=lambda *_: Failure(Phase.FORWARD, HEALTHY))
+                self.verdict = replace(self.verdict, together=None)
+            with self.begun(segments, first) as case:
+                case.explain, case.mark.micro_step = lambda *_: Failure(Phase.FORWARD, HEALTHY), 0
                 return ranks.recorded_by_all(self, case) if ranks.is_sharded else self.make(case)
 
-    def now(
-        self, verdict: Verdict, ops: list[Op], pending: Op | None, mark: Mark, keep: Op | None, notes: list[str]
-    ) -> Case:
+    def now(self, ops: list[Op], pending: Op | None, notes: list[str]) -> Case:
         """The running step, from the state of now."""
-        kept = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
-        return Case(
-            verdict.where, kept, pending, mark, True, verdict.frame, raised=verdict.raised, keep=keep, notes=notes
-        )
+        verdict, mark = self.verdict, self._running_mark(pending)
+        ops = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
+        return Case(verdict.where, ops, pending, mark, True, verdict.frame, {}, verdict.raised, verdict.keep, notes)
 
     def _of_now(self, case: Case, segments: list[Segment]) -> Made:
         """The running step, the last of ``segments``: with those that it goes on with, else from the state of now."""
@@ -300,18 +261,11 @@ class Describing:
             place = next((number for number, op in enumerate(running) if op.note is pending.note), None)
             is_new = place is None and not any(op.note is pending.note for op in tape.ops())
             running = [*running[:place], pending] if place is not None or is_new else running
-        return [*self.segments(), Segment(running, self.running_mark(pending))]
+        return [*self.segments(), Segment(running, self._running_mark(pending))]
 
-    def _is_past(self, ops: Sequence[Op]) -> bool:
-        verdict, loop = self.verdict, self.loop
-        if verdict.is_late or loop.has_bad_loss_before() or any(op.kind.writes_state(op) for op in split(ops)[1]):
-            return True
-        return verdict.raised is None and loop.world.newly_bad() is not None
-
-    def running_mark(self, pending: Op | None) -> Mark:
+    def _running_mark(self, pending: Op | None) -> Mark:
         """The mark of the running step, up to a backward call that is pending since."""
-        loop, found = self.loop, self.loop.judge.pending
-        mark = loop.mark()
+        mark, found = self.loop.mark(), self.loop.judge.pending
         if found is not None and pending is not None and found.note is pending.note:
             mark.micro_step, mark.step, mark.loss = found.micro_step, found.step, found.loss
         return mark
@@ -321,91 +275,56 @@ class Describing:
         world = self.loop.world
         return self.loop.tape.segments()[world.copies[-1].num_marks if world.copies else 0 :]
 
-    def _has_gap(self) -> bool:
-        """True if the loop has handled an exception in this step that may have interrupted a write."""
-        gaps, raised = self.loop.recorder.gaps, self.loop.recorder.raised
-        own = raised[1].note if self.verdict.raised is not None and raised is not None else self
-        return any(gap is None or gap.note is not own for gap in gaps)
-
     # -- the steps since a copy ----------------------------------------------------------------------------------
 
     def from_the_past(self, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
-        """The snapshot of the first bad step, or why there is none.
-
-        That is the step that made one of the ``ruined`` parts of the state nan or inf, if there are any; else the first
-        one with a bad loss, gradient or parameter.
-        """
-        loop, world = self.loop, self.loop.world
+        """The snapshot of the first bad step, or why there is none: of the one that made one of the ``ruined`` parts of
+        the state nan or inf, else the first one with a bad loss, gradient or parameter."""
+        loop, world, verdict = self.loop, self.loop.world, self.verdict
         if not world.is_complete or not world.copies:
             return None, [NOT_KEPT]
-        if not loop.ranks.is_alone and self.verdict.together is None:
+        if not loop.ranks.is_alone and verdict.together is None:
             return None, [NOT_ALL]
         segments = self._steps()
         if loop.ranks.is_sharded:
             return loop.ranks.from_the_past(self, segments)
         made, reasons = self.played(segments, ruined)
-        culprit = made.culprit if made is not None and loop.ranks.is_alone else None
-        if culprit is None or ruined or not world.has_worsened(culprit):
-            return made, reasons
-        return self.from_the_past([culprit])[0] or made, []
+        culprit = made.culprit if made is not None and loop.ranks.is_alone and not ruined else None
+        if culprit is not None and world.has_worsened(culprit):
+            return self.from_the_past([culprit])[0] or made, []
+        return made, reasons
+
+    def replay(self, segments: Sequence[Segment], copy: int = -1) -> Replay:
+        """Plays some steps since a copy, together with the other ranks if these go back as well."""
+        world = self.loop.world
+        return Replay(world, self.loop.tape, segments, world.copies[copy], together=self.verdict.together)
 
     def played(self, segments: Sequence[Segment], ruined: Sequence[torch.Tensor]) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad one of some steps, or why there is none."""
-        loop, world, verdict = self.loop, self.loop.world, self.verdict
-        replay = Replay(
-            world,
-            loop.tape,
-            segments,
-            world.copies[-1],
-            ruined=ruined,
-            takes_skipped=loop.failures.takes_skipped,
-            expected=verdict.op,
-            together=verdict.together,
-        )
+        loop, verdict, replay = self.loop, self.verdict, self.replay(segments)
+        finder = Finder(replay, ruined, takes_skipped=loop.failures.takes_skipped, expected=verdict.op)
         try:
             with replay.going_back():
-                with quiet_hooks(world.modules, replay.leaves()):
-                    found = replay.find()
-                if found is None:
+                case = replay.find(finder)
+                if case is None:
                     is_loss = verdict.where == "loss" and verdict.is_late and verdict.together is None
-                    if is_loss and replay.skipped and not replay.notes:
-                        raise SkippedLoss(replay.skipped[0])
+                    if is_loss and finder.skipped and not replay.notes:
+                        raise SkippedLoss(finder.skipped[0])
                     return None, [*replay.notes, NOT_SHOWN]
-                case = self.before(found, segments)
+                case.frame = verdict.frame
                 made = loop.ranks.update_made(self, case) if loop.ranks.is_sharded else self.make(case)
                 if made.culprit is None and not made.is_shown:
-                    made = replace(made, culprit=world.newly_bad())
+                    made = replace(made, culprit=loop.world.newly_bad())
         except (SkippedLoss, Parted):
             raise
         except Exception as error:
             return None, [why_not_played(error)]
         if made.culprit is None and not made.is_exact and loop.ranks.is_alone:
-            last = segments[found.number]
-            written = [op for op in split(last.ops)[0] if op.kind.writes_state(op)]
-            ops = [*(written if found.keep is None else []), *found.ops, *([found.pending] if found.pending else [])]
-            made = _better(made, self._joined(case, [*segments[: found.number], Segment(ops, last.mark)]))
+            last = replay.segments[case.number]
+            written = [op for op in split(last.ops)[0] if op.kind.writes_state(op) and case.keep is None]
+            joined = [*segments[: case.number], Segment([*written, *case.all_ops], last.mark)]
+            made = _better(made, self._joined(case, joined))
         return made, []
-
-    def before(self, found: Found, segments: Sequence[Segment]) -> Case:
-        """The step that a replay has found; the live state is where that step began."""
-        mark, inputs = replace(segments[found.number].mark), self.loop.tape.inputs
-        if found.where in ("loss", "output"):  # the step went on from there
-            mark.micro_step = num_backward(found.ops)
-        contents = {
-            n: t for n, t in found.contents.items() if not t.requires_grad or n in inputs
-        }  # graphs are made again
-        return Case(
-            found.where,
-            found.ops,
-            found.pending,
-            mark,
-            False,
-            self.verdict.frame,
-            contents=contents,
-            keep=found.keep,
-            notes=found.notes,
-            gradients=found.gradients,
-        )
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[list[Segment]]:
@@ -415,48 +334,40 @@ class Describing:
             raise NotKept(NOT_KEPT)
         try:
             yield self.loop.tape.segments()
-        except Missing:
-            raise NotKept(BEGUN_BEFORE) from None
         except (CannotGoBack, Parted, Stopped) as reason:
             raise NotKept(str(reason)) from reason
 
     @contextlib.contextmanager
-    def begun(
-        self, segments: Sequence[Segment], first: int, copy: int = -1, together: Meeting | None = None
-    ) -> Iterator[Case]:
+    def begun(self, segments: Sequence[Segment], first: int, copy: int = -1) -> Iterator[Case]:
         """The steps from the ``first`` on, as one; the live state is where that began."""
-        world, tape = self.loop.world, self.loop.tape
-        replay = Replay(world, tape, segments, world.copies[copy], together=together)
+        replay = self.replay(segments, copy)
         with replay.going_back():
-            with quiet_hooks(world.modules, replay.leaves()):
-                ops, contents = replay.begin(first)
+            case = replay.begin(first)
             for segment in replay.segments[first + 1 :]:
-                ops += _with_generators(segment)
-            mark = replace(segments[-1].mark, generators=segments[first].mark.generators)
-            yield Case("", ops, None, mark, False, self.verdict.frame, contents=contents, notes=replay.notes)
+                generators = segment.mark.generators  # those that the step began with: its first root gets them
+                for op in segment.ops:
+                    if generators is not None and op.kind is Root:
+                        op, generators = op._replace(note=replace(op.note, generators=generators)), None
+                    case.ops.append(op)
+            case.mark, case.frame = replace(segments[-1].mark, generators=case.mark.generators), self.verdict.frame
+            yield case
 
     def _joined(self, case: Case, segments: list[Segment]) -> Made | None:
         """The step of ``case``, the last of ``segments``, with those before that it goes on with; ``None`` if there are
         none, or that does not show the failure."""
-        first, owner = self._reached(case, segments)[0], segments[-1].mark
-        differentiates = [any(op.kind is Backward for op in segment.ops) for segment in segments]
-        if case.where == "gradient" and not differentiates[-1] and any(differentiates):
-            number = max(n for n, is_made in enumerate(differentiates) if is_made)
-            owner, first = segments[number].mark, min(number, first)
+        first, step = self._reached(case, segments)[0], segments[-1].mark.step
+        made_by = [n for n, segment in enumerate(segments) if any(op.kind is Backward for op in segment.ops)]
+        if case.where == "gradient" and made_by and made_by[-1] < len(segments) - 1:
+            step, first = segments[made_by[-1]].mark.step, min(made_by[-1], first)
         world, length = self.loop.world, len(segments) - first
         if not 1 < length <= _MOST_JOINED or not (world.is_complete and world.copies and self.loop.ranks.is_alone):
             return None
         try:
             with self.begun(segments, first) as begun:
+                ops = begun.ops[:-1] if case.pending is not None else begun.ops
+                mark = replace(case.mark, step=step, generators=begun.mark.generators)
                 made = self.make(
-                    replace(
-                        case,
-                        ops=begun.ops[:-1] if case.pending is not None else begun.ops,
-                        is_now=False,
-                        contents=begun.contents,
-                        mark=replace(case.mark, step=owner.step, generators=begun.mark.generators),
-                        notes=begun.notes,
-                    )
+                    replace(case, ops=ops, is_now=False, contents=begun.contents, mark=mark, notes=begun.notes)
                 )
         except Exception as error:  # of the user's code, or because the state of then does not suit
             pass_on(error)
@@ -467,16 +378,9 @@ class Describing:
         """The position of the first of ``segments`` whose graphs the last one goes on with, if what these graphs read
         was updated since: else they are made again from the state of now. True if one is from before them all."""
         tape, alive, last = self.loop.tape, self.loop.tape.alive(), len(segments) - 1
-        produced: set[Number] = set()
-        needed: set[Number] = set()
         ops = segments[-1].ops
-        for op in needed_ops(ops, case.keep or (ops[-1] if case.raised is not None else None)):
-            for number in op.ins if not reads_values(op) else ():
-                tensor, content = alive.get(number), case.contents.get(number)
-                is_graph = tensor is None or (tensor.requires_grad and not is_leaf(tensor))
-                if content.requires_grad if content is not None else is_graph:
-                    needed.update({number} - produced - tape.inputs.keys())
-            produced.update(op.outs)
+        needed_by = needed_ops(ops, case.keep or (ops[-1] if case.raised is not None else None))
+        needed = graphs_in(needed_by, tape, {**alive, **_values(case.contents)})
         earlier = [op for segment in segments[:-1] for op in segment.ops]
         is_from_before = not needed <= {number for op in earlier for number in op.outs}
         makers = {id(op): op for op in makers_of(needed, earlier)}
@@ -512,9 +416,10 @@ class Describing:
             if not began or id(root) in called  # else it is another model of the process
         }
         last = snapshot.step if snapshot.failure.event is None else segments[-1].mark.step
-        replay = Replay(world, loop.tape, segments, world.copies[0])
-        with replay.going_back(), quiet_hooks(world.modules, replay.leaves()):
-            return [row for row in replay.measured(Meter({}, layers), last) if row.step >= began]
+        replay, meter = Replay(world, loop.tape, segments, world.copies[0]), Meter({}, layers, last)
+        with replay.going_back(), meter.watching():
+            replay.play(meter)
+        return [row for row in meter.rows if row.step >= began]
 
     # -- replaying a step ----------------------------------------------------------------------------------------
 
@@ -535,69 +440,59 @@ class Describing:
             case = replace(case, raised=None, where="gradient" if failure.phase == Phase.BACKWARD else "output")
         if failure is None and raised is None:
             failure, reference = compiled_mismatch(replayed, tuple(loop.compilers.values()))
+        is_known = loop.is_noted or not case.is_now  # else nothing that differs says anything about training
+        is_close = replayed.is_close and not case.notes
         if failure is None:
-            failure = _unexplained(case, loop.tape.alive())
+            failure, is_close = _unexplained(case, loop.tape.alive()), False
             is_gone = raised is None or (raised.is_call and replayed.error is None and not is_hook)
-            if loop.is_noted or not case.is_now:
-                notes.append(NOT_AGAIN if is_gone else NOT_OF_TORCH)
-            replayed.is_close = False
+            notes += [NOT_AGAIN if is_gone else NOT_OF_TORCH] if is_known else []
         elif raised is not None and failure.exception is not None and not raised.is_same(*failure.exception):
             notes.append(f"training raised {raised.type}: {raised.message.partition(chr(10))[0]}")
-            replayed.is_close = False
+            is_close = False
         elif reference is None and _is_from_statistics(replayed.program, failure):
             what = f"a normalisation writes `{failure.input_name}`"
             notes.append(f"{what}, and its value from before the step was not kept")
-            replayed.is_close = False
-        if loop.is_noted or not case.is_now:  # else nothing that differs says anything about training
-            notes += replayed.mismatches
-        replayed.is_close = replayed.is_close and not case.notes
+            is_close = False
+        notes += replayed.mismatches if is_known else []
         is_given = failure.call is None and failure.input_name is not None and failure.value is not None
-        culprit = replayed.sources.get(failure.value or 0) if is_given else None
-        snapshot = self._assemble(case, replayed, failure, notes)
+        culprit = replayed.source_of(failure.value or 0) if is_given else None
+        snapshot = self._assemble(case, replayed, failure, notes, is_close=is_close)
         return Made(snapshot, culprit, replayed.losses, replayed.devices, reference)
 
-    def replayed(self, case: Case) -> ReplayedStep:
+    def replayed(self, case: Case) -> TracedPlayer:
         """Run a step again, with what made the graphs it goes on with, and locate its failure; ``explain`` is called
         with the tensors that the program borrows."""
-        loop, world, tape = self.loop, self.loop.world, self.loop.tape
-        known = {**tape.alive(), **{number: tensor.detach() for number, tensor in case.contents.items()}}
-        whole = with_makers(case.all_ops, [*tape.carried, *tape.ops()], tape, known)
-        case = replace(case, ops=whole[:-1] if case.pending is not None else whole)
+        loop, world, tape, ranks = self.loop, self.loop.world, self.loop.tape, self.loop.ranks
+        graphs = graphs_in(case.all_ops, tape, {**tape.alive(), **_values(case.contents)})
+        case = replace(case, ops=[*makers_of(graphs, [*tape.carried, *tape.ops()]), *case.ops])
         raises = case.raised is not None and case.raised.is_call
+        trained: list[Any] = [*world.modules, *world.optimizers]
+        owners = {id(p): p for owner in trained for p in owned_by(owner)}
+        owners.update((id(leaf), leaf) for leaf in leaves_in(case.ops, tape.alive()))
+        of_step = set(map(id, case.stand_ins.values()))  # whose gradients are those of the step
+        leaves = [leaf for key, leaf in owners.items() if key not in of_step]
+        seen = case.gradients
+        if case.where == "gradient" and case.is_now:
+            seen = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         with contextlib.ExitStack() as stack:
-            leaves = self._leaves(case)
-            seen = case.gradients
-            if case.where == "gradient" and case.is_now:
-                seen = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
             stack.enter_context(self._at_its_beginning(case, leaves))
-            stack.enter_context(warnings.catch_warnings())
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))
-            warnings.simplefilter("ignore")
             hooks = stack.enter_context(quiet_hooks(world.modules, leaves, is_recorded=True))
             if raises:  # checks report what they see, a second time now
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            rng = get_rng_state()
             roots = root_names(world.modules, case.frame)
-            is_spread = loop.ranks.is_sharded
-            modules = world.modules if case.together is not None or not is_spread else []
-            optimizers = world.optimizers if not is_spread else []
-            owners = roots | names_of(world.optimizers, case.frame)
-            before, copies = _state_before(modules, optimizers, owners, case.stand_ins)
+            modules = world.modules if case.together is not None or not ranks.is_sharded else []
+            optimizers = world.optimizers if not ranks.is_sharded else []
+            named = roots | names_of(world.optimizers, case.frame)
+            before, copies = _state_before(modules, optimizers, named, case.stand_ins)
             before.left_out.extend([MODULES_SPREAD] if len(modules) < len(world.modules) else [])
             before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(world.optimizers) else [])
             state = world.buffers.ids if case.is_now else world.state_ids() | world.buffers.ids
-            recorder = TracedPlayer(
-                tape,
-                self._names(case, roots).describe,
-                roots,
-                state,
-                contents=case.contents,
-                stand_ins=case.stand_ins,
-                together=case.together,
-            )
-            if is_spread:
-                stack.enter_context(loop.ranks.recording(world.modules, recorder.tracer))
-            replayed = record(recorder, case.all_ops, performs_last=case.pending is None, raises=raises, keep=case.keep)
+            options = {"contents": case.contents, "stand_ins": case.stand_ins, "together": case.together}
+            replayed = TracedPlayer(tape, self._names(case, roots).describe, roots, state, **options)
+            replayed.before, replayed.hooks = before, hooks
+            if ranks.is_sharded:
+                stack.enter_context(ranks.recording(world.modules, replayed.tracer))
+            replayed.run(case.all_ops, performs_last=case.pending is None, raises=raises, keep=case.keep)
             if case.together is not None:
                 case.together.stop(DONE)
             if case.where == "output" and case.pending is not None:
@@ -611,19 +506,9 @@ class Describing:
                 made = replace(loop.compiled, outputs=result)
                 replayed.program = replace(replayed.program, calls=(made, *replayed.program.calls))
                 failure = locate(replayed.program, replayed.tensors)
-            replayed.own_tensors()
-            replayed.share(copies)
-        replayed.failure, replayed.rng, replayed.before, replayed.hooks = failure, rng, before, hooks
+            replayed.failure = failure
+            replayed.own_tensors(copies)
         return replayed
-
-    def _leaves(self, case: Case) -> list[torch.Tensor]:
-        world = self.loop.world
-        owners: list[torch.nn.Module | torch.optim.Optimizer] = [*world.modules, *world.optimizers]
-        leaves = {id(p): p for owner in owners for p in owned_by(owner)}
-        leaves.update((id(leaf), leaf) for leaf in leaves_in(case.ops, self.loop.tape.alive()))
-        for stand_in in case.stand_ins.values():  # whose gradients are those of the step
-            leaves.pop(id(stand_in), None)
-        return list(leaves.values())
 
     @contextlib.contextmanager
     def _at_its_beginning(self, case: Case, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -633,13 +518,15 @@ class Describing:
             stack.enter_context(torch.random.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(case.mark.generators))
             stack.enter_context(attributes_kept(world.modules, world.optimizers))
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+            warnings.simplefilter("ignore")
             put_first_back(case.all_ops)
             first = next((rng for op in case.ops if (rng := getattr(op.note, "rng", None)) is not None), None)
             if first is not None:
                 torch.set_rng_state(first[0])
             stack.callback(give_gradients, [(leaf, leaf.grad) for leaf in leaves])
-            for leaf in leaves:
-                leaf.grad = None
+            give_gradients([(leaf, None) for leaf in leaves])
             if case.is_now:
                 stack.enter_context(world.buffers.put_back())
             if torch_private.DYNAMO in sys.modules:  # compiled parts run as they are written
@@ -659,40 +546,34 @@ class Describing:
         return not all(new is not None and same_bits(old, new) for old, new in pairs)
 
     def _names(self, case: Case, roots: Mapping[int, str]) -> Names:
-        tape = self.loop.tape
-        names = Names(tape.alive(), self.loop.world.modules, roots)
-        names.add_stand_ins({**case.stand_ins, **self.loop.ranks.gathered()})
-        for op in case.all_ops:
-            names.add_arguments(op)
-        names.add_locals(case.frame)
-        if not case.is_now:  # variables of the steps after it are still there
-            names.add_by_place(case.all_ops, tape.ops(tape.marks[-2].end if len(tape.marks) > 1 else 0))
-        for op in case.all_ops:
-            names.add_by_source(op)
-            names.add_arguments(op, plain=True)
-        return names
+        tape, modules = self.loop.tape, self.loop.world.modules
+        stand_ins = {**case.stand_ins, **self.loop.ranks.gathered()}
+        # variables of the steps after it are still there
+        later = [] if case.is_now else tape.ops(tape.marks[-2].end if len(tape.marks) > 1 else 0)
+        return Names(tape.alive(), modules, roots, stand_ins, case.all_ops, case.frame, later)
 
     def without_replay(self, case: Case) -> Snapshot:
         """Describe a failed step that cannot be run again here: what its root modules were given, and what was
         seen."""
-        names = self._names(case, root_names(self.loop.world.modules, case.frame))
-        alive = self.loop.tape.alive()
-        tracer = Tracer(lambda tensor: names.describe(None, tensor))
+        roots, alive = root_names(self.loop.world.modules, case.frame), self.loop.tape.alive()
+        names = self._names(case, roots)
+        replayed = TracedPlayer(self.loop.tape, names.describe, roots, frozenset())
         for op in case.ops:
             for number in op.ins if op.kind is Root else ():
                 tensor = alive.get(number)
                 if tensor is not None and (is_leaf(tensor) or not tensor.requires_grad):
-                    tracer.adopt(local_part(tensor), names.describe(number, tensor) or InputName("input"))
-        known = tracer.program(), tracer.tensors, tracer.borrowed
-        replayed = ReplayedStep(*known, is_close=False, rng=get_rng_state())
-        replayed.own_tensors()
-        bad = next((item for item in replayed.program.inputs if ways_of(tracer.tensors[item.value])), None)
+                    replayed.tracer.adopt(local_part(tensor), names.describe(number, tensor) or InputName("input"))
+        replayed.finish(is_whole=True)
+        bad = next((item for item in replayed.program.inputs if ways_of(replayed.tensors[item.value])), None)
+        replayed.own_tensors({})
         failure = _unexplained(case, alive)
         if bad is not None and case.raised is None:
             failure = replace(failure, phase=Phase.FORWARD, input_name=bad.name, value=bad.value)
-        return self._assemble(case, replayed, failure, case.notes)
+        return self._assemble(case, replayed, failure, case.notes, is_close=False)
 
-    def _assemble(self, case: Case, replayed: ReplayedStep, failure: Failure, notes: list[str]) -> Snapshot:
+    def _assemble(
+        self, case: Case, replayed: TracedPlayer, failure: Failure, notes: list[str], *, is_close: bool
+    ) -> Snapshot:
         loop, number = self.loop, case.mark.step
         path = getattr(sys.modules.get("__main__"), "__file__", None)  # names were taken out of the command line
         iterations, pending = loop.iterations, loop.judge.pending
@@ -724,7 +605,7 @@ class Describing:
             step=number,
             micro_step=_micro_step(case, replayed, failure),
             observed_at=case.where,
-            fidelity="exact" if not notes else "close" if replayed.is_close else "unfaithful",
+            fidelity="exact" if not notes else "close" if is_close else "unfaithful",
             fidelity_note="; ".join(dict.fromkeys(notes)) or None,
             environment=collect_environment(),
             source=describe_source(Path(path) if isinstance(path, str) else None, self._command),
@@ -754,17 +635,23 @@ def _state_before(
     made: dict[int, torch.Tensor] = {}
     found, size = StateBefore(), 0
 
-    def copied(value: Any) -> Any:
+    def copied(state: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal size
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = whole.get(id(value), value)
-        if id(value) not in made:
-            size += value.numel() * value.element_size()
-            if size > DEFAULT_STATE_BYTES:
-                raise ValueError(f"it takes over {DEFAULT_STATE_BYTES // 2**30} GiB")
-            made[id(value)] = storable(value).clone(memory_format=torch.preserve_format)
-        return made[id(value)]
+        odd = next((name for name, value in state.items() if not is_state_value(value)), None)
+        if odd is not None:
+            raise ValueError(f"`{odd}` is no plain value")
+        copies = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensor = whole.get(id(value), value)
+                if id(tensor) not in made:
+                    size += tensor.numel() * tensor.element_size()
+                    if size > DEFAULT_STATE_BYTES:
+                        raise ValueError(f"it takes over {DEFAULT_STATE_BYTES // 2**30} GiB")
+                    made[id(tensor)] = storable(tensor).clone(memory_format=torch.preserve_format)
+                value = made[id(tensor)]
+            copies[name] = value
+        return copies
 
     def of_module(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         inner = unwrapped(module)
@@ -773,18 +660,12 @@ def _state_before(
         odd = next((name for name, value in state.items() if not isinstance(value, torch.Tensor)), None)
         if odd is not None:
             raise ValueError(f"`{odd}` is no tensor")
-        return {name: copied(live.get(name, value)) for name, value in state.items()}
+        return copied({name: live.get(name, value) for name, value in state.items()})
 
     def of_optimizer(optimizer: torch.optim.Optimizer) -> list[OptimizerGroup]:
-        groups = []
-        for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True):
-            parts = [options, *(dict(optimizer.state.get(parameter, {})) for parameter in group["params"])]
-            odd = next((name for part in parts for name, value in part.items() if not is_state_value(value)), None)
-            if odd is not None:
-                raise ValueError(f"`{odd}` is no plain value")
-            own, *states = ({name: copied(value) for name, value in part.items()} for part in parts)
-            groups.append(OptimizerGroup(own, states))
-        return groups
+        groups = zip(optimizer.param_groups, options_of(optimizer), strict=True)
+        states = [(options, [optimizer.state.get(p, {}) for p in group["params"]]) for group, options in groups]
+        return [OptimizerGroup(copied(options), list(map(copied, own))) for options, own in states]
 
     def keep(owners: Sequence[Any], kept: dict[str, Any], copy: Callable[[Any], Any]) -> None:
         for owner in owners:
@@ -800,10 +681,8 @@ def _state_before(
     return found, made
 
 
-def backward_from(number: Number, code: Any, instruction: int) -> Op:
-    """The backward call that the loop has not made, with the line where the loss was computed."""
-    args = (number,)
-    return Op(Backward, torch.Tensor.backward, args, {}, (), code, instruction, current_mode(), BackwardNote())
+def _values(contents: Mapping[Number, torch.Tensor]) -> dict[Number, torch.Tensor]:
+    return {number: tensor.detach() for number, tensor in contents.items()}
 
 
 def _better(made: Made, joined: Made | None) -> Made:
@@ -814,24 +693,15 @@ def _better(made: Made, joined: Made | None) -> Made:
 
 def why_not_played(error: Exception) -> str:
     """Why the steps since the last copy were not played to their end."""
+    if isinstance(error, CannotGoBack):
+        return str(error)
     if isinstance(error, Stopped):
         return f"another process has stopped going back ({error})"
-    if isinstance(error, (CannotGoBack, Missing)):
-        return BEGUN_BEFORE if isinstance(error, Missing) else str(error)
     pass_on(error)  # of the user's code, which the state of then may not suit
     return f"playing the steps since the last copy raised {type(error).__name__}: {error}"
 
 
-def _with_generators(segment: Segment) -> Iterator[Op]:
-    """The calls of a step, the first of a root with the generators that the step began with."""
-    generators = segment.mark.generators
-    for op in segment.ops:
-        if generators is not None and op.kind is Root:
-            op, generators = op._replace(note=replace(op.note, generators=generators)), None
-        yield op
-
-
-def _seen_by_check(replayed: ReplayedStep, *, is_all: bool) -> Failure | None:
+def _seen_by_check(replayed: TracedPlayer, *, is_all: bool) -> Failure | None:
     """The failure of the last bad value of the last calls, or of all; the program ends with it then."""
     program = replayed.program
     value = last_bad(program, replayed.tensors, within=len(program.calls) if is_all else _LOOKS_BACK)
@@ -870,7 +740,7 @@ def _unexplained(case: Case, alive: Mapping[Number, torch.Tensor]) -> Failure:
     return Failure(phase, kind_of(NAN if NAN in ways or not ways else ways[0]))
 
 
-def _micro_step(case: Case, replayed: ReplayedStep, failure: Failure) -> int:
+def _micro_step(case: Case, replayed: TracedPlayer, failure: Failure) -> int:
     """Backward calls made before the failing call; a bad value may be noticed several of them later."""
     made = case.mark.micro_step
     differs = any(mismatch != OTHER_GRADIENTS for mismatch in replayed.mismatches)

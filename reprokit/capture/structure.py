@@ -4,6 +4,7 @@ and any other object with attributes."""
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -82,7 +83,7 @@ def map_leaves(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any], dept
     if type(value) in ATOMS or isinstance(value, _LEAVES) or depth > _MAX_DEPTH:
         return value
     if isinstance(value, (list, tuple)):
-        items = [
+        new = [
             change(item)
             if isinstance(item, kind)
             else item
@@ -90,37 +91,24 @@ def map_leaves(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any], dept
             else map_leaves(item, kind, change, depth + 1)
             for item in value
         ]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(operator.is_, new, value)):
             return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    if isinstance(value, Mapping):
-        return _map_mapping(value, kind, change, depth)
-    if hasattr(value, "__dict__"):
-        return _map_attributes(value, kind, change, depth)
-    return value
-
-
-def _map_mapping(value: Mapping[Any, Any], kind: type[Leaf], change: Callable[[Leaf], Any], depth: int) -> Any:
-    changed = {key: map_leaves(item, kind, change, depth + 1) for key, item in value.items()}
-    if all(changed[key] is value[key] for key in changed):
+        return type(value)(*new) if isinstance(value, tuple) and hasattr(value, "_fields") else type(value)(new)
+    is_mapping = isinstance(value, Mapping)
+    if not is_mapping and not hasattr(value, "__dict__"):
+        return value
+    items: Any = value if is_mapping else vars(value)
+    changed = {key: map_leaves(item, kind, change, depth + 1) for key, item in items.items()}
+    if all(changed[key] is items[key] for key in changed):
         return value
     if type(value) is dict:
         return changed
     duplicate: Any = copy.copy(value)
-    for key, item in changed.items():
-        duplicate[key] = item
-    return duplicate
-
-
-def _map_attributes(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any], depth: int) -> Any:
-    attributes = vars(value)
-    changed = {name: map_leaves(item, kind, change, depth + 1) for name, item in attributes.items()}
-    if all(changed[name] is attributes[name] for name in changed):
-        return value
-    duplicate = copy.copy(value)
-    vars(duplicate).update(changed)
+    if is_mapping:
+        for key, item in changed.items():
+            duplicate[key] = item
+    else:
+        vars(duplicate).update(changed)
     return duplicate
 
 
@@ -141,13 +129,14 @@ def _as_list(value: Any) -> Any:
         items.extend(value)
     except Exception as error:
         pass_on(error)
-        return _again(items, error)
+        raised = error
+
+        def again() -> Iterator[Any]:
+            yield from items
+            raise raised
+
+        return again()
     return items
-
-
-def _again(items: list[Any], error: Exception) -> Iterator[Any]:
-    yield from items
-    raise error
 
 
 def with_own_index(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,10 +7,10 @@ has to tell them apart: variables, attributes, items of containers, submodules.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import sys
-import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
@@ -46,18 +46,27 @@ def is_unfollowed(tensor: torch.Tensor) -> bool:
     return known is not None and known() is tensor
 
 
+Named = tuple[str, Any]
+
+
 class Names:
-    """Knows the loop's tensors by identity, and by their numbers on the tape. The first name that was added wins.
+    """Knows the tensors behind some calls by identity, and by their numbers on the tape. The first name wins.
 
     ``alive`` are the tensors with numbers that are still there. The largest of the ``modules`` names its parameters and
-    buffers, behind its name among the ``roots`` if it has one.
+    buffers, behind its name among the ``roots`` if it has one; ``stand_ins`` are named like what has their ``id``. Then
+    come arguments by the parameters of a forward, variables of the user's functions that run in ``frame``, names of
+    what ``later`` calls of the same lines were given, and variables where a call is written.
     """
 
     def __init__(
         self,
         alive: Mapping[Number, torch.Tensor],
-        modules: Sequence[torch.nn.Module] = (),
-        roots: Mapping[int, str] = types.MappingProxyType({}),
+        modules: Sequence[torch.nn.Module],
+        roots: Mapping[int, str],
+        stand_ins: Mapping[int, torch.Tensor],
+        ops: Sequence[Op],
+        frame: FrameType | None,
+        later: Sequence[Op],
     ) -> None:
         self._alive = alive
         self._known: dict[object, InputName] = {}  # by the ``id`` of the tensor, by its number if that has gone
@@ -67,6 +76,28 @@ class Names:
                 self._add(parameter, InputName(root + user_path(name), "parameter"))
             for name, buffer in module.named_buffers():
                 self._add(buffer, InputName(root + user_path(name), "buffer"))
+        for key, tensor in stand_ins.items():
+            if key in self._known:
+                self._known[id(tensor)] = self._known[key]
+        arguments = [_arguments(op) for op in ops]
+        for name, value in itertools.chain(*arguments):
+            if name not in _PLAIN_NAMES:
+                self._add_values(name, value)
+        for running in _user_frames(frame):
+            for name, value in list(running.f_locals.items()):
+                if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
+                    self._add_values(name, value)
+        known = {}
+        for place, number in _places(later):
+            named = self.describe(number, alive[number]) if number in alive else None
+            if named is not None and named.role == "batch":
+                known[place] = named
+        for place, number in _places(ops):
+            if place in known:
+                self._add(number, known[place])
+        for op, given in zip(ops, arguments, strict=True):
+            for name, value in (*_variables(op), *given):
+                self._add_values(name, value)
 
     def describe(self, number: Number | None, tensor: torch.Tensor) -> InputName | None:
         """The name and role of a tensor, or ``None``."""
@@ -74,53 +105,6 @@ class Names:
         if found is None and tensor.grad_fn is not None:  # what a custom autograd function returned
             return InputName(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
         return found
-
-    def add_arguments(self, op: Op, *, plain: bool = False) -> None:
-        """The arguments of a root module, by the parameter names of its forward.
-
-        ``plain`` names such as torch's own ``input`` say less than those of the loop's variables, which may come
-        before.
-        """
-        if not isinstance(op.target, torch.nn.Module):
-            return
-        try:
-            bound = inspect.signature(op.target.forward).bind(*op.args, **op.kwargs)
-        except (TypeError, ValueError):
-            return
-        for name, value in bound.arguments.items():
-            if plain or name not in _PLAIN_NAMES:
-                self._add_values(name, value)
-
-    def add_locals(self, frame: FrameType | None) -> None:
-        """Variables of the user's functions that are running, innermost first."""
-        for running in _user_frames(frame):
-            for name, value in list(running.f_locals.items()):
-                if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
-                    self._add_values(name, value)
-
-    def add_by_place(self, ops: Sequence[Op], likewise: Sequence[Op]) -> None:
-        """Names for what earlier calls of the same lines were given: those of ``likewise``, argument by argument."""
-        known = {}
-        for op in likewise:
-            for position, number in enumerate(op.ins):
-                tensor = self._alive.get(number)
-                origin = self.describe(number, tensor) if tensor is not None else None
-                if origin is not None and origin.role == "batch":
-                    known[op.code, op.instruction, op.target, position] = origin
-        for op in ops:
-            for position, number in enumerate(op.ins):
-                origin = known.get((op.code, op.instruction, op.target, position))
-                if origin is not None:
-                    self._add(number, origin)
-
-    def add_by_source(self, op: Op) -> None:
-        """Names of the variables that a root module is given where its call is written."""
-        if isinstance(op.target, torch.nn.Module) and op.code is not None:
-            calls = (part for part in parts(make_site(op.code, op.instruction)) if isinstance(part, ast.Call))
-            given = next((call.args for call in calls), [])
-            for argument, value in zip(given, op.args, strict=False) if len(given) == len(op.args) else ():
-                if isinstance(argument, ast.Name):
-                    self._add_values(argument.id, value)
 
     def _add(self, key: Number | torch.Tensor, origin: InputName) -> None:
         tensor = self._alive.get(key) if isinstance(key, Number) else key
@@ -136,14 +120,28 @@ class Names:
         for key, item in named:
             self._add(item, InputName(key))
 
-    def add_stand_ins(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
-        """The names of parameters for what stands for them, by the ``id`` of the parameter."""
-        for key, tensor in stand_ins.items():
-            if key in self._known:
-                self._known[id(tensor)] = self._known[key]
+
+def _arguments(op: Op) -> list[Named]:
+    """The arguments of a root module by the parameters of its forward."""
+    if isinstance(op.target, torch.nn.Module):
+        with contextlib.suppress(TypeError, ValueError):
+            return list(inspect.signature(op.target.forward).bind(*op.args, **op.kwargs).arguments.items())
+    return []
 
 
-Named = tuple[str, Any]
+def _variables(op: Op) -> list[Named]:
+    """The variables that a root module is given where its call is written."""
+    if not isinstance(op.target, torch.nn.Module) or op.code is None:
+        return []
+    calls = (part for part in parts(make_site(op.code, op.instruction)) if isinstance(part, ast.Call))
+    given = next((call.args for call in calls), [])
+    pairs = zip(given, op.args, strict=False) if len(given) == len(op.args) else ()
+    return [(argument.id, value) for argument, value in pairs if isinstance(argument, ast.Name)]
+
+
+def _places(ops: Sequence[Op]) -> Iterator[tuple[object, Number]]:
+    for op in ops:
+        yield from (((op.code, op.instruction, op.target, place), number) for place, number in enumerate(op.ins))
 
 
 def root_names(roots: Sequence[torch.nn.Module], frame: FrameType | None) -> dict[int, str]:
@@ -196,13 +194,19 @@ def _named(frame: FrameType | None) -> Iterator[Named]:
     """
     script = vars(sys.modules["__main__"])
     spaces = [script, *(running.f_locals for running in reversed(_user_frames(frame)))]
-    variables = [item for space in spaces for item in list(space.items())]
-    attributes = [item for _, value in variables for item in _attributes(value)]
-    direct = [(name, value) for name, value in (*variables, *attributes) if name != "self" and not name.startswith("_")]
+    named: list[Named] = [item for space in spaces for item in list(space.items())]
+    for _, value in list(named):
+        is_plain = not isinstance(value, (type, ModuleType, torch.nn.Module)) and type(value).__dictoffset__ != 0
+        named += list(vars(value).items()) if is_plain and not callable(value) else []
+    direct = [(name, value) for name, value in named if name != "self" and not name.startswith("_")]
     yield from direct
-    for name, value in direct:
-        yield from _items(name, value)
-    for name, value in (*variables, *attributes):
+    for name, value in direct:  # entries of a list or a dict; a class of the user's would run code of the user's
+        if type(value) is dict:
+            items = itertools.islice(value.items(), _MOST)
+            yield from ((key, item) for key, item in items if isinstance(key, str))
+        elif type(value) in (list, tuple):
+            yield from ((f"{name}[{place}]", item) for place, item in enumerate(value[:_MOST]))
+    for name, value in named:
         if isinstance(value, torch.nn.Module):
             prefix = "" if name == "self" else f"{name}."
             yield from ((f"{prefix}{path}", part) for path, part in value.named_modules() if path)
@@ -214,16 +218,3 @@ def _user_frames(frame: FrameType | None) -> list[FrameType]:
         found.append(frame)
         frame = frame.f_back
     return [one for one in found if kind_of_file(one.f_code.co_filename) == "user"]
-
-
-def _attributes(value: Any) -> list[Named]:
-    is_plain = not isinstance(value, (type, ModuleType, torch.nn.Module)) and type(value).__dictoffset__ != 0
-    return list(vars(value).items()) if is_plain and not callable(value) else []
-
-
-def _items(name: str, value: Any) -> Iterator[Named]:
-    """The entries of a list or a dict; a class of the user's would run code of the user's."""
-    if type(value) is dict:
-        yield from ((key, item) for key, item in itertools.islice(value.items(), _MOST) if isinstance(key, str))
-    elif type(value) in (list, tuple):
-        yield from ((f"{name}[{place}]", item) for place, item in enumerate(value[:_MOST]))

@@ -28,6 +28,7 @@ SPREADS = 8.0  # of a normal distribution nothing lies that far; of one with hea
 HIGH = 4.0  # spreads from which a step belongs to a rise that is known to go on
 USUAL = 2.0  # spreads up to which a step is one to compare with; the steps of a slow rise look like one another
 _BEYOND = 2.0  # spreads by which an alarm exceeds the highest value so far
+_ALONE = 1000.0  # times the highest loss so far: one value is enough, such as a code for a missing label in a batch
 _NORMAL = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 OF_LOSSES = 0.1  # the least spread of logarithms: losses of full batches hardly vary
 OF_NORMS = 0.3  # the same of gradient norms and updates, which vary more
@@ -131,7 +132,8 @@ class Course:
         if not number <= self._limit or number == math.inf:
             if len(self._streak) < LENGTH:  # a run may go on with nan
                 self._streak.append(value)
-            band = self._band if len(self._streak) >= self._persistence else None
+            is_alone = self._kind == "spike" and _ALONE * self._highest < number < math.inf and self._lowest > 0
+            band = self._band if is_alone or len(self._streak) >= self._persistence else None
             if band is not None and not self._is_told and self._is_beyond(band, _peak(self._streak)):
                 alarm, self._is_told = self._alarm(), True
         else:

@@ -21,13 +21,10 @@ _MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold ab
 
 
 class Finding(NamedTuple):
-    """A parameter (its name and ``id``) that learns nothing, and the first ``step`` that shows it; ``num_steps`` played
-    ones do. Its gradient is zero from there on, or ``is_missing``."""
+    """A parameter (its name and ``id``) that learns nothing, and the first step that shows it."""
 
     name: str
     key: int
-    is_missing: bool
-    num_steps: int
     place: int
     step: int
     kind: EventKind = "dead"

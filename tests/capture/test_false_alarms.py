@@ -5,18 +5,13 @@ Each loop asserts for itself that what makes it look ill did happen.
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
-import pickle
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import reprokit
 from tests.capture.traps_checks import (
@@ -137,29 +132,6 @@ def masks_of_minus_infinity() -> list[torch.Tensor]:
 
 
 @healthy
-def rows_masked_out_whole_and_sliced_away() -> list[torch.Tensor]:
-    class Averaging(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value = nn.Linear(4, 2)
-
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = torch.zeros(8, 8).masked_fill(mask, -math.inf)
-            return self.value(x), scores.softmax(-1)
-
-    torch.manual_seed(0)
-    model = Averaging()
-    optimizer = torch.optim.Adam(model.parameters())
-    for _, x, y in batches():
-        mask = torch.zeros(8, 8, dtype=torch.bool)
-        mask[5:] = True
-        values, weights = model(x, mask)
-        assert torch.isnan(weights).any()
-        update(optimizer, F.cross_entropy(weights[:5] @ values, y[:5]))
-    return ending(model)
-
-
-@healthy
 def teacher_with_nan_rows() -> list[torch.Tensor]:
     """Attention of a frozen teacher is NaN for padded sentences; the student learns from the others."""
     torch.manual_seed(0)
@@ -174,19 +146,6 @@ def teacher_with_nan_rows() -> list[torch.Tensor]:
         assert torch.isnan(target[1]).all()
         update(optimizer, F.mse_loss(student(sentences)[0], target[0]))
     return ending(student)
-
-
-@healthy
-def loss_that_is_nan_by_design_and_never_used() -> list[torch.Tensor]:
-    model, optimizer = training()
-    unused = []
-    for _, x, y in batches():
-        logits = model(x)
-        empty = F.cross_entropy(logits[:0], y[:0])  # the mean over nothing
-        assert torch.isnan(empty)
-        unused.append(empty)
-        update(optimizer, F.cross_entropy(logits, y))
-    return ending(model)
 
 
 @healthy
@@ -225,16 +184,6 @@ def ctc_losses_that_are_infinite_by_design() -> list[torch.Tensor]:
 
 
 @healthy
-def gradients_whose_norm_overflows() -> list[torch.Tensor]:
-    weight = nn.Parameter(torch.zeros(1000))
-    optimizer = torch.optim.SGD([weight], lr=1e-21)
-    for _ in range(STEPS):
-        update(optimizer, (weight * 1e19).sum())
-        assert not torch.isfinite(weight.grad.norm()) and torch.isfinite(weight.grad).all()
-    return ending(weight)
-
-
-@healthy
 def clipping_of_a_norm_that_overflows() -> list[torch.Tensor]:
     weight = nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.SGD([weight], lr=1e-3)
@@ -248,52 +197,6 @@ def clipping_of_a_norm_that_overflows() -> list[torch.Tensor]:
 
 
 # -- between the steps ----------------------------------------------------------------------------------------------
-
-
-@healthy
-def evaluation_and_generation_between_steps() -> list[torch.Tensor]:
-    model, optimizer = training()
-    written: list[torch.Tensor] = []
-    for step, x, y in batches():
-        update(optimizer, classify(model, x, y))
-        if step % 2:
-            continue
-        model.eval()
-        with torch.no_grad():
-            score = classify(model, x, y) / torch.zeros(())
-            assert torch.isinf(score)
-        with torch.inference_mode():
-            token = x[:1]
-            for _ in range(3):
-                logits = model(token)
-                logits = logits.masked_fill(logits < logits.topk(1).values, -math.inf)
-                drawn = torch.multinomial(logits.softmax(-1), 1)
-                written.append(drawn)
-                token = token + drawn
-        model.train()
-    return ending(model, written)
-
-
-@healthy
-def learning_rate_finder() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    best = math.inf
-    for _, x, y in batches(30):
-        loss = classify(model, x, y)
-        best = min(best, loss.item())
-        if loss.item() > 4 * best:
-            break
-        update(optimizer, loss)
-        for group in optimizer.param_groups:
-            group["lr"] *= 3
-    assert optimizer.param_groups[0]["lr"] > 1
-    model.load_state_dict(before[0])
-    optimizer.load_state_dict(before[1])
-    for _, x, y in batches():
-        update(optimizer, classify(model, x, y))
-    return ending(model, optimizer)
 
 
 # -- parameters of every kind ---------------------------------------------------------------------------------------
@@ -312,48 +215,7 @@ def frozen_parameters() -> list[torch.Tensor]:
     return ending(model, spare)
 
 
-@healthy
-def sparse_gradients_with_sparse_adam() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    table, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
-    optimizer, dense = (
-        torch.optim.SparseAdam(list(table.parameters()), lr=0.01),
-        torch.optim.SGD(head.parameters(), lr=0.1),
-    )
-    for step, x, y in batches():
-        rows = ((x[:, 0].abs() * 10).long() + step) % 10
-        optimizer.zero_grad()
-        dense.zero_grad()
-        F.cross_entropy(head(table(rows)), y).backward()
-        assert table.weight.grad.is_sparse
-        optimizer.step()
-        dense.step()
-    return ending(table, head, optimizer)
-
-
-@healthy
-def complex_parameters() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    filters = nn.Parameter(torch.randn(8, 3, dtype=torch.complex64))
-    optimizer = torch.optim.Adam([filters], lr=0.01)
-    for _, x, _ in batches():
-        update(optimizer, (torch.fft.rfft(x) * filters).abs().pow(2).mean())
-    return ending(filters, optimizer)
-
-
 # -- models that change ---------------------------------------------------------------------------------------------
-
-
-@healthy
-def a_layer_added_during_training() -> list[torch.Tensor]:
-    model, optimizer = training()
-    for step, x, y in batches(10):
-        if step == 5:
-            new = nn.Linear(2, 2)
-            model.append(new)
-            optimizer.add_param_group({"params": new.parameters(), "lr": 1e-2})
-        update(optimizer, classify(model, x, y))
-    return ending(model, optimizer)
 
 
 class Causal(nn.Module):
@@ -382,35 +244,6 @@ def a_mask_of_infinities_that_grows() -> list[torch.Tensor]:
     return ending(model)
 
 
-@healthy
-def a_model_that_is_traced_between_steps() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.Adam(model.parameters())
-    outputs = []
-    for step, x, y in batches(6):
-        update(optimizer, classify(model, x, y))
-        if step % 2:
-            traced = torch.jit.trace(model, x)
-            outputs.append(traced(x).sum())
-    return ending(model, outputs)
-
-
-@healthy
-def functions_that_are_pickled() -> list[torch.Tensor]:
-    model = plain_net()
-    optimizer = torch.optim.Adam(model.parameters())
-    for _, x, y in batches(4):
-        clip = pickle.loads(pickle.dumps(functools.partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)))
-        copy.deepcopy(optimizer)
-        pickle.dumps((model, optimizer))
-        assert pickle.loads(pickle.dumps(nn.Module.zero_grad)) is nn.Module.zero_grad
-        classify(model, x, y).backward()
-        clip(model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    return ending(model)
-
-
 # -- compiled, functional, threaded ---------------------------------------------------------------------------------
 
 
@@ -434,20 +267,6 @@ def test_a_model_compiled_ahead_of_time(tmp_path: Path, capsys: pytest.CaptureFi
     check_silent(lambda: compiled("aot_eager"), tmp_path, capsys)
 
 
-@healthy
-def a_thread_that_evaluates_meanwhile() -> list[torch.Tensor]:
-    model = plain_net()
-    other = plain_net(3).eval()
-    optimizer = torch.optim.Adam(model.parameters())
-    for _, x, y in batches():
-        with torch.no_grad():
-            thread = threading.Thread(target=lambda x=x: other(x) / 0)
-        thread.start()
-        thread.join()
-        update(optimizer, classify(model, x, y))
-    return ending(model)
-
-
 def test_a_capture_inside_another_one_does_not_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = training()
     with described_once(), reprokit.capture(tmp_path / "outer.pt", after="continue"):
@@ -459,15 +278,6 @@ def test_a_capture_inside_another_one_does_not_watch(tmp_path: Path, capsys: pyt
 
 
 # -- what loops do beside the step ----------------------------------------------------------------------------------
-
-
-@healthy
-def checkpointing_in_the_loop() -> list[torch.Tensor]:
-    model, head = net(), nn.Linear(2, 2)
-    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
-    for _, x, y in batches():
-        update(optimizer, F.cross_entropy(head(checkpoint(model, x, use_reentrant=False)), y))
-    return ending(model, head)
 
 
 @healthy

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.capture.traps_checks import (
     BAD_STEP,
@@ -16,7 +15,6 @@ from tests.capture.traps_checks import (
     check_exact,
     divided_loss,
     ending,
-    plain_net,
     plain_training,
     update,
 )
@@ -36,25 +34,6 @@ def test_lists_that_the_loop_changes_after_a_call(watch: str, tmp_path: Path) ->
             rows.clear()
             update(optimizer, divided_loss(model(joined), y, step == BAD_STEP))
         return ending(model)
-
-    check_exact((BAD_STEP, "forward", "torch.Tensor.div"), loop, tmp_path, watch=watch)
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-def test_averages_that_the_loop_writes_in_place(watch: str, tmp_path: Path) -> None:
-    """Of parameters that no root module holds, read through a view."""
-
-    def loop() -> list[torch.Tensor]:
-        model = plain_net()
-        shadow = [nn.Parameter(p.detach().clone(), requires_grad=False) for p in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step, x, y in batches():
-            pull = (model[0].weight[0] - shadow[0][0]).pow(2).sum()
-            update(optimizer, divided_loss(model(x), y, step == BAD_STEP) + pull)
-            with torch.no_grad():
-                for average, p in zip(shadow, model.parameters(), strict=True):
-                    average.mul_(0.9).add_(p, alpha=0.1)
-        return ending(model, shadow)
 
     check_exact((BAD_STEP, "forward", "torch.Tensor.div"), loop, tmp_path, watch=watch)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +24,7 @@ from reprokit.program.dataflow import same_bits
 from reprokit.snapshot.format import Snapshot, load
 from reprokit.snapshot.source import private
 from tests.capture.traps_checks import (
-    BAD_STEP,
     EXACT,
-    WATCHES,
-    Gated,
     Loop,
     batches,
     check_caught,
@@ -318,52 +314,6 @@ def test_steps_of_the_past_are_made_with_what_an_optimizer_had_and_was_given(tmp
     assert (where(snapshot)[:2], fidelity(snapshot)) == ((7, "optimizer"), EXACT)
 
 
-class Recording(nn.Module):
-    """Keeps what it has seen in containers and in a tensor that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = plain_net()
-        self.seen: dict[str, list[int]] = {"sizes": []}
-        self.by_name: dict[str, list[int]] = collections.defaultdict(list)
-        self.counts = collections.Counter[str]()
-        self.queue = torch.zeros(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen["sizes"].append(len(x))
-        self.by_name["calls"].append(1)
-        self.counts["calls"] += 1
-        self.queue[0] += 1
-        return cast("torch.Tensor", self.layer(x))
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-def test_what_modules_recorded_is_as_it_was_after_a_replay(watch: str, tmp_path: Path) -> None:
-    def loop() -> list[torch.Tensor]:
-        model = Recording()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step, x, y in batches():
-            update(optimizer, divided_loss(model(x), y, step == BAD_STEP))
-        lengths = len(model.seen["sizes"]), len(model.by_name["calls"]), model.counts["calls"]
-        return [torch.tensor(lengths), model.queue]
-
-    check_caught(loop, tmp_path, watch=watch)
-
-
-def test_a_parameter_frozen_midway_is_played_as_it_was(tmp_path: Path) -> None:
-    def loop() -> list[torch.Tensor]:
-        model = Gated()
-        optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01)
-        for step, x, y in batches(20):
-            model.body[0].requires_grad_(step < 8)
-            optimizer.param_groups[1]["lr"] = math.inf if step == 12 else 0.01
-            update(optimizer, F.cross_entropy(model(x, step in (3, 12, 15)), y))
-        return ending(model)
-
-    snapshot = check_caught(loop, tmp_path, history=50)
-    assert (where(snapshot), fidelity(snapshot)) == ((12, "optimizer", "torch.optim.SGD.step"), EXACT)
-
-
 # -- fidelity of the file -------------------------------------------------------------------------------------------
 
 
@@ -417,30 +367,7 @@ def test_a_file_with_another_loss_is_not_exact(factor: float, kind: str, tmp_pat
     assert snapshot.fidelity == kind and "the program's loss was" in str(snapshot.fidelity_note)
 
 
-def test_the_file_is_run_without_the_modes_around_the_failure(tmp_path: Path) -> None:
-    """The backward pass is called inside of autocast and of `no_grad`, which its forward was not."""
-
-    def loop() -> list[torch.Tensor]:
-        model, optimizer = plain_training()
-        for step, x, y in batches():
-            optimizer.zero_grad()
-            loss = divided_loss(model(x), y, step == 3)
-            with torch.no_grad():
-                loss.backward()
-            optimizer.step()
-        return ending(model)
-
-    assert fidelity(check_caught(loop, tmp_path)) == EXACT
-
-
 # -- bits -----------------------------------------------------------------------------------------------------------
-
-NAN = math.nan
-
-
-@pytest.mark.parametrize("one, other", [(0.0, -0.0), (NAN, 0.5), (complex(NAN, 1), complex(NAN, 2)), (1, True)])
-def test_bits_that_differ(one: complex, other: complex) -> None:
-    assert not same_bits(torch.tensor(one), torch.tensor(other))
 
 
 @pytest.mark.parametrize("is_buffer", [False, True])

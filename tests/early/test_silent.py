@@ -11,9 +11,8 @@ import torch
 import torch.nn as nn
 
 import reprokit
-from reprokit.capture.early_warning import LEAST_SILENT, EventStep
+from reprokit.capture.early_warning import EventStep
 from reprokit.capture.failure_text import cause_line
-from reprokit.capture.loop import Loop
 from reprokit.rules.match import diagnose
 from tests.capture.traps_checks import update
 from tests.early import mlp
@@ -66,18 +65,6 @@ def test_a_dead_layer_is_named_in_an_issue_without_a_repro(tmp_path: Path) -> No
     issue = rendered.issue.read_text()
     assert "A gradient that is not zero everywhere reaches `0.weight`." in issue
     assert "There is no repro: no row of the batch and no option of step 0 stands out." in issue
-
-
-def test_a_dead_layer_is_found_where_memory_holds_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps since the copy are never enough; those of the earlier copy count as well."""
-    monkeypatch.setattr(Loop, "_is_due", lambda loop, *_: loop.num_steps >= LEAST_SILENT - 5)
-    with _watched(tmp_path, "dead") as watched:
-        model = mlp(16, 32, 1)
-        with torch.no_grad():
-            model[0].bias.fill_(-1e3)
-        _train(model)
-    (event,) = watched.events
-    assert event.kind == "dead" and event.step < 79  # not only when the run is over
 
 
 def test_a_gradient_of_zero_by_design_gives_no_event(tmp_path: Path) -> None:
