@@ -148,14 +148,15 @@ class Capture:
 
     def _check(self) -> None:
         self.script.check()
-        output, numbers = self.file(self.output), self.file(self.numbers)
+        places = (self.file(path) for path in (self.output, self.numbers))
+        output, numbers = (Path(shown_path(path)) if path is not None else None for path in places)
         if output is not None:
             console.check_file(output, overwrite=self.overwrite)
         else:
             console.check_folder(self.folder)
         if numbers is not None:
             if numbers.suffix != ".jsonl":
-                raise UsageError(f"`{shown_path(numbers)}` does not end in .jsonl", hint="--numbers run.jsonl")
+                raise UsageError(f"`{numbers}` does not end in .jsonl", hint="--numbers run.jsonl")
             for found in (numbers, older(numbers)):
                 console.check_file(found, overwrite=self.overwrite, option="--numbers")
             for found in (numbers, older(numbers)):
@@ -181,15 +182,11 @@ class Watch:
     @property
     def has_stopped(self) -> bool:
         """True if a failure was captured that ends the run, here or in a process that the script has started."""
-        return self._has_stopped_here or any(report["has_stopped"] for report in self._told_by_children())
+        return self._has_stopped_here or any(report["has_stopped"] for report in self._children.reports())
 
     @property
     def _has_stopped_here(self) -> bool:
         return self._plan.options.get("after") == "stop" and any(session.has_failed for session in self._begun)
-
-    def _told_by_children(self) -> list[dict[str, Any]]:
-        """Reports of all processes below this one, which only the first one reads."""
-        return self._children.reports() if not self._is_child else []
 
     def _session(self) -> Session:
         from reprokit.capture.session import Session
@@ -216,7 +213,7 @@ class Watch:
             return
         results = [result for session in self._begun for result in session.results]
         paths = [path for session in self._begun for path in session.snapshots]
-        below = self._told_by_children()
+        below = self._children.reports()
         with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
             for path, result in zip(paths, results, strict=True):
                 self._tell_result(path, result)

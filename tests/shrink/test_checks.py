@@ -416,7 +416,7 @@ made = []
 for number, check in enumerate(sys.argv[3:]):
     snapshot, out = load(f"{number}.pt"), Path(sys.argv[1], str(number))
     out.mkdir(parents=True)
-    made.append((shrink(snapshot, check=check, out_dir=out, max_checks=25), snapshot, out))
+    made.append((shrink(snapshot, check=check, out_dir=out, max_checks=8), snapshot, out))
 sys.executable = sys.argv[2]  # of the repro's runs
 for reduction, snapshot, out in made:
     render_all(reduction, snapshot, out, times=1)
