@@ -91,15 +91,14 @@ def place_line(result: Mapping[str, Any]) -> str | None:
 def growth(timeline: Sequence[StepNumbers], quantity: str | None = None) -> Iterator[tuple[str, str]]:
     """The numbers of the last training steps, by name; numbers that never changed are left out.
 
-    Every name of an optimizer has the same steps, with a dash where there was no number. ``quantity`` is that of an
-    event, whose own words compare it with its median. The others are compared with the median of all steps before.
+    ``quantity`` is that of an event, whose own words compare it with its median. The others are compared with the
+    median of all steps before.
     """
     for (name, key), (optimizer, rows) in itertools.product(_NUMBERS, by_optimizer(timeline).items()):
         values = [value for row in rows if (value := getattr(row, key)) is not None]
         if len(values) < 2 or (key != "loss" and len(set(values)) == 1):
             continue
-        shown = (getattr(row, key) for row in rows[-_STEPS:])
-        line = "  ".join("-" if value is None else words.number_words(value, 4) for value in shown)
+        line = "  ".join(words.number_words(value, 4) for value in values[-_STEPS:])
         *before, last = [value for value in values if math.isfinite(value)] or [0.0]
         typical = sorted(before)[len(before) // 2] if len(before) > 1 and min(*before, last) >= 0 else 0.0
         if name != quantity and typical and last >= _FAST * typical:

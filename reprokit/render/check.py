@@ -21,7 +21,7 @@ from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.convert import in_dtype, on_device
 from reprokit.program.functions import is_in_place
 from reprokit.program.interpreter import Outcome, Settings, Tensors, determinism, run
-from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
+from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program, iter_refs
 from reprokit.program.step import Step
 from reprokit.render import source
 from reprokit.render.printer import Code, write_program
@@ -50,7 +50,7 @@ class ScriptParts:
 def parts_of(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> ScriptParts:
     """The script of a program that fails; raises `NotReproduced`. What it asserts depends on the kind of failure."""
     if failure.kind == MISMATCH:
-        return _mismatch(program, tensors, failure)
+        return _mismatch(Step(program, {item.value: tensors[item.value] for item in program.inputs}), failure)
     if failure.kind == FUNCTION:
         return _function_check(program, tensors, failure)
     if failure.event is not None:
@@ -174,50 +174,40 @@ def _subjects(failure: Failure, wanted: list[int], outcome: Outcome) -> list[Sub
 # -- a mismatch ----------------------------------------------------------------------------------------------------
 
 
-def _mismatch(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
+def _mismatch(given: Step, failure: Failure) -> ScriptParts:
     """The program as a function, called as it is and in the way of the reference, and an assertion that both agree."""
     name, option = failure.reference
-    given = Step(program, {item.value: tensors[item.value] for item in program.inputs})
+    own, beside = list[ast.stmt](), None
     if name == "compile":
-        code = _as_function("step", given, failure)
-        file, function = failure.check
-        arguments = _arguments(given, code, "")
-        calls = fill(
-            f"expected = step({arguments})\nactual = torch.compile(step, backend=BACKEND)({arguments})",
-            BACKEND=ast.Name("backend") if file else constant(option),
+        codes = [_as_function("step", given, failure)]
+        arguments, (beside, function) = _arguments(given, codes[0], ""), failure.check
+        own = fill("backend = FOUND", FOUND=_from_file(beside, function)) if beside else []
+        calls = f"expected = step({arguments})\nactual = torch.compile(step, backend=BACKEND)({arguments})"
+    else:
+        is_device = name != "fp64"
+        one, other = (on_device(given, device) if is_device else given for device in ("cuda", "cpu"))
+        other, into = (
+            (other, (".cuda()", ".cpu()")) if is_device else (in_dtype(given, torch.float64), ("", ".double()"))
         )
-        own = fill("backend = FOUND", FOUND=_from_file(file, function)) if file else []
-        return _compared(given, [code], [*own, *calls], beside=file or None)
-    if name == "fp64":
-        return _in_two_ways(given, in_dtype(given, torch.float64), failure, "", ".double()")
-    return _in_two_ways(on_device(given, "cuda"), on_device(given, "cpu"), failure, ".cuda()", ".cpu()")
-
-
-def _in_two_ways(one: Step, other: Step, failure: Failure, into: str, into_other: str) -> ScriptParts:
-    """As it is and changed; two functions where the change goes beyond the inputs."""
-    code, changed = _as_function("step", one, failure), _as_function("step", other, failure)
-    codes, name = [code], "step"
-    if list(map(source.text, code.body)) != list(map(source.text, changed.body)):
-        name = "reference"
-        codes.append(_as_function(name, other, failure))
-    calls = f"actual = step({_arguments(one, code, into)})\nexpected = {name}({_arguments(other, code, into_other)})"
-    return _compared(one, codes, fill(calls))
-
-
-def _compared(given: Step, codes: Sequence[Code], calls: Sequence[ast.stmt], beside: str | None = None) -> ScriptParts:
+        given, codes = one, [_as_function("step", one, failure)]
+        changed = _as_function("step", other, failure)
+        if list(map(source.text, codes[0].body)) != list(map(source.text, changed.body)):
+            codes.append(_as_function("reference", other, failure))  # the change goes beyond the inputs
+        first, second = _arguments(one, codes[0], into[0]), _arguments(other, codes[-1], into[1])
+        calls = f"actual = step({first})\nexpected = {'reference' if len(codes) > 1 else 'step'}({second})"
     halves, extra = halves_in(given.program, dict(given.tensors)), ""
     if halves and torch.float32 in {
         tensor.dtype for tensor in given.tensors.values()
     }:  # not the dtype's own tolerances
-        relative, absolute = tolerances(torch.float32, halves)
-        extra = f", rtol={relative}, atol={absolute}"
+        extra = ", rtol={}, atol={}".format(*tolerances(torch.float32, halves))
     ending = f"""
+{calls}
 print("actual =", actual)
 print("expected =", expected)
 torch.testing.assert_close(actual, expected.to(actual), equal_nan=True{extra})
 """
-    body = [statement for code in codes for statement in code.body]
-    return ScriptParts(codes[0], body, [*calls, *fill(ending)], beside)
+    check = fill(ending, BACKEND=ast.Name("backend") if own else constant(option))
+    return ScriptParts(codes[0], [line for code in codes for line in code.body], [*own, *check], beside or None)
 
 
 def _as_function(name: str, given: Step, failure: Failure) -> Code:
@@ -233,19 +223,15 @@ def _as_function(name: str, given: Step, failure: Failure) -> Code:
 
 def _arguments(given: Step, code: Code, into: str) -> str:
     """The arguments of one call; copies where it would see what an earlier call has written or added to a gradient."""
-    writes = any(is_in_place(call.target) for call in given.program.calls)
-
-    def written(item: Input) -> str:
-        tensor = given.tensors[item.value]
-        change = into
-        if into == ".double()" and not tensor.is_floating_point():
-            change = ".cdouble()" if tensor.is_complex() else ""
-        name = code.names[item.value]
-        if item.requires_grad:
-            return f"{name}.detach().clone(){change}.requires_grad_()"
-        return f"{name}.clone(){change}" if writes else f"{name}{change}"
-
-    return ", ".join(written(item) for item in given.program.inputs if item.role != "rng")
+    writes, made = any(is_in_place(call.target) for call in given.program.calls), []
+    for item in given.program.inputs:
+        if item.role != "rng":
+            tensor, name, change = given.tensors[item.value], code.names[item.value], into
+            if into == ".double()" and not tensor.is_floating_point():
+                change = ".cdouble()" if tensor.is_complex() else ""
+            copied = f"{name}.clone(){change}" if writes else f"{name}{change}"
+            made.append(f"{name}.detach().clone(){change}.requires_grad_()" if item.requires_grad else copied)
+    return ", ".join(made)
 
 
 # -- the user's own check ------------------------------------------------------------------------------------------
@@ -297,49 +283,37 @@ def _from_file(file: str, name: str) -> ast.expr:
 # -- an event ------------------------------------------------------------------------------------------------------
 
 
-_VARIABLES = {"gradient norm": "norm", "update": "update"}
-
-
 def _event(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> ScriptParts:
     """The program, the quantity and the assertion; raises `NotReproduced` where it is below the threshold."""
     found, outcome = observed(program, tensors, failure)
     if found is None or found.event is None:
         raise NotReproduced("the event is not there when the program is run again")
     event, loss = found.event, quantity.loss_of(program)
-    if event.quantity == "update":
+    name = {"gradient norm": "norm", "update": "update"}.get(event.quantity, "")
+    values = [loss] if event.quantity == "loss" and loss is not None else list(outcome.gradients)
+    if name == "update":
         steps = [call.kwargs["params"] for call in program.calls if call.is_optimizer_step]
         values = [ref.value for ref in iter_refs(steps)]
-    else:
-        values = [loss] if event.quantity == "loss" and loss is not None else list(outcome.gradients)
-    name = _VARIABLES.get(event.quantity, "")
     reserved = (name, "before", "change", "size") if name else ()
     code = write_program(program, tensors, keep=values, reserved=reserved, aside=aside)
     names = [code.names[value] for value in values]
-    first, measuring = _measuring(event.quantity, names)
+
+    def norm(tensors: Sequence[str]) -> str:
+        norms = [f"{tensor}.norm()" for tensor in tensors]
+        return norms[0] if len(norms) == 1 else f"torch.stack([{', '.join(norms)}]).norm()"
+
+    first = measuring = ""
+    if name == "norm":
+        measuring = f"norm = {norm([f'{name}.grad' for name in names])}\n"
+    elif name == "update":
+        first = f"before = [{', '.join(f'{name}.detach().clone()' for name in names)}]"
+        copies = [f"before[{number}]" for number in range(len(names))]
+        changes = [f"({name} - {copy})" for name, copy in zip(names, copies, strict=True)]
+        measuring = f"change = {norm(changes)}\nsize = {norm(copies)}\nupdate = change / size\n"
     name = name or names[0]
     short = float(f"{event.threshold:.4g}")
     threshold = event.threshold if event.value < short else short  # rounding may take it above the value
     usual = f", and its median in training was {number_words(event.usual)}" if event.usual is not None else ""
     said = constant(f"the {event.quantity} is not below {threshold!r}{usual}")
-    check = fill(
-        f'{measuring}print("{name} =", {name})\nassert {name} < LIMIT, SAID', LIMIT=constant(threshold), SAID=said
-    )
-    return ScriptParts(code, [*fill(first), *code.body], check)
-
-
-def _measuring(quantity: str, names: list[str]) -> tuple[str, str]:
-    """The lines before the program and after it that compute the quantity; a loss is there already."""
-
-    def norm(tensors: Sequence[str]) -> str:
-        if len(tensors) == 1:
-            return f"{tensors[0]}.norm()"
-        return f"torch.stack([{', '.join(f'{tensor}.norm()' for tensor in tensors)}]).norm()"
-
-    if quantity == "gradient norm":
-        return "", f"norm = {norm([f'{name}.grad' for name in names])}\n"
-    if quantity != "update":
-        return "", ""
-    copies = [f"before[{number}]" for number in range(len(names))]
-    changes = [f"({name} - {copy})" for name, copy in zip(names, copies, strict=True)]
-    before = f"before = [{', '.join(f'{name}.detach().clone()' for name in names)}]"
-    return before, f"change = {norm(changes)}\nsize = {norm(copies)}\nupdate = change / size\n"
+    check = f'{measuring}print("{name} =", {name})\nassert {name} < LIMIT, SAID'
+    return ScriptParts(code, [*fill(first), *code.body], fill(check, LIMIT=constant(threshold), SAID=said))

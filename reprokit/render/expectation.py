@@ -7,16 +7,14 @@ the operand, and does not send the reader upstream.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.locate.spelling import VIEWS, constant_ways, short_name
 from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import GRAD_READ, display_name
-from reprokit.program.ir import Call, Input, Program
+from reprokit.program.ir import Call, Program
 from reprokit.render import wording
-from reprokit.rules.rule import Rule
 from reprokit.rules.table import RULES
 from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
@@ -69,58 +67,63 @@ class Expectation:
 def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectation:
     """The texts about a failure: decided by the diagnosis of the reduction, with the places of the snapshot."""
     failure = reduction.failure if reduction is not None else snapshot.failure
-    reason = _reason(failure, reduction)
-    owner = _owner(snapshot, failure, reason)
-    cause = snapshot.failure.cause
-    if cause is not None:
-        return _of_cause(snapshot, failure, cause, owner)
-    if snapshot.failure.event is not None:
+    found = reduction.diagnosis if reduction is not None else None
+    is_rule = found is not None and failure.kind in ("nan", "inf") and found.confidence != "possible"
+    rule = next((rule for rule in RULES if found is not None and is_rule and rule.name == found.id), None)
+    words, why = (found.title, found.mechanism) if found is not None and rule is not None else ("", "")
+    is_of_torch = rule is not None and rule.is_of_torch
+    owner = _owner(snapshot, failure, is_of_torch=is_of_torch)
+    # A library's own line may hold values of the user's, such as a loss that it divides.
+    either = f"`{owner}` or the code that calls it"
+    whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, either)
+    if snapshot.failure.event is not None and snapshot.failure.cause is None:
         failure = snapshot.failure  # a smaller program has another loss
     index = snapshot.failure.call_index
     is_constant = index is not None and failure.way in constant_ways(snapshot.program.calls[index])
+    observed, recorded = wording.observed(failure, is_constant=is_constant), wording.message(snapshot.failure)
+    if recorded and recorded != wording.message(failure):
+        observed = f"{observed.removesuffix('.')}. In training it was: {recorded}."
+    name, expected, remark = (
+        wording.code_span(failure.call or wording.short_call(failure)),
+        wording.expected(failure),
+        "",
+    )
+    as_defined = f"For what it is given, {name} does what it is defined to do"
+    is_of_library = owner not in (OWN, TORCH) and failure.kind in ("nan", "inf")
+    if snapshot.failure.cause is not None:
+        return _of_cause(snapshot, snapshot.failure.cause, observed, owner, whom)
+    if is_constant:
+        expected = "A finite number in its place."
+    elif is_out_of_memory(failure):
+        expected = "The call returns, which needs as much free memory as the message says."
+    elif is_refusal(failure):
+        expected = f"Arguments that {name} accepts. {as_defined}: it refuses, and says what is wrong."
+    elif rule is not None and rule.expected:
+        expected = f"{expected.removesuffix('.')}, which needs {rule.expected}. {as_defined}. {redact_text(why)}"
+    elif rule is not None:
+        expected = f"{expected} {redact_text(why)}"
+    if is_out_of_memory(failure):
+        remark = f"Why it needs so much memory is a question about {whom}."
+    elif is_refusal(failure):
+        remark = f"Why it is given these arguments is a question about {whom}."
+    elif not is_of_torch if rule is not None else is_of_library:
+        remark = _remark(snapshot, reduction, whom)
+    return Expectation(redact_text(words[:1].lower() + words[1:]), observed, expected, remark, owner)
+
+
+def _of_cause(snapshot: Snapshot, cause: Failure, observed: str, owner: str, whom: str) -> Expectation:
+    """Of a call that raises because numbers from an earlier call are not finite."""
+    kind, name = wording.kind_words(cause), wording.code_span(snapshot.failure.call or "")
+    verb, line = "which is" if cause.call is None else "which returns", wording.line(cause)
+    origin = f"{wording.origin(snapshot, cause)}{f' at {line}' if line else ''}, {verb} {kind}"
     return Expectation(
-        reason.title[:1].lower() + reason.title[1:] if reason is not None else "",
-        _with_training(wording.observed(failure, is_constant=is_constant), snapshot.failure, failure),
-        "A finite number in its place." if is_constant else _expected(failure, reason),
-        _remark(snapshot, failure, reason, _operands(snapshot, reduction), owner),
+        f"because of {kind} from {wording.short_call(cause)}",
+        observed,
+        "The call returns, as it does with finite numbers in place of those that are not.",
+        f"In the training step {name} is given numbers that are not finite, and returns with finite ones. "
+        f"They come from {origin}. Why it does so is a question about {whom}.",
         owner,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Reason:
-    """What the diagnosis says of a nan or an inf, and its rule."""
-
-    title: str
-    mechanism: str
-    rule: Rule
-
-
-def _reason(failure: Failure, reduction: Reduction | None) -> _Reason | None:
-    found = reduction.diagnosis if reduction is not None else None
-    if found is None or failure.kind not in ("nan", "inf") or found.confidence == "possible":
-        return None
-    rule = next((rule for rule in RULES if rule.name == found.id), None)
-    return _Reason(redact_text(found.title), redact_text(found.mechanism), rule) if rule is not None else None
-
-
-def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) -> Expectation:
-    kind, observed = wording.kind_words(cause), _with_training(wording.observed(failure), snapshot.failure, failure)
-    name = wording.code_span(snapshot.failure.call or "")
-    expected = "The call returns, as it does with finite numbers in place of those that are not."
-    found = f"In the training step {name} is given numbers that are not finite, and returns with finite ones"
-    verb, line = "which is" if cause.call is None else "which returns", wording.line(cause)
-    remark = (
-        f"{found}. They come from {wording.origin(snapshot, cause)}{f' at {line}' if line else ''}, {verb} {kind}. "
-    )
-    remark += f"Why it does so is a question about {_whom(owner)}."
-    return Expectation(f"because of {kind} from {wording.short_call(cause)}", observed, expected, remark, owner)
-
-
-def _whom(owner: str) -> str:
-    """Whom a question goes to. A library's own line may hold values of the user's, such as a loss that it divides."""
-    either = f"`{owner}` or the code that calls it"
-    return {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, either)
 
 
 def is_refusal(failure: Failure) -> bool:
@@ -133,118 +136,64 @@ def is_refusal(failure: Failure) -> bool:
     return kind in _REFUSING and not is_defect and _WANTED.search(message) is not None
 
 
-def _with_training(observed: str, recorded: Failure, reduced: Failure) -> str:
-    message = wording.message(recorded)
-    if not message or message == wording.message(reduced):
-        return observed
-    return f"{observed.removesuffix('.')}. In training it was: {message}."
-
-
-def _expected(failure: Failure, reason: _Reason | None) -> str:
-    if is_out_of_memory(failure):
-        return "The call returns, which needs as much free memory as the message says."
-    name = wording.code_span(failure.call or wording.short_call(failure))
-    if is_refusal(failure):
-        return (
-            "The call returns, which needs arguments that it accepts. "
-            f"For what it is given, {name} does what it is defined to do: it refuses, and says what is wrong."
-        )
-    expected = wording.expected(failure)
-    if reason is None:
-        return expected
-    if not reason.rule.expected:
-        return f"{expected} {reason.mechanism}"
-    needs = f"{expected.removesuffix('.')}, which needs {reason.rule.expected}."
-    return f"{needs} For what it is given, {name} does what it is defined to do. {reason.mechanism}"
-
-
-def _operands(snapshot: Snapshot, reduction: Reduction | None) -> list[int]:
-    """The operands of the origin in the captured step that the minimum still has, less those that were found free."""
-    index = snapshot.failure.call_index
-    if index is None or reduction is None:
-        return []
-    free = {item.input for item in reduction.explain if item.free}
-    matter = {item.value for item in reduction.program.inputs if item.name not in free}
-    return [value for value in dict.fromkeys(snapshot.program.calls[index].input_refs()) if value in matter]
-
-
-def _remark(snapshot: Snapshot, failure: Failure, reason: _Reason | None, operands: Sequence[int], owner: str) -> str:
-    whom = _whom(owner)
-    if is_out_of_memory(failure):
-        return f"Why it needs so much memory is a question about {whom}."
-    if is_refusal(failure):
-        return f"Why it is given these arguments is a question about {whom}."
-    is_of_library = owner not in (OWN, TORCH) and failure.kind in ("nan", "inf")
-    if reason.rule.is_of_torch if reason is not None else not is_of_library:
-        return ""
-    origins = list(dict.fromkeys(filter(None, (_origin_of(snapshot, value) for value in operands))))
+def _remark(snapshot: Snapshot, reduction: Reduction | None, whom: str) -> str:
+    """Where the operands come from that the minimum still has, less those that were found free."""
+    index, operands = snapshot.failure.call_index, list[int]()
+    if index is not None and reduction is not None:
+        free = {item.input for item in reduction.explain if item.free}
+        matter = {item.value for item in reduction.program.inputs if item.name not in free}
+        operands = [value for value in dict.fromkeys(snapshot.program.calls[index].input_refs()) if value in matter]
+    found = [_origin_of(snapshot.program, value, index or 0) for value in operands]
+    origins = list(dict.fromkeys(filter(None, found)))
     if not origins:
         return f"Why it is given these values is a question about {whom}."
     several = len(operands) > 1
     is_input = not origins[0].startswith(("made by", "written by"))
-    parts = "parts of " if several and len(origins) == 1 and is_input else ""
-    what = f"{'these operands are' if several else 'this operand is'} {parts}{wording.listed(origins)}"
+    what = "parts of " if several and len(origins) == 1 and is_input else ""
+    what = f"{'these operands are' if several else 'this operand is'} {what}{wording.listed(origins)}"
     return (
         f"In the training step {what}. Why the call is given {'them' if several else 'it'} is a question about {whom}."
     )
 
 
-def _origin_of(snapshot: Snapshot, value: int) -> str:
-    failing = snapshot.failure.call_index
-    made = _maker(snapshot.program, value, failing) if failing is not None else None
-    if isinstance(made, Input):
-        role = {"parameter": "the parameter", "buffer": "the buffer", "state": "the optimizer state"}.get(
-            made.role, "an input of the step,"
-        )
-        return f"{role} {wording.code_span(made.name)}"
-    if made is None:
+def _origin_of(program: Program, value: int, before: int) -> str:
+    """The call that computed or wrote a value, or the input that it is, behind what only passes it on."""
+    for call in reversed(program.calls[:before]):
+        is_written = value in written_in_place(call)
+        if not is_written and value not in call.output_refs():
+            continue
+        operands = call.input_refs()
+        is_passed_on = operands and (short_name(call) in VIEWS or call.name == "dropout") and call.target != GRAD_READ
+        if is_written or not is_passed_on:
+            verb = "written by" if is_written else "made by"
+            return f"{verb} {wording.code_span(display_name(call.target))}{place(call)}"
+        value = operands[0]
+    roles = {"parameter": "the parameter", "buffer": "the buffer", "state": "the optimizer state"}
+    item = next((item for item in program.inputs if item.value == value), None)
+    if item is None:
         return ""
-    verb = "written by" if value in written_in_place(made) else "made by"
-    return f"{verb} {wording.code_span(display_name(made.target))}{place(made)}"
+    return f"{roles.get(item.role, 'an input of the step,')} {wording.code_span(item.name)}"
 
 
 def place(call: Call) -> str:
     """The place of a call: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
-    site = call.site
+    site, module = call.site, label_of(call)
     words = f" at {wording.code_span(redact_text(site.place))}" if site is not None else ""
     if site is not None and site.library is not None:
         words = f" at {wording.code_span(redact_text(':'.join(map(str, site.library))))}, called from{words[3:]}"
-    module = label_of(call)
     words += f" in {wording.code_span(module.strip('<>'))}" if module else ""
     return words + wording.code_of(site)
 
 
-def _maker(program: Program, value: int, before: int) -> Call | Input | None:
-    """The call that computed or wrote a value, or the input that it is, behind what only passes it on."""
-    for call in reversed(program.calls[:before]):
-        if value in written_in_place(call):
-            return call
-        if value in call.output_refs():
-            operands = call.input_refs()
-            if not operands or (short_name(call) not in VIEWS and call.name != "dropout") or call.target == GRAD_READ:
-                return call
-            value = operands[0]
-    return next((item for item in program.inputs if item.value == value), None)
-
-
-def _owner(snapshot: Snapshot, failure: Failure, reason: _Reason | None) -> str:
-    library = _library(snapshot)
-    if library is not None and not (failure.call or "").startswith("torch.optim."):
-        return library
-    if failure.kind == EXCEPTION:
-        message = failure.exception[1] if failure.exception is not None else ""
-        kind = failure.exception[0] if failure.exception is not None else ""
-        return TORCH if any(word in f"{kind} {message}" for word in _INTERNAL) else OWN
-    if failure.kind == "mismatch":
-        return TORCH
-    return TORCH if reason is not None and reason.rule.is_of_torch else OWN
-
-
-def _library(snapshot: Snapshot) -> str | None:
-    failure = snapshot.failure.cause or snapshot.failure
-    site = failure.site if failure.call is not None else None
-    if site is None and failure.call_index is not None:
-        site = snapshot.program.calls[failure.call_index].site
+def _owner(snapshot: Snapshot, failure: Failure, *, is_of_torch: bool) -> str:
+    origin = snapshot.failure.cause or snapshot.failure
+    site = origin.site if origin.call is not None else None
+    if site is None and origin.call_index is not None:
+        site = snapshot.program.calls[origin.call_index].site
     file = site.library[0] if site is not None and site.library is not None else ""
-    top = file.partition("/")[0].removesuffix(".py")
-    return top if top and top != "torch" else None
+    library = file.partition("/")[0].removesuffix(".py")
+    if library not in ("", "torch") and not (failure.call or "").startswith("torch.optim."):
+        return library
+    is_internal = any(word in " ".join(failure.exception or ()) for word in _INTERNAL)
+    is_upstream = is_internal if failure.kind == EXCEPTION else failure.kind == "mismatch" or is_of_torch
+    return TORCH if is_upstream else OWN

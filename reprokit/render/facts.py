@@ -6,19 +6,13 @@ Values are redacted text in which code stands in backticks.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, root_of
 from reprokit.locate.ranges import Range
-from reprokit.program.dataflow import needed_calls
-from reprokit.program.interpreter import determinism, run
-from reprokit.program.ir import Call, Phase
+from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.render import findings, wording
 from reprokit.render.expectation import OWN, Expectation, expect
@@ -27,13 +21,13 @@ from reprokit.render.names import in_users_words, labels
 from reprokit.render.script import Script
 from reprokit.render.survey import Survey, survey
 from reprokit.render.verify import VerifyResult
-from reprokit.series.story import has_several_optimizers, paragraph
+from reprokit.series.story import by_optimizer, has_several_optimizers, paragraph, titled
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif import home_of
-from reprokit.words import counted, in_root, replay_words
+from reprokit.words import counted, in_root, number_words, replay_words
 
 Fact = tuple[str, str]
 
@@ -43,7 +37,7 @@ _NOTICED = {
     "parameter": "a parameter",
     "output": "an output of the model",
 }
-_MAX_SHAPES = 6
+_MAX_SHAPES, _MAX_SHAPES_IN_TITLE = 6, 3
 
 
 class Facts:
@@ -82,24 +76,36 @@ class Facts:
     def title(self) -> str:
         """``softmax returns nan in Attention: a softmax over a fully masked row (float32, CPU, torch 2.13.0)``.
 
-        The module or the line is named where the failure is a matter of the model's code.
+        The module or the line is named where the failure is a matter of the model's code, with the sizes that a call
+        was given which raised.
         """
         snapshot, source = self.snapshot, self.reduction if self.reduction is not None else self.snapshot
         failure = source.failure if source.failure.event is None else snapshot.failure  # the minimum has another loss
+        words = [wording.headline(failure)]
         inside, site = (module(snapshot) or "").strip("<>"), snapshot.failure.site
-        place = f"in {inside}" if inside else redact_text(f"in {site.place}") if site is not None else ""
-        is_own = self.expectation.owner == OWN and failure.kind in ("nan", "inf")
-        headline = (
-            f"{wording.headline(failure)} {shorten_paths(place)}" if is_own and place else wording.headline(failure)
+        if self.expectation.owner == OWN and failure.kind in ("nan", "inf", EXCEPTION):
+            is_line = site is not None and (not inside or failure.kind == EXCEPTION)
+            place = redact_text(f"{site.place}") if site is not None and is_line else inside
+            words += [shorten_paths(f"{'at' if is_line else 'in'} {place}")] if place else []
+        why = self.expectation.words
+        if failure.kind == EXCEPTION and not why and self.operands:
+            more = " ..." if len(self.operands) > _MAX_SHAPES_IN_TITLE else ""
+            shapes = [str(list(found.shape)) for _, found in self.operands[:_MAX_SHAPES_IN_TITLE]]
+            why = f"given {wording.listed(shapes)}{more}"
+        in_training, now = _autocast(snapshot), _autocast(source)
+        index = source.failure.call_index
+        read = source.program.calls[index].input_refs() if index is not None else ()
+        given = [str(source.tensors[v].dtype).removeprefix("torch.") for v in read if v in source.tensors]
+        dtypes = list(dict.fromkeys(given or [found.dtype for _, found in self.operands]))
+        floats = [name for name in dtypes if name.startswith(("float", "bfloat", "complex"))]
+        number, home = snapshot.environment.torch.partition("+")[0], home_of(Step.of(source))
+        details = (
+            f"autocast to {now}" if now else " and ".join((floats or dtypes)[:2]),
+            f"{in_training} autocast in training" if in_training and not now else "",  # the repro may need none
+            next(iter(snapshot.environment.devices), home.upper()) if home == "cuda" else home.upper(),
+            f"torch {number}" if number else "",
         )
-        number = snapshot.environment.torch.partition("+")[0]
-        in_training = _autocast(snapshot)  # the repro may need none
-        lost = f"{in_training} autocast in training" if in_training and not _autocast(source) else ""
-        devices, home = snapshot.environment.devices, home_of(Step.of(source))
-        device = devices[0] if home == "cuda" and devices else home.upper()
-        details = filter(None, (_dtype(source), lost, device, f"torch {number}" if number else ""))
-        words = f": {self.expectation.words}" if self.expectation.words else ""
-        return f"{headline}{words} ({redact_text(', '.join(details))})"
+        return f"{' '.join(words)}{f': {why}' if why else ''} ({redact_text(', '.join(filter(None, details)))})"
 
     @cached_property
     def given(self) -> str:
@@ -141,8 +147,9 @@ class Facts:
 
     @property
     def output(self) -> str:
-        """The output of a repro, or its end if it printed nothing; empty without a repro."""
-        return (self.verified.output.strip() or self.verified.signature) if self.verified.times else ""
+        """What a repro prints, of one that raises the traceback, else its exit code; empty without a repro."""
+        printed = self.verified.output.strip() or self.verified.error_output.strip() or self.verified.signature
+        return printed if self.verified.times else ""
 
     @cached_property
     def size(self) -> str:
@@ -165,37 +172,6 @@ class Facts:
         return findings.page(found, is_exception=self.snapshot.failure.kind == EXCEPTION)
 
 
-class _Dtypes:
-    """Notes the dtypes of what call number ``index`` reads."""
-
-    def __init__(self, index: int) -> None:
-        self.index, self.found = index, dict[str, None]()
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        if index == self.index:
-            tensors = (values[value] for value in call.input_refs() if value in values)
-            self.found.update({str(tensor.dtype).removeprefix("torch."): None for tensor in tensors})
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        pass
-
-
-def _dtype(source: Reduction | Snapshot) -> str:
-    """The dtypes of the floating-point numbers that the failing call reads, or that autocast makes of them."""
-    autocast, index = _autocast(source), source.failure.call_index
-    if autocast:
-        return f"autocast to {autocast}"
-    noted = _Dtypes(index if index is not None else -1)
-    if index is not None:
-        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"), determinism(None):
-            only = needed_calls(source.program.calls, {index})
-            run(source.program, source.tensors, observer=noted, keep=frozenset(), only=only)
-    inputs = [item for item in source.program.inputs if item.role != "rng"]
-    known = noted.found or {str(source.tensors[item.value].dtype).removeprefix("torch."): None for item in inputs}
-    floats = [name for name in known if name.startswith(("float", "bfloat", "complex"))]
-    return " and ".join((floats or list(known))[: 2 if noted.found else 1])
-
-
 def _autocast(source: Reduction | Snapshot) -> str:
     index = source.failure.call_index
     autocast = source.program.calls[index].mode.autocast if index is not None else ()
@@ -205,14 +181,13 @@ def _autocast(source: Reduction | Snapshot) -> str:
 def of_failure(snapshot: Snapshot) -> list[Fact]:
     """The failure, its place and step, and the fidelity of the replay."""
     failure = snapshot.failure
-    if failure.kind == HEALTHY:
-        size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
-        note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
-        return [("when", when(snapshot)), ("replay", f"{snapshot.fidelity}{note}"), ("program", size)]
-    noticed = f", noticed in {noticed_in(snapshot)}" if noticed_in(snapshot) else ""
-    message = f": {wording.message(failure)}" if wording.message(failure) else ""
     note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
     size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
+    ending = [("replay", f"{snapshot.fidelity}{note}"), ("program", size)]
+    if failure.kind == HEALTHY:
+        return [("when", when(snapshot)), *ending]
+    noticed = f", noticed in {noticed_in(snapshot)}" if noticed_in(snapshot) else ""
+    message = f": {wording.message(failure)}" if wording.message(failure) else ""
     facts = [
         ("where", where(snapshot)),
         ("origin", wording.origin(snapshot, failure)),
@@ -223,8 +198,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("difference", wording.difference_words(failure)),
         ("how much", how_much(failure)),
         ("when", f"{when(snapshot)}{noticed}"),
-        ("replay", f"{snapshot.fidelity}{note}"),
-        ("program", size),
+        *ending,
     ]
     return [(name, value) for name, value in facts if value]
 
@@ -240,6 +214,15 @@ def doubt(snapshot: Snapshot) -> str:
     """A sentence on how the replay differs from training; empty where it is exact."""
     words = redact_text(replay_words(snapshot.fidelity, snapshot.fidelity_note))
     return f"{words[:1].upper()}{words[1:]}." if words else ""
+
+
+def learning_rate(snapshot: Snapshot) -> str:
+    """``The learning rate was 0.5``, of every optimizer, for a run that diverged; empty for any other failure."""
+    series = by_optimizer(snapshot.timeline)
+    last = {name: next((row.lr for row in reversed(rows) if row.lr is not None), None) for name, rows in series.items()}
+    known = [titled(number_words(rate, 4), redact_text(name)) for name, rate in last.items() if rate is not None]
+    is_diverging = snapshot.failure.event is not None or bool(snapshot.story)
+    return f"The learning rate was {wording.listed(known)}" if known and is_diverging else ""
 
 
 def story(snapshot: Snapshot) -> str:

@@ -19,7 +19,7 @@ from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Program, Ref, Site, iter_refs
 from reprokit.program.sites import called_name, parsed
 from reprokit.render import source
-from reprokit.render.names import BINARY, Match, is_inside_another, labels, match_of, operand_nodes
+from reprokit.render.names import BINARY, Match, labels, match_of, operand_nodes
 from reprokit.render.printer import write_call
 from reprokit.render.source import Leaf, argument, mapped, path
 
@@ -93,7 +93,8 @@ class _Change:
         try:
             lines, place = self._statement(site, heads), site.statement_place
         except _NotShown:
-            is_inside = bool(self._replaced) and all(map(is_inside_another, self._replaced))
+            is_known = site.span is not None and parsed(site.text) is not None
+            is_inside = bool(self._replaced) and is_known and all(match_of(call) is None for call in self._replaced)
             place = f"{site.place}, in what it calls" if is_inside else f"in {site.place}"
             lines = self._expressions()
         if heads:

@@ -26,7 +26,6 @@ MAX_SCRIPT_LINES = 40
 MAX_OUTPUT_CHARACTERS = 2_000
 MAX_SUMMARY_CODE = 4  # lines of a fix, so that a summary has at most 15
 _CUT_ORDER = ("log", "versions", "traceback", "module", "output", "variants", "script")
-_PROSE = ("observed", "expected", "remark", "rate", "origin", "story", "size", "matters", "no_module")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,67 +44,64 @@ def make_issue(facts: Facts, *, template: str | None = None, context: str = "", 
     ``context`` is the text of the script beside the repro, the piece of the model that the failure comes from;
     ``no_module`` says why there is none.
     """
-    snapshot, expectation, names = facts.snapshot, facts.expectation, facts.script.names
+    snapshot, expectation, script, reduction = facts.snapshot, facts.expectation, facts.script, facts.reduction
     chosen = find_template(template or expectation.template)
-    inputs = wording.shown_names(facts.reduction, names) if facts.reduction else {}
-    observed = wording.renamed(expectation.observed, facts.names_of_data)
     parts = {
         "title": facts.title,
-        "observed": shorten_paths(" ".join(filter(None, (observed, facts.given)))),
-        "expected": shorten_paths(expectation.expected),
-        "remark": shorten_paths(wording.renamed(expectation.remark, facts.names_of_data)),
+        "observed": _sentences(wording.renamed(expectation.observed, facts.names_of_data), facts.given),
+        "expected": expectation.expected,
+        "remark": wording.renamed(expectation.remark, facts.names_of_data),
+        "rate": _sentences(facts.rate, rows.doubt(snapshot)),
+        "origin": _origin(snapshot),
+        "story": rows.story(snapshot),
+        "size": facts.size,
+        "matters": "",
+        "no_module": no_module,
+    }
+    if reduction is not None:
+        inputs = wording.shown_names(reduction, script.names)
+        parts["matters"] = redact_source(wording.what_matters(reduction, inputs))
+    shown: dict[str, Any] = {name: wording.prose(shorten_paths(str(text))) for name, text in parts.items()}
+    shown |= {
+        "title": facts.title,
         "owner": expectation.owner,
         "is_upstream": expectation.owner != OWN,
-        "files": facts.script.files,
-        "is_long": facts.script.num_shown_lines > MAX_SCRIPT_LINES,
+        "files": script.files,
+        "is_long": script.num_shown_lines > MAX_SCRIPT_LINES,
         "verified": facts.verified,
-        "rate": " ".join(filter(None, (facts.rate, shorten_paths(rows.doubt(snapshot))))),
-        "origin": shorten_paths(_origin(snapshot)),
-        "story": shorten_paths(rows.story(snapshot)),
-        "size": facts.size,
-        "reduced": facts.reduction is not None,
-        "matters": redact_source(wording.what_matters(facts.reduction, inputs)) if facts.reduction else "",
-        "no_module": no_module,
+        "reduced": reduction is not None,
         "environment": _lines(rows.versions(snapshot.environment)),
         "libraries": {name: wording.prose(text) for name, text in rows.libraries(snapshot.environment)},
     }
-    parts |= {name: wording.prose(str(parts[name])) for name in _PROSE}
-    text = _fitted(chosen, parts, _long_texts(facts, context))
+    text = _fitted(chosen, shown, _long_texts(facts, context))
     return Issue(facts.title, text, chosen.name, chosen.repository or _own_repository(snapshot))
 
 
 def write_summary(facts: Facts, no_module: str = "") -> str:
     """What failed, where, in which rows, since when, why and the fix, in at most 15 lines."""
-    snapshot, found, files = facts.snapshot, facts.diagnosis, facts.script.files
-    since = [rows.when(snapshot), rows.story(snapshot), rows.doubt(snapshot)]
-    fix, code = _fix(found) if found is not None else ("", "")
-    repro = facts.rate
-    if not facts.script.reason:
-        beside = f" (with `{'`, `'.join(files[1:])}` beside it)" if len(files) > 1 else ""
-        repro = f"`python repro.py`{beside}, {counted(facts.script.num_lines, 'line')}. {facts.rate}"
-    if no_module:
-        repro += f" There is no `repro_module.py`: {no_module}."
+    snapshot, found, script = facts.snapshot, facts.diagnosis, facts.script
+    since = [rows.when(snapshot), rows.story(snapshot), rows.learning_rate(snapshot), rows.doubt(snapshot)]
+    fix, code = (found["advice"], "") if found is not None else ("", "")
+    if found is not None and found["fix"] is not None:
+        fix, code = "{intro}: {change}. Then: {outcome}.".format_map(found["fix"]), found["fix"]["code"]
+    beside = f" (with `{'`, `'.join(script.files[1:])}` beside it)" if len(script.files) > 1 else ""
+    how = f"`python repro.py`{beside}, {counted(script.num_lines, 'line')}." if not script.reason else ""
     parts = {
         "where": f"{rows.where(snapshot)}{f', at {line}' if (line := wording.line(snapshot.failure)) else ''}",
-        "which": wording.renamed(" ".join(filter(None, (facts.which, facts.given))), facts.names_of_data),
+        "which": wording.renamed(_sentences(facts.which, facts.given), facts.names_of_data),
         "since": ". ".join(part.removesuffix(".") for part in since if part),
         "why": f"{found['mechanism'].removesuffix('.')} ({found['sure']})." if found is not None else "",
         "fix": fix,
-        "repro": repro,
+        "repro": _sentences(how, facts.rate, f"There is no `repro_module.py`: {no_module}." if no_module else ""),
         "title": facts.title,
     }
     shown = {name: wording.prose(shorten_paths(redact_text(text))) for name, text in parts.items()}
-    code = redact_source(code)
+    code = redact_source(code) if len(code.splitlines()) <= MAX_SUMMARY_CODE else ""
     return tidied(render_template("summary.md.j2", code=code, fence=fence(code), **shown))
 
 
-def _fix(found: Mapping[str, Any]) -> tuple[str, str]:
-    """The fix in a line, and as code if that is short; without one the advice."""
-    fix = found["fix"]
-    if fix is None:
-        return found["advice"], ""
-    code = fix["code"] if len(fix["code"].splitlines()) <= MAX_SUMMARY_CODE else ""
-    return "{intro}: {change}. Then: {outcome}.".format_map(fix), code
+def _sentences(*found: str) -> str:
+    return " ".join(filter(None, found))
 
 
 def cut(text: str, limit: int) -> str:
@@ -117,16 +113,20 @@ def cut(text: str, limit: int) -> str:
 
 
 def _long_texts(facts: Facts, context: str) -> dict[str, str]:
-    environment, reduction, found = facts.snapshot.environment, facts.reduction, facts.diagnosis
+    environment, reduction, found, verified = (
+        facts.snapshot.environment,
+        facts.reduction,
+        facts.diagnosis,
+        facts.verified,
+    )
     collected = redact_text(environment.collect_env.strip())
     libraries = f"{collected}\n\n{_lines(rows.libraries(environment))}"
-    versions = libraries if collected else _lines(rows.versions(environment))
-    names = facts.script.names
+    names, errors = facts.script.names, verified.error_output.rstrip() if verified.output.strip() else ""
     return {
         "script": facts.script.text.rstrip(),
         "output": cut(shorten_paths(redact_text(facts.output)), MAX_OUTPUT_CHARACTERS),
-        "traceback": shorten_paths(redact_text(facts.verified.error_output.rstrip())),
-        "versions": versions.strip(),
+        "traceback": shorten_paths(redact_text(errors)),
+        "versions": (libraries if collected else _lines(rows.versions(environment))).strip(),
         "log": facts.log,
         "variants": findings.table_markdown(reduction.whatif, MINIMUM, names) if reduction is not None else "",
         "diagnosis": wording.renamed(shorten_paths(findings.markdown(found)), facts.names_of_data) if found else "",

@@ -134,7 +134,6 @@ def _proposals(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:
         yield _full(tensor, first)
     yield from _ranges(tensor)
     yield from _matrices(tensor)
-    yield from _repeated_rows(tensor, max_literals)
 
 
 def _is_surely_irregular(tensor: torch.Tensor) -> bool:
@@ -205,15 +204,6 @@ def _matrices(tensor: torch.Tensor) -> Iterator[Proposal]:
                 return made
 
             yield full.then(suffix), build
-
-
-def _repeated_rows(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:
-    if tensor.dim() < 2 or tensor.shape[0] < 3 or tensor[0].numel() > max_literals:
-        return
-    row = tensor[0].clone()
-    found = _listed(row)[0]
-    times = (tensor.shape[0],) + (1,) * row.dim()
-    yield found.then(f".repeat({', '.join(map(str, times))})"), lambda: row.repeat(times)
 
 
 def _dtype(tensor: torch.Tensor, inferred: torch.dtype) -> tuple[str, ...]:

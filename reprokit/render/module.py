@@ -250,7 +250,7 @@ class _Writer:
         was = f"{counted(num_calls_before, 'torch call')} of a training step" if num_calls_before else "a training step"
         yield f"The part of the model where it happens, reduced by reprokit from {was} to {calls}."
         if not self._context.is_ordinary:
-            yield "Some inputs are not ordinary numbers: no part of the model fails with ordinary inputs alone."
+            yield "Some inputs or parameters are not ordinary numbers: with ordinary ones no part of the model fails."
         yield "Ends with exit code 1 while the failure is there, and with 0 once it is gone."
 
     def _random_start(self) -> list[ast.stmt]:
@@ -336,10 +336,7 @@ class _Writer:
         arguments = dict(self._argument_names(block))
         program = self._statements(block, block.key, [], block.makes)
         given = {**({} if block.is_function else self._paths(block.key)), **arguments}
-        indent = 4 if block.is_function else 8
-        code = write_program(
-            program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED, indent=indent
-        )
+        code = write_program(program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED)
         body = list(code.body)
         returned = [code.names[value] for value in block.makes]
         match body[-1:]:

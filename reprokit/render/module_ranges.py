@@ -127,7 +127,7 @@ class _Frames:
             if value in self._kept or any(self._uses(reader) for reader in set(readers.get(value, ())) - inside)
         }
         shown = read or {value: index for value, index in last.items() if index == indexes[-1]}
-        return {value: self._found.written.get((index, value)) for value, index in shown.items()}
+        return {value: self._found.written(index, value) for value, index in shown.items()}
 
 
 def recorded_rows(
@@ -187,8 +187,8 @@ def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int,
 
 def _backward(found: Survey, forward: list[tuple[int, FrameRow]]) -> list[tuple[int, FrameRow]]:
     kinds: tuple[tuple[Role, Role, dict[int, Range]], ...] = (
-        ("output", "grad_output", found.gradients),
-        ("input", "grad_input", found.gradients),
+        ("output", "grad_output", found.arrived),
+        ("input", "grad_input", found.arrived),
         ("weight", "grad_weight", found.leaf_gradients),
     )
     return [

@@ -17,7 +17,6 @@ import functools
 import inspect
 import itertools
 import keyword
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from torch import overrides
 from reprokit import torch_private
 from reprokit.program.functions import UnknownFunction, function_named, is_torch_function
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
-from reprokit.program.sites import called_name, parsed, parts, variables
+from reprokit.program.sites import called_name, parts, variables
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import item_name
 
@@ -54,22 +53,20 @@ _PLAIN_PARAMETERS = frozenset((
     "mat", "mat1", "mat2", "vec", "vec2", "batch1", "batch2", "x1", "x2", "exponent", "value", "values",
 ))
 # fmt: on
-# Functions by the noun for their result.
+# Nouns for results of functions whose own name is that of an operator, of a builtin of Python, or none.
 _VERBS = {
     "total": "add sum",
-    "difference": "sub sub_ rsub",
+    "difference": "sub rsub",
     "product": "mul matmul baddbmm bmm mm",
     "ratio": "div truediv rtruediv",
-    "hidden": "linear",
+    "quotient": "floordiv",
     "power": "pow rpow",
     "negative": "neg",
     "mask": "gt lt ge le eq ne",
     "weights": "softmax",
-    "log_weights": "log_softmax",
-    "chosen": "where",
+    "hidden": "linear",
     "part": "getitem select",
     "rows": "index_select embedding",
-    "quotient": "floordiv",
     "view": "get",
     "cast": "to float type_as",
     "largest": "max",
@@ -79,21 +76,10 @@ _VERBS = {
     "every": "all",
     "some": "any",
     "joined": "cat",
-    "copy": "contiguous clone",
-    "expanded": "expand",
-    "flat": "flatten",
-    "filled": "full_like",
+    "chosen": "where",
     "picked": "gather",
     "masked": "masked_fill",
     "index": "nonzero",
-    "ones": "ones_like",
-    "permuted": "permute",
-    "reshaped": "reshape view",
-    "squeezed": "squeeze",
-    "stacked": "stack",
-    "transposed": "transpose t",
-    "unsqueezed": "unsqueeze",
-    "zeros": "zeros_like",
 }  # fmt: skip
 _NOUNS = {verb: noun for noun, verbs in _VERBS.items() for verb in verbs.split()}
 _LOSSES = ("cross_entropy", "binary_cross_entropy", "kl_div", "binary_cross_entropy_with_logits")
@@ -101,43 +87,42 @@ _PART_NOUNS = {"where": "index", "nonzero": "index", "chunk": "chunk", "split": 
 
 
 class Identifiers:
-    """Hands out unique identifiers. Invariant: a value number keeps its name."""
+    """Hands out unique names; those of code stay away from words of Python and torch. A value keeps its name."""
 
-    def __init__(self, reserved: frozenset[str] = frozenset()) -> None:
-        self._taken = set(_RESERVED | reserved)
+    def __init__(self, reserved: frozenset[str] = frozenset(), *, is_code: bool = True) -> None:
+        self._taken = set(_RESERVED | reserved) if is_code else set[str]()
         self._of: dict[int, str] = {}
+        self._holders: dict[str, list[int]] = {}
 
     def __getitem__(self, value: int) -> str:
         return self._of[value]
 
-    def __contains__(self, value: int) -> bool:
-        return value in self._of
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._of)
 
     def as_dict(self) -> dict[int, str]:
         return dict(self._of)
 
-    def give(self, value: int, base: str) -> str:
-        """Name a value after ``base``; its name."""
-        self._of[value] = self.unique(base)
-        return self._of[value]
-
-    def adopt(self, value: int, name: str) -> None:
-        """Let a value go by a name, or a path such as ``self.weight``, that it has already."""
+    def adopt(self, value: int, name: str) -> str:
+        """Let a value go by a name, or a path such as ``self.weight``, that it has already; the name."""
         self._taken.add(name)
         self._of[value] = name
+        self._holders.setdefault(name, []).append(value)
+        return name
 
-    def reuse(self, value: int, base: str, is_done: Callable[[int], bool]) -> str:
-        """Name a value exactly ``base`` if all values that have had this name are done with, else after it."""
-        holders = [other for other, name in self._of.items() if name == base]
-        if holders and all(is_done(other) for other in holders):
-            self._of[value] = base
-            return base
-        return self.give(value, base)
+    def give(self, value: int, base: str, is_done: Callable[[int], bool] = lambda value: False) -> str:
+        """Name a value after ``base``, as no other value is named that is not done with; its name."""
+        return self.adopt(value, self.unique(base, is_done))
 
-    def unique(self, base: str) -> str:
-        """An identifier like ``base`` that nothing has yet."""
+    def unique(self, base: str, is_done: Callable[[int], bool] = lambda value: False) -> str:
+        """An identifier like ``base`` that nothing has, or only values that are done with."""
+
+        def is_free(name: str) -> bool:
+            holders = self._holders.get(name, [])
+            return name not in self._taken or (bool(holders) and all(map(is_done, holders)))
+
         ordinary = _ORDINARY if base == _ORDINARY[0] else ()
-        name = next(name for name in itertools.chain(ordinary, numbered(base)) if name not in self._taken)
+        name = next(filter(is_free, itertools.chain(ordinary, numbered(base))))
         self._taken.add(name)
         return name
 
@@ -187,56 +172,40 @@ def own_name(item: Input) -> str | None:
 
 def identifier(text: str) -> str | None:
     """The last part of a dotted name as an identifier, or ``None`` when nothing readable is left."""
-    last = text.rpartition(".")[2]
-    word = re.sub(r"\W+", "_", last, flags=re.ASCII).strip("_")
-    word = re.sub(r"^[\d_]+", "", word)
-    if not word or word in _RESERVED or re.fullmatch(r"v\d+", word) or (len(word) > 24):
-        return None
+    word = re.sub(r"\W+", "_", text.rpartition(".")[2], flags=re.ASCII).strip("_").lstrip("0123456789_")
     base = re.sub(r"_\d+$", "", word)
-    return None if base.lower() in _ROLE_WORDS or base in _RESERVED else word
-
-
-_NUMBERED = re.compile(r"_\d+$")
+    is_taken = bool({word, base} & _RESERVED) or base.lower() in _ROLE_WORDS or re.fullmatch(r"v\d+", word)
+    return None if not word or is_taken or len(word) > 24 else word
 
 
 def labels(program: Program) -> dict[int, str]:
     """A name in texts for every value: of a result the variable that the user's lines assign it to, or read it from."""
+    states = {item.value for item in program.inputs if item.role in ("parameter", "buffer")}
     last_reads = {value: index for index, call in enumerate(program.calls) for value in call.input_refs()}
-    written = result_words(program)
-    found: dict[int, str] = {}
-    busy: dict[str, float] = {}  # until which call a name is taken
-
-    def give(value: int, base: str, index: float, until: float) -> None:
-        name = next(name for name in numbered(base) if busy.get(name, -math.inf) <= index)
-        found[value], busy[name] = name, until
-
+    known, written = Identifiers(frozenset(), is_code=False), result_words(program)
     for item in program.inputs:
-        is_state = item.role in ("parameter", "buffer")
-        base = item.name if is_state else _NUMBERED.sub("", name_for_input(item, program))
-        give(item.value, base, -1, math.inf if is_state else last_reads.get(item.value, -1))
+        if item.value in states:
+            known.adopt(item.value, item.name)
+        else:
+            word = re.sub(r"_\d+$", "", name_for_input(item, program))
+            known.give(item.value, word, lambda other: other not in states and other not in last_reads)
     for index, call in enumerate(program.calls):
+        attribute = identifier(call.target.removesuffix(".__get__")) if call.name == "__get__" else None
+        done = {value for value in known if last_reads.get(value, -1) <= index} - states
         for value in call.output_refs():
-            if value not in found:
-                noun = name_for_output(call)
-                if call.name == "__get__":
-                    noun = identifier(call.target.removesuffix(".__get__")) or "view"
-                give(value, written.get(value) or noun, index, last_reads.get(value, index))
-    return found
+            if value not in known:
+                known.give(value, written.get(value) or attribute or name_for_output(call), done.__contains__)
+    return known.as_dict()
 
 
 def parameter_taking(call: Call, value: int) -> str | None:
     """The name of the parameter of ``call`` that takes a value, ``x`` for a plain operand, ``None`` if none does."""
-    for name, argument in call.kwargs.items():
+    known = [list(signature_of(call.target)), *([name for name, _ in schema] for schema in schemas_of(call.target))]
+    names = [next((given[place] for given in known if place < len(given)), "x") for place in range(len(call.args))]
+    for name, argument in (*call.kwargs.items(), *zip(names, call.args, strict=True)):
         if any(ref.value == value for ref in iter_refs(argument)):
-            return _readable(name)
-    for position, argument in enumerate(call.args):
-        if any(ref.value == value for ref in iter_refs(argument)):
-            if not isinstance(argument, Ref):
-                return "x"
-            parameters = list(signature_of(call.target))
-            schemas = ([name for name, _ in schema] for schema in schemas_of(call.target))
-            taking = (names[position] for names in (parameters, *schemas) if position < len(names))
-            return _readable(next(taking, "x"))
+            word = identifier(name) if name in call.kwargs or isinstance(argument, Ref) else None
+            return "x" if word is None or {name, word} & _PLAIN_PARAMETERS else word
     return None
 
 
@@ -246,13 +215,9 @@ def name_for_output(call: Call) -> str:
     word = call.name.strip("_")
     if word.endswith("loss") or word in _LOSSES:
         return "loss"
-    if word in _NOUNS:
-        return _NOUNS[word]
-    if call.target.endswith(".__get__"):
-        return "view"
-    if word.startswith("is") or word.startswith("logical"):
+    if word.startswith(("is", "logical")):
         return "mask"
-    return identifier(word) or "out"
+    return _NOUNS.get(word) or identifier(word) or "out"
 
 
 def names_for_parts(call: Call, count: int) -> list[str]:
@@ -295,11 +260,6 @@ def schemas_of(target: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
     )
 
 
-def _readable(parameter: str) -> str:
-    word = identifier(parameter)
-    return "x" if word is None or parameter in _PLAIN_PARAMETERS or word in _PLAIN_PARAMETERS else word
-
-
 _METHOD = "torch.Tensor."
 _OPERATORS: Sequence[tuple[type[ast.operator | ast.cmpop], str, str]] = (  # special method, plain method
     (ast.Add, "add", "add"), (ast.Sub, "sub", "sub"), (ast.Mult, "mul", "mul"), (ast.Div, "truediv", "div"),
@@ -337,13 +297,6 @@ def match_of(call: Call) -> Match | None:
     return next(found, None)
 
 
-def is_inside_another(call: Call) -> bool:
-    """True if the user's line does not have the call itself but something that makes it."""
-    site = call.site
-    is_known = site is not None and site.span is not None and parsed(site.text) is not None
-    return is_known and match_of(call) is None
-
-
 def input_words(program: Program) -> dict[int, str]:
     """The names of inputs, from the first line that has one."""
     inputs = {item.value for item in program.inputs}
@@ -362,23 +315,17 @@ def in_users_words(snapshot: Snapshot) -> Snapshot:
 
 
 def operand_words(calls: Sequence[Call]) -> dict[int, str]:
-    return _read_as(calls, _name)
+    """The names that values have in the lines that read them."""
+    pairs = (pair for call in calls for pair in operand_nodes(call).items())
+    return {value: name for value, node in reversed(list(pairs)) if (name := _name(node)) is not None}
 
 
 def result_words(program: Program) -> dict[int, str]:
     """For results the variables that the user's lines assign them to, or read them from."""
     inputs = {item.value for item in program.inputs}
-    read = _read_as(program.calls, lambda node: node.id if isinstance(node, ast.Name) else None)
+    pairs = [pair for call in program.calls for pair in operand_nodes(call).items()]
+    read = {value: node.id for value, node in reversed(pairs) if isinstance(node, ast.Name)}
     return {value: word for value, word in {**read, **variables(program.calls)}.items() if value not in inputs}
-
-
-def _read_as(calls: Sequence[Call], name_of: Callable[[ast.expr], str | None]) -> dict[int, str]:
-    words: dict[int, str] = {}
-    for value, node in (pair for call in calls for pair in operand_nodes(call).items()):
-        name = name_of(node)
-        if name is not None:
-            words.setdefault(value, name)
-    return words
 
 
 def operand_nodes(call: Call) -> dict[int, ast.expr]:

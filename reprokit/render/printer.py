@@ -36,9 +36,9 @@ from reprokit.program.ir import (
     map_leaves,
 )  # fmt: skip
 from reprokit.render import names, source
-from reprokit.render.literals import Literal, as_given, is_same, literal, number_text
+from reprokit.render.literals import Literal, as_given, literal
 from reprokit.render.names import AUGMENTED, BINARY, REFLECTED, UNARY, Identifiers, match_of, schemas_of, signature_of
-from reprokit.render.source import WIDTH, Leaf, argument, assign, constant, fill, method, path, subscript
+from reprokit.render.source import Leaf, argument, assign, constant, fill, method, path, subscript
 from reprokit.shrink.plainness import seed_of
 
 _METHOD = "torch.Tensor."
@@ -63,7 +63,7 @@ def write_call(call: Call, leaf: Leaf) -> ast.expr | ast.stmt:
             return short
     if call.target in (_PACK, _UNPACK):
         return _of_packed(call, leaf)
-    arguments, keywords = _flags_by_name(call, *_needed_arguments(call))
+    arguments, keywords = _needed_arguments(call)
     args = [argument(value, leaf) for value in arguments]
     kwargs = {name: argument(value, leaf) for name, value in keywords.items()}
     if call.target.startswith(_METHOD) and args and isinstance(call.args[0], Ref):
@@ -154,47 +154,32 @@ def _access(call: Call, leaf: Leaf) -> ast.expr | ast.stmt | None:
 
 
 def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments without those that only repeat a default."""
-    parameters = exact_signature_of(call.target)
-    if not parameters:  # a builtin: of the defaults only ``None`` can be relied on
-        described, empty = signature_of(call.target), inspect.Parameter.empty
-        parameters = {n: p if p.default is None else p.replace(default=empty) for n, p in described.items()}
+    """The arguments without those that only repeat a default; from the first ``True`` or ``False`` on by keyword.
+
+    Of a builtin only the defaults that are ``None`` can be relied on, and the names on which all overloads agree.
+    """
+    exact, empty = exact_signature_of(call.target), inspect.Parameter.empty
+    known = exact or signature_of(call.target)
+    parameters = {n: p if exact or p.default is None else p.replace(default=empty) for n, p in known.items()}
     keywords = {n: v for n, v in call.kwargs.items() if n != "_stacklevel" and not _is_default(v, parameters.get(n))}
     arguments, positional = list(call.args), list(parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
         return arguments, keywords
-    while 0 < len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
-        count = len(arguments) - 1  # `random_(1, None)` is not `random_(1)`: that is another overload
-        if len({tuple(n for n, _ in schema[:count]) for schema in schemas_of(call.target) if len(schema) >= count}) > 1:
-            break
-        arguments.pop()
-    return arguments, keywords
-
-
-def _flags_by_name(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Passes the first ``True`` or ``False``, and all arguments behind it, by keyword."""
-    first = next((place for place, value in enumerate(arguments) if place and isinstance(value, bool)), None)
-    if first is None:
-        return arguments, keywords
-    names = _parameter_names(call, arguments)
-    if names is None or set(names[first:]) & keywords.keys():
-        return arguments, keywords
-    return arguments[:first], {**dict(zip(names[first:], arguments[first:], strict=True)), **keywords}
-
-
-def _parameter_names(call: Call, arguments: list[Any]) -> list[str] | None:
-    """The names of the parameters that take these arguments, if they are known for certain."""
+    if call.name != "random_":  # `random_(1, None)` is not `random_(1)`
+        while 0 < len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
+            arguments.pop()
     count = len(arguments)
-    exact = exact_signature_of(call.target)
-    if exact:
-        plain = [name for name, item in exact.items() if item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        return plain[:count] if len(plain) >= count else None
+    first = next((place for place, value in enumerate(arguments) if place and isinstance(value, bool)), count)
+    plain = [name for name, item in exact.items() if item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     fitting = {
         tuple(name for name, _ in schema[:count])
         for schema in schemas_of(call.target)
         if len(schema) >= count and all(isinstance(v, bool) == t for v, (_, t) in zip(arguments, schema, strict=False))
     }
-    return list(fitting.pop()) if len(fitting) == 1 else None
+    names = {tuple(plain[:count])} if exact and len(plain) >= count else fitting if not exact else set()
+    if len(names) != 1:
+        return arguments, keywords
+    return arguments[:first], {**dict(zip(names.pop()[first:], arguments[first:], strict=True)), **keywords}
 
 
 def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
@@ -211,7 +196,7 @@ def write_step(call: Call, leaf: Leaf, opt: str, tensors: Tensors) -> Iterator[a
     for params, grads, _, _ in zip(*groups, strict=True):
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:
-                yield assign(ast.Attribute(leaf(param), "grad"), _gradient(param, grad, leaf, tensors))
+                yield assign(ast.Attribute(leaf(param), "grad"), leaf(grad))
     defaults = optimizer_defaults(cls)
     unusual = [{n: v for n, v in o.items() if n in defaults and not _is_equal(v, defaults[n])} for o in groups[2]]
     given = [options if _is_accepted(cls, options, tensors) else {} for options in unusual]
@@ -231,20 +216,6 @@ def write_step(call: Call, leaf: Leaf, opt: str, tensors: Tensors) -> Iterator[a
                 held = ast.Subscript(ast.Attribute(optimizer, "state"), leaf(param))
                 yield assign(held, argument(dict(state), leaf))
     yield ast.Expr(method(optimizer, "step"))
-
-
-def _gradient(param: Ref, grad: Ref, leaf: Leaf, tensors: Tensors) -> ast.expr:
-    written = leaf(grad)
-    if isinstance(written, ast.Name) or grad.value not in tensors or param.value not in tensors:
-        return written
-    like, value = as_given(tensors[param.value]), as_given(tensors[grad.value])
-    for function in (torch.zeros_like, torch.ones_like):
-        if is_same(function(like), value):
-            return source.call(f"torch.{function.__name__}", [leaf(param)])
-    first = value.reshape(-1)[0].item() if value.numel() else 0.0
-    if value.is_floating_point() and is_same(torch.full_like(like, first), value):
-        return source.call("torch.full_like", [leaf(param), expression(number_text(first, value.dtype))])
-    return written
 
 
 def _is_equal(value: Any, default: Any) -> bool:
@@ -272,41 +243,6 @@ def _make(cls: str, **options: Any) -> Any:
     return made([torch.zeros(1, 1)], **options)  # a matrix, because some optimizers take nothing else
 
 
-class Reads:
-    """The readers of a program's values; those in ``keep`` are also read from outside, at the end.
-
-    ``uses`` says how often each value is read, repeats within a call included.
-    """
-
-    def __init__(self, program: Program, keep: frozenset[int]) -> None:
-        self._calls, self._keep, self._last = program.calls, keep, dict[int, int]()
-        for index, call in enumerate(program.calls):
-            self._last.update(dict.fromkeys((*call.input_refs(), *call.output_refs()), index))
-        self._last.update({ref.value: len(program.calls) for ref in program.outputs})
-        self.uses = Counter(ref.value for call in program.calls for ref in iter_refs((call.args, call.kwargs)))
-
-    def is_unused(self, value: int) -> bool:
-        return not self.uses[value] and value not in self._keep
-
-    def is_done(self, value: int, index: int) -> bool:
-        """True if nobody asks for a value after call number ``index``."""
-        return value not in self._keep and self._last.get(value, -1) <= index
-
-    def only_reader(self, value: int, index: int) -> Call | None:
-        """The one call that the expression of call number ``index`` can stand in: the next one, or a later one on the
-        same line if all between go into it."""
-        if value in self._keep or self.uses[value] != 1:
-            return None
-        made = self._calls[index]
-        for call in self._calls[index + 1 :]:
-            if value in call.input_refs():
-                return call if _may_hold(call, value) else None
-            is_whole_value = isinstance(call.outputs, Ref) and self.uses[call.outputs.value] == 1
-            if not (is_one_line(made, call) and is_whole_value and _is_pure(made) and _is_pure(call)):
-                return None
-        return None
-
-
 def _may_hold(reader: Call, value: int) -> bool:
     """True if the expression of a value can stand in the call that reads it."""
     if reader.is_differentiation:
@@ -321,11 +257,8 @@ def _may_hold(reader: Call, value: int) -> bool:
 def _is_pure(call: Call) -> bool:
     """True if it makes no difference when the call runs."""
     is_special = call.target in (OPAQUE, ZERO_GRAD) or call.is_differentiation or call.is_optimizer_step
-    if is_special or call.mode.rng is not None:
-        return False
-    return not any(
-        list(iter_refs(list(find(call.target, call.args, call.kwargs)))) for find in (all_written, hidden_writes)
-    )
+    written = (find(call.target, call.args, call.kwargs) for find in (all_written, hidden_writes))
+    return not is_special and call.mode.rng is None and not any(list(iter_refs(list(places))) for places in written)
 
 
 def is_one_line(one: Call, other: Call) -> bool:
@@ -367,12 +300,12 @@ def under_modes(lines: Sequence[Line]) -> Iterator[ast.stmt]:
 
 MAX_INLINE = 48
 _MAX_INLINE_IN_LINE = 64
+_MAX_EXPRESSION = 72  # leaves room for a name and an indent
 MAX_INPUT_LINES = 24
 _MAX_PARTS = 6
 SIDE_FILE = "repro_inputs.pt"
 _LOAD = f'saved = torch.load(Path(__file__).with_name("{SIDE_FILE}"), weights_only=True)'
 _CONVERSIONS = frozenset(["bool", "contiguous", "double", "float", "half", "int", "long", "to", "type", "type_as"])
-_LISTS = {"where": "places", "nonzero": "places", "chunk": "chunks"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,14 +333,13 @@ def write_program(
     nouns: Mapping[int, str] | None = None,
     reserved: Iterable[str] = (),
     aside: Iterable[int] = (),
-    indent: int = 0,
 ) -> Code:
     """The program in Python; ``keep`` lists values that must have a variable at the end.
 
     Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
     expression than their numbers. ``nouns`` are variables that values, and inputs without a name of their own, had in
     the user's code (none if empty); one is used again once the value before is done with. ``reserved`` are names to
-    stay away from, inputs in ``aside`` go to the side file whatever they are. The body will be indented by ``indent``.
+    stay away from, inputs in ``aside`` go to the side file whatever they are.
     """
     # A conversion that returned the very tensor that it was given changes nothing.
     calls = (call for call in program.calls if call.name not in _CONVERSIONS or call.outputs not in call.args[:1])
@@ -416,9 +348,7 @@ def write_program(
     for value, name in (given or {}).items():
         known.adopt(value, name)
     words = {value: word for value, word in {**names.result_words(program), **(nouns or {})}.items() if word}
-    return _Printer(
-        program, tensors, frozenset(keep), known, written or {}, words, frozenset(aside), WIDTH - indent
-    ).print()
+    return _Printer(program, tensors, frozenset(keep), known, written or {}, words, frozenset(aside)).print()
 
 
 @dataclass
@@ -430,37 +360,38 @@ class _Printer:
     written: Mapping[int, Literal]
     nouns: Mapping[int, str]
     aside: frozenset[int]
-    width: int
     side: dict[str, torch.Tensor] = field(default_factory=dict)
     inlined: dict[int, ast.expr] = field(default_factory=dict)
-    waiting: dict[int, tuple[int, Call]] = field(default_factory=dict)  # inlined so far, as long as the line has room
+    origins: dict[int, tuple[int, Call]] = field(default_factory=dict)  # of those of `inlined` that calls make
     lines: list[Line] = field(default_factory=list)
     expressions: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         program = self.program
         self.input_words = names.names_for_inputs(program, {**names.input_words(program), **self.nouns})
-        self.reads = Reads(program, self.keep)
+        self.uses = Counter(ref.value for call in program.calls for ref in iter_refs((call.args, call.kwargs)))
+        self.last: dict[int, int] = {}  # the last call that names a value
+        for index, call in enumerate(program.calls):
+            self.last.update(dict.fromkeys((*call.input_refs(), *call.output_refs()), index))
+        self.last.update({ref.value: len(program.calls) for ref in program.outputs})
         # values that optimizers step and that nothing differentiates are written as parameters
         groups = [call.kwargs["params"] for call in program.calls if call.is_optimizer_step]
         others = {value for call in program.calls if not call.is_optimizer_step for value in call.input_refs()}
         self.plain_params = frozenset(ref.value for ref in iter_refs(groups)) - others
-        places = (all_written(call.target, call.args, call.kwargs) for call in program.calls)
-        self.overwritten = {ref for place in places for ref in iter_refs(place)}
 
     def print(self) -> Code:
-        for item in self.program.inputs:
+        program, returned = self.program, {ref.value for ref in self.program.outputs}
+        for item in program.inputs:
             if item.role == "rng" and seed_of(self.tensors[item.value]) is None:
                 self.side[self.names.give(item.value, "rng")] = self.tensors[item.value].detach().cpu()
-        returned = {ref.value for ref in self.program.outputs}
-        needed = (i for i in self.program.inputs if i.value in returned or not self.reads.is_unused(i.value))
+        needed = [item for item in program.inputs if {item.value} & (returned | self.uses.keys() | self.keep)]
         given = [item for item in needed if item.role != "rng" and item.value not in self.names]
         inputs = [line for item in given if (line := self._input(item)) is not None]
-        for index, call in enumerate(self.program.calls):
-            self._call(index, call)
+        for index, call in enumerate(program.calls):
+            if call.target != OPAQUE:
+                self._call(index, call)
         load = fill(_LOAD) if self.side else []
-        body = tuple(under_modes(self.lines))
-        return Code((*load, *inputs), body, self.names.as_dict(), self.expressions, self.side)
+        return Code((*load, *inputs), tuple(under_modes(self.lines)), self.names.as_dict(), self.expressions, self.side)
 
     # -- inputs --------------------------------------------------------------------------------------------------
 
@@ -473,11 +404,8 @@ class _Printer:
             self.inlined[item.value] = expression(found.text)
             return None
         name = self.names.give(item.value, self.input_words[item.value])
-        if found is not None:
-            line = self._made(item, found, name)
-            if len(source.lines(line)) <= MAX_INPUT_LINES:
-                return line
-        return self._made(item, None, name)
+        line = self._made(item, found, name) if found is not None else None
+        return line if line is not None and len(source.lines(line)) <= MAX_INPUT_LINES else self._made(item, None, name)
 
     def _made(self, item: Input, found: Literal | None, name: str) -> ast.stmt:
         if found is None:
@@ -492,7 +420,7 @@ class _Printer:
     def _is_inlinable_input(self, item: Input, found: Literal) -> bool:
         """True if the input is only a gradient or optimizer state that reads best where it is used."""
         value = item.value
-        if item.requires_grad or value in self.keep or self.reads.uses[value] != 1 or len(found.text) > MAX_INLINE:
+        if item.requires_grad or value in self.keep or self.uses[value] != 1 or len(found.text) > MAX_INLINE:
             return False
         user = next(call for call in self.program.calls if value in call.input_refs())
         return (user.is_differentiation or user.is_optimizer_step) and value not in self.plain_params
@@ -500,62 +428,63 @@ class _Printer:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def _call(self, index: int, call: Call) -> None:
-        if call.target == OPAQUE:
-            return
         mode = needed_mode(call)
         if call.mode.rng is not None:
-            self._seed(call.mode.rng, mode)
+            self.lines.append((self._seed(call.mode.rng), mode))
         if call.is_optimizer_step:
             opt = self.names.unique("opt")
             self.lines += [(line, mode) for line in write_step(call, self._leaf, opt, self.tensors)]
+            for group in zip(call.kwargs["params"], call.kwargs["grads"], strict=True):
+                for param, grad in zip(*group, strict=True):
+                    if grad is not None and grad.value in self.inlined:  # as texts call it
+                        self.names.adopt(grad.value, f"{self.names[param.value]}.grad")
             return
         if call.target == ZERO_GRAD:
             owners = [self._leaf(ref) for ref in iter_refs(call.args)]
+            made = [assign(ast.Attribute(owner, "grad"), constant(None)) for owner in owners]
             if len(owners) > 2:
-                made = fill("for parameter in OWNERS:\n    parameter.grad = None", OWNERS=ast.List(list(owners)))
-            else:
-                made = [assign(ast.Attribute(owner, "grad"), constant(None)) for owner in owners]
+                made = fill("for parameter in OWNERS:\n    parameter.grad = None", OWNERS=ast.List(owners))
             self.lines += [(line, mode) for line in made]
             return
-        written, text = self._written_to_fit(call, mode)
+        written = self._written_to_fit(self._without_unit_gradient(call))
         if is_in_place(call.target):
             for value in call.input_refs()[:1]:
                 self.expressions.pop(value, None)
         elif isinstance(written, ast.expr) and isinstance(call.outputs, Ref):
-            self.expressions[call.outputs.value] = text
-        if isinstance(written, ast.expr) and self._is_inlinable(index, call, text):
+            self.expressions[call.outputs.value] = source.text(written)
+        if isinstance(written, ast.expr) and self._is_inlinable(index, call, written):
             self.inlined[call.output_refs()[0]] = written
-            self.waiting[call.output_refs()[0]] = (index, call)
+            self.origins[call.output_refs()[0]] = index, call
             return
-        for value in call.input_refs():
-            self.waiting.pop(value, None)
-        self._assign(index, call, written, mode)
+        self._assign(index, call, written)
 
-    def _seed(self, rng: Ref, mode: Mode) -> None:
+    def _written_to_fit(self, call: Call) -> ast.expr | ast.stmt:
+        """The call, with what was to be written into it in lines of its own as long as the line is too long."""
+        while True:
+            written = write_call(call, self._leaf)
+            inside = [value for value in call.input_refs() if value in self.inlined and value in self.origins]
+            if not inside or len(source.text(written)) <= _MAX_EXPRESSION:
+                return written
+            longest = max(inside, key=lambda value: len(source.text(self.inlined[value])))
+            self._assign(*self.origins[longest], self.inlined.pop(longest))
+
+    def _assign(self, index: int, call: Call, written: ast.expr | ast.stmt) -> None:
+        target = self._target(index, call) if isinstance(written, ast.expr) else None
+        if isinstance(written, ast.stmt):
+            line = written
+        elif target is None and isinstance(written, ast.Call):
+            line = ast.Expr(written)
+        else:  # an expression that raises, or whose result is nothing, has a target of its own
+            line = assign(target or ast.Name(self.names.unique("out")), written)
+        self.lines.append((line, needed_mode(call)))
+
+    def _seed(self, rng: Ref) -> ast.stmt:
         state = self.tensors[rng.value]
         seed = seed_of(state)
         if seed is not None:
-            made = source.call("torch.manual_seed", [constant(seed)])
-        else:
-            setter = "torch.cuda.set_rng_state" if state.numel() <= 64 else "torch.set_rng_state"
-            made = source.call(setter, [expression(f'saved["{self.names[rng.value]}"]')])
-        self.lines.append((ast.Expr(made), mode))
-
-    def _written_to_fit(self, call: Call, mode: Mode) -> tuple[ast.expr | ast.stmt, str]:
-        """The call, with what was to be written into it in lines of its own as long as the line is too long."""
-        call = self._without_unit_gradient(call)
-        noun = self.nouns.get(call.outputs.value) if isinstance(call.outputs, Ref) else None
-        indent = 4 * (bool(mode.autocast or mode.inference) + (mode.grad == mode.inference))
-        while True:
-            written = write_call(call, self._leaf)
-            text = source.text(written)
-            name = len(noun or names.name_for_output(call)) + len(" = ") if isinstance(written, ast.expr) else 0
-            waiting = [value for value in call.input_refs() if value in self.waiting]
-            if not waiting or name + len(text) + indent <= self.width:
-                return written, text
-            longest = max(waiting, key=lambda value: len(source.text(self.inlined[value])))
-            index, made = self.waiting.pop(longest)
-            self._assign(index, made, self.inlined.pop(longest), mode)
+            return ast.Expr(source.call("torch.manual_seed", [constant(seed)]))
+        setter = "torch.cuda.set_rng_state" if state.numel() <= 64 else "torch.set_rng_state"
+        return ast.Expr(source.call(setter, [expression(f'saved["{self.names[rng.value]}"]')]))
 
     def _without_unit_gradient(self, call: Call) -> Call:
         """``backward`` of a real scalar without the gradient that it starts from by itself."""
@@ -563,38 +492,33 @@ class _Printer:
         if given.target != BACKWARD or len(given.args) != 2 or not isinstance(given.args[1], Ref):
             return call
         gradient = self.tensors.get(given.args[1].value)
-        if gradient is None or gradient.numel() != 1 or gradient.is_complex() or gradient.item() != 1:
-            return call
-        return replace(given, args=given.args[:1])
+        is_one = gradient is not None and gradient.numel() == 1 and not gradient.is_complex() and gradient.item() == 1
+        return replace(given, args=given.args[:1]) if is_one else call
 
     def _leaf(self, value: Any) -> ast.expr:
         if not isinstance(value, Ref):
             raise TypeError(f"a program cannot hold `{type(value).__name__}`")
         return self.inlined[value.value] if value.value in self.inlined else path(self.names[value.value])
 
-    def _is_inlinable(self, index: int, call: Call, text: str) -> bool:
-        """True if only one later call reads the result, so that it can be written there."""
+    def _is_inlinable(self, index: int, call: Call, written: ast.expr) -> bool:
+        """True if only one later call reads the result, so that it can be written there: the next one, or a later one
+        on the same line if all between go into it."""
         if not isinstance(call.outputs, Ref) or is_in_place(call.target) or call.mode.rng is not None:
             return False
         value = call.outputs.value
-        reader = self.reads.only_reader(value, index) if value not in self.names else None
-        if reader is None or needed_mode(call) != needed_mode(reader):
+        if value in self.names or value in self.keep or self.uses[value] != 1:
+            return False
+        for reader in self.program.calls[index + 1 :]:
+            if value in reader.input_refs():
+                break
+            is_whole_value = isinstance(reader.outputs, Ref) and self.uses[reader.outputs.value] == 1
+            if not (is_one_line(call, reader) and is_whole_value and _is_pure(call) and _is_pure(reader)):
+                return False
+        if not _may_hold(reader, value) or needed_mode(call) != needed_mode(reader):
             return False
         if value in self.nouns and not reader.is_differentiation:
             return False
-        return len(text) <= (_MAX_INLINE_IN_LINE if is_one_line(call, reader) else MAX_INLINE)
-
-    def _assign(self, index: int, call: Call, written: ast.expr | ast.stmt, mode: Mode) -> None:
-        target = self._target(index, call)
-        if isinstance(written, ast.stmt):
-            line = written
-        elif target is not None:
-            line = assign(target, written)
-        elif isinstance(written, ast.Call):
-            line = ast.Expr(written)
-        else:  # an expression that raises, or whose result is nothing
-            line = assign(ast.Name(self.names.unique("out")), written)
-        self.lines.append((line, mode))
+        return len(source.text(written)) <= (_MAX_INLINE_IN_LINE if is_one_line(call, reader) else MAX_INLINE)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -603,45 +527,28 @@ class _Printer:
         outputs = call.outputs
         if isinstance(outputs, Ref):
             if outputs.value not in self.names:
-                is_result = outputs.value in self.keep and not self.reads.uses[outputs.value]
+                is_result = outputs.value in self.keep and not self.uses[outputs.value]
                 return self._named(outputs.value, "out" if is_result else names.name_for_output(call), index)
             return None if is_in_place(call.target) else path(self.names[outputs.value])
         if not call.output_refs() or not isinstance(outputs, (list, tuple)):
             return None
-        if call.target == _PACK:
-            return self._as_parts(outputs, "packed", (".data", ".batch_sizes"))
-        nouns = names.names_for_parts(call, len(outputs))
-        if self._is_indexable(outputs, nouns):
-            return self._as_parts(outputs, _LISTS.get(call.name, "parts"), [f"[{n}]" for n in range(len(outputs))])
-        return self._unpacked(outputs, iter(nouns), index)
+        ends = (".data", ".batch_sizes") if call.target == _PACK else [f"[{n}]" for n in range(len(outputs))]
+        if call.target == _PACK or len(outputs) > _MAX_PARTS:
+            name = self.names.unique("packed" if call.target == _PACK else "parts")
+            for ref, end in zip(outputs, ends, strict=True):
+                self.names.adopt(ref.value, f"{name}{end}")
+            return ast.Name(name)
 
-    def _as_parts(self, outputs: Sequence[Ref], noun: str, ends: Sequence[str]) -> ast.expr:
-        name = self.names.unique(noun)
-        for part, end in zip(outputs, ends, strict=True):
-            self.names.adopt(part.value, f"{name}{end}")
-        return ast.Name(name)
-
-    def _is_indexable(self, outputs: Sequence[Any], nouns: Sequence[str]) -> bool:
-        """True if there are too many parts for a name each, and none is written in place."""
-        is_plain = all(isinstance(part, Ref) and part.value not in self.names for part in outputs)
-        is_named = len(set(nouns)) > 1 or any(ref.value in self.nouns for ref in iter_refs(outputs))
-        return (
-            len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not self.overwritten.intersection(outputs)
-        )
-
-    def _unpacked(self, outputs: Sequence[Any], nouns: Iterator[str], index: int) -> ast.expr:
-        def target(part: Any) -> ast.expr:
-            noun = next(nouns, "part")
-            if isinstance(part, (list, tuple)):
-                return self._unpacked(part, iter(()), index)
-            if not isinstance(part, Ref) or self.reads.is_unused(part.value):
+        def part(ref: Any, noun: str) -> ast.expr:
+            if not isinstance(ref, Ref) or not (self.uses[ref.value] or ref.value in self.keep):
                 return ast.Name("_")
-            return path(self.names[part.value]) if part.value in self.names else self._named(part.value, noun, index)
+            return path(self.names[ref.value]) if ref.value in self.names else self._named(ref.value, noun, index)
 
-        return ast.Tuple(list(map(target, outputs)))
+        return ast.Tuple(list(map(part, outputs, names.names_for_parts(call, len(outputs)))))
 
     def _named(self, value: int, noun: str, index: int) -> ast.expr:
         own = names.identifier(self.nouns.get(value, ""))
         if own is None:
             return ast.Name(self.names.give(value, noun))
-        return ast.Name(self.names.reuse(value, own, lambda other: self.reads.is_done(other, index)))
+        is_done = lambda other: other not in self.keep and self.last.get(other, -1) <= index  # noqa: E731
+        return ast.Name(self.names.give(value, own, is_done))

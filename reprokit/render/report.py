@@ -32,11 +32,9 @@ from reprokit.words import counted, number_words, verdict_words
 
 _LOG_RATIO = 100.0  # from which on a scale is logarithmic
 _HUGE = 1e300  # a larger number is drawn here, because its distance to other numbers may overflow
-_WIDTH, _HEIGHT = 360, 150
+_HEIGHT = 150  # of the drawing in the template
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 348, 12, 128  # the drawing area inside the labels
 _HEAT_LEVELS = 8  # classes `heat-1` to `heat-8` of the style sheet; `heat-0` is zero
-
-Point = tuple[float, float | None]
 
 
 class Scale(NamedTuple):
@@ -46,12 +44,6 @@ class Scale(NamedTuple):
     high: float
     is_logarithmic: bool
 
-    @classmethod
-    def over(cls, numbers: Sequence[float]) -> Scale:
-        """A scale for these, logarithmic where they are positive and span two decades."""
-        low, high = min(numbers), max(numbers)
-        return cls(low, high, low > 0 and high / low > _LOG_RATIO)
-
     def fraction(self, value: float) -> float:
         """0 at the low end, 1 at the high end, one half where they are equal."""
         ends = (self.low, self.high, value)
@@ -59,17 +51,29 @@ class Scale(NamedTuple):
         return (here - low) / (high - low) if high > low else 0.5
 
 
-def plot(points: Sequence[Point], label: str, *, mark: float) -> Markup | None:
-    """Numbers over steps as a line; ``mark`` is the step that failed.
+class Chart(NamedTuple):
+    """Numbers over steps as a line, with a mark at the step that failed and a cross for what is not finite.
 
-    A step with a NaN or an infinity is a cross at the upper edge, one with ``None`` a gap. ``None`` when there are not
-    two finite numbers.
+    ``ticks`` are texts with their place and anchor; ``mark`` and ``crosses`` are places on the horizontal axis.
     """
-    finite = [(x, max(-_HUGE, min(y, _HUGE))) for x, y in points if y is not None and math.isfinite(y)]
+
+    title: str
+    last: str
+    line: str
+    ticks: Sequence[tuple[float, float, str, str]]
+    mark: float
+    crosses: list[float]
+
+
+def chart(title: str, points: Sequence[tuple[float, float | None]], mark: float) -> Chart | None:
+    """The chart of numbers by step, of which ``None`` is a gap; ``None`` when there are not two finite numbers."""
+    known = [(x, y) for x, y in points if y is not None]
+    finite = [(x, max(-_HUGE, min(y, _HUGE))) for x, y in known if math.isfinite(y)]
     if len(finite) < 2:
         return None
-    steps = [mark, *(x for x, y in points if y is not None)]
-    across, up = Scale(min(steps), max(steps), False), Scale.over([y for _, y in finite])
+    steps, values = [mark, *(x for x, _ in known)], [y for _, y in finite]
+    low, high = min(values), max(values)
+    across, up = Scale(min(steps), max(steps), False), Scale(low, high, low > 0 and high / low > _LOG_RATIO)
 
     def x_of(step: float) -> float:
         return _LEFT + (_RIGHT - _LEFT) * across.fraction(step)
@@ -77,24 +81,12 @@ def plot(points: Sequence[Point], label: str, *, mark: float) -> Markup | None:
     def y_of(value: float) -> float:
         return _BOTTOM - (_BOTTOM - _TOP) * up.fraction(value)
 
-    marks = [
-        _text(_LEFT - 6, y_of(value) + 3.5, "end", number_words(value, 4)) for value in dict.fromkeys((up.low, up.high))
-    ]
-    marks += [
-        _text(x_of(step), _HEIGHT - 6, "middle", f"{step:,.0f}") for step in dict.fromkeys((across.low, across.high))
-    ]
-    marks.append(f'<line class="failing" x1="{x_of(mark):.1f}" x2="{x_of(mark):.1f}" y1="4" y2="{_BOTTOM}"/>')
+    ticks = [(_LEFT - 6.0, y_of(y) + 3.5, "end", number_words(y, 4)) for y in dict.fromkeys((low, high))]
+    ends = dict.fromkeys((across.low, across.high))
+    ticks += [(x_of(step), _HEIGHT - 6.0, "middle", f"{step:,.0f}") for step in ends]
     line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in finite)
-    marks.append(f'<polyline class="line" points="{line}"/>')
-    marks += [_text(x_of(x), _TOP, "middle", "×", "cross") for x, y in points if y is not None and not math.isfinite(y)]
-    return Markup(
-        f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
-        f"{''.join(marks)}</svg>"
-    )
-
-
-def _text(x: float, y: float, anchor: str, text: str, cls: str = "tick") -> str:
-    return f'<text class="{cls}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+    crosses = [x_of(x) for x, y in known if not math.isfinite(y)]
+    return Chart(title, f"last {number_words(known[-1][1], 4)}", line, ticks, x_of(mark), crosses)
 
 
 class HeatCell(NamedTuple):
@@ -108,19 +100,17 @@ def heat_map(rows: Sequence[LayerSeries], steps: Sequence[int]) -> Iterator[tupl
     """The layers with a cell for every step: the darker the larger on a logarithmic scale, red if not finite."""
     finite = [abs(v) for row in rows for v in row.values if v and math.isfinite(v)]
     scale = Scale(min(finite), max(finite), is_logarithmic=True) if finite else None
+
+    def cell(step: int, value: float | None) -> HeatCell:
+        if value is None:
+            return HeatCell("", "")
+        level = 0
+        if scale is not None and math.isfinite(value) and value:
+            level = 1 + min(int(scale.fraction(abs(value)) * _HEAT_LEVELS), _HEAT_LEVELS - 1)
+        return HeatCell(f"heat-{level}" if math.isfinite(value) else "heat-bad", f"step {step}: {value:.4g}")
+
     for row in rows:
-        named = zip(steps, row.values, strict=True)
-        yield row.module, [HeatCell(_heat_class(v, scale), "" if v is None else f"step {s}: {v:.4g}") for s, v in named]
-
-
-def _heat_class(value: float | None, scale: Scale | None) -> str:
-    if value is None:
-        return ""
-    if not math.isfinite(value):
-        return "heat-bad"
-    if not value or scale is None:
-        return "heat-0"
-    return f"heat-{1 + min(int(scale.fraction(abs(value)) * _HEAT_LEVELS), _HEAT_LEVELS - 1)}"
+        yield row.module, [cell(*pair) for pair in zip(steps, row.values, strict=True)]
 
 
 TEMPLATE = "report.html.j2"
@@ -129,14 +119,6 @@ MAX_OPERANDS = 20
 MAX_LAYERS = 24  # rows of a heat map that fit on a screen
 _CLASSES = {NAN: "bad-nan", PLUS: "bad-plus", MINUS: "bad-minus"}  # of the style sheet
 _SERIES = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("scale", "Loss scale"))
-
-
-class Chart(NamedTuple):
-    """A plot with its heading and its last number."""
-
-    title: str
-    svg: Markup
-    note: str
 
 
 def write_report(facts: Facts) -> str:
@@ -180,7 +162,7 @@ def write_report(facts: Facts) -> str:
         "frames_left_out": frames_left_out,
         "reduction": reduction if reduction is not None and not reduction.no_repro else None,
         "diagnosis": facts.diagnosis,
-        "whatif_programs": findings.programs(tables),
+        "whatif_programs": list(tables.tables or {}),
         "whatif_rows": findings.rows(tables, script.names),
         "environment": [*rows.versions(snapshot.environment), *rows.settings(snapshot.environment)],
         "source": rows.source(snapshot),
@@ -203,12 +185,10 @@ def with_code(text: str) -> Markup:
 
 def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
     for (key, what), (optimizer, numbers) in itertools.product(_SERIES, by_optimizer(snapshot.timeline).items()):
-        name = titled(what, redact_text(optimizer))
         points = [(float(row.step), getattr(row, key)) for row in numbers]
-        svg = plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
-        if svg is not None:
-            last = next(value for _, value in reversed(points) if value is not None)
-            yield Chart(name, svg, f"last {number_words(last, 4)}")
+        found = chart(titled(what, redact_text(optimizer)), points, float(snapshot.step))
+        if found is not None:
+            yield found
 
 
 def sentences(facts: Facts) -> list[str]:

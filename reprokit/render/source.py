@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -30,7 +31,9 @@ _STANDARD = {
 }
 _SKIP = "  # fmt: skip"
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*|\[\d+\])*")
-_TAIL = re.compile(r"(?:\.\w+\([\w, -]*\))?")
+# What stands before the bracket that is opened, and after it: a target, a keyword or a key, and a name; another call.
+_HEAD = re.compile(r"(def |for .+ in |with |return |[^()=]+ \S?= |\w+=|\"\w+\": )?([\w.]+(\[\w+\])?[\w.]*\(|[(\[{])")
+_TAIL = re.compile(r"[)\]}](?:\.\w+\([\w, -]*\))?[:,]?")
 _NUMBERS = re.compile(r"\[[^\[\]\"]{40,}\]")
 _STRING = re.compile(r"(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')")
 # Powers of a name or number and another one have no spaces.
@@ -197,122 +200,87 @@ def script(header: Sequence[str], *parts: Sequence[ast.stmt]) -> str:
     return "\n".join(made) + "\n"
 
 
-def lines(node: ast.stmt, indent: str = "", width: int = WIDTH) -> list[str]:
+def lines(node: ast.stmt | ast.excepthandler, indent: str = "", width: int = WIDTH) -> list[str]:
     """A statement as source, in lines of at most ``width`` where it can be folded."""
     inner = indent + _INDENT
     match node:
-        case ast.ClassDef():
-            bodies = [lines(part, inner, width) for part in node.body]
-            joined = [line for place, body in enumerate(bodies) for line in ([""] * bool(place) + body)]
-            return [f"{indent}class {node.name}({', '.join(map(text, node.bases))}):", *joined]
-        case ast.FunctionDef():
-            given = [ast.Name(item.arg) for item in node.args.args]
-            head = _folded(f"def {node.name}(", [("", name) for name in given], "):", indent, width, is_call=True)
-        case ast.With():
-            head = [f"{indent}with {', '.join(text(item.context_expr) for item in node.items)}:"]
-        case ast.For():
-            head = _expression(f"for {text(node.target)} in ", node.iter, ":", indent, width)
         case ast.Try():
-            caught = node.handlers[0]
-            after = [f"{indent}except {text(caught.type)} as {caught.name}:"] if caught.type is not None else []
-            after += [line for part in caught.body for line in lines(part, inner, width)]
-            return [f"{indent}try:", *(line for part in node.body for line in lines(part, inner, width)), *after]
+            head = [f"{indent}try:"]
+        case ast.ExceptHandler():
+            head = [f"{indent}except {text(node.type) if node.type is not None else ''} as {node.name}:"]
+        case ast.ClassDef() | ast.FunctionDef() | ast.With() | ast.For():
+            alone = mapped(node, lambda part: ast.Pass() if part in node.body else None)
+            head = _laid_out(text(alone).splitlines()[0], indent, width)
         case _:
-            return _simple(node, indent, width)
-    return [*head, *(line for part in node.body for line in lines(part, inner, width))]
+            return _laid_out(text(node), indent, width)
+    bodies = [lines(part, inner, width) for part in node.body]
+    blank = [""] * isinstance(node, ast.ClassDef)
+    body = [line for place, part in enumerate(bodies) for line in (blank * bool(place) + part)]
+    handlers = node.handlers if isinstance(node, ast.Try) else ()
+    return [*head, *body, *(line for handler in handlers for line in lines(handler, indent, width))]
 
 
 class _UnknownShape(ValueError):
     """A piece that is too long and cannot be broken the way ruff would."""
 
 
-def _simple(node: ast.stmt, indent: str, width: int) -> list[str]:
-    whole = text(node)
-    if len(indent) + len(whole) <= width:
-        return [indent + whole]
+def _laid_out(statement: str, indent: str, width: int) -> list[str]:
     try:
-        match node:
-            case ast.Assert(test, ast.expr() as message):
-                return [f"{indent}assert {text(test)}, (", f"{indent}{_INDENT}{text(message)}", f"{indent})"]
-            case ast.Assign(_, value) | ast.AugAssign(_, _, value) | ast.Expr(value):
-                made = _expression(whole.removesuffix(text(value)), value, "", indent, width)
-            case ast.Return(ast.expr() as value):
-                made = _expression("return ", value, "", indent, width)
-            case _:
-                return [indent + whole]
+        made = _folded(statement, indent, width)
     except _UnknownShape:
-        return _filled(indent, whole, width)
-    return _filled(indent, whole, width) if len(made) > _MAX_ROWS and _NUMBERS.search(whole) else made
+        return _filled(statement, indent, width)
+    is_of_numbers = len(made) > _MAX_ROWS and _NUMBERS.search(statement) is not None
+    return _filled(statement, indent, width) if is_of_numbers else made
 
 
-def _expression(prefix: str, node: ast.expr, suffix: str, indent: str, width: int) -> list[str]:
-    whole = f"{indent}{prefix}{text(node)}{suffix}"
-    if len(whole) <= width:
-        return [whole]
-    inside = node  # of `f(x).backward()` the call of `f` is what is folded
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "(" in text(node.func):
-        inside = node.func.value
-    opened, parts, closed = _pieces(inside)
-    tail = text(node)[len(text(inside)) :]
-    if _TAIL.fullmatch(tail) is None or not parts:
-        raise _UnknownShape
-    is_call = isinstance(inside, ast.Call)
-    return _folded(f"{prefix}{opened}", parts, f"{closed}{tail}{suffix}", indent, width, is_call=is_call)
-
-
-def _folded(
-    opened: str, parts: Sequence[tuple[str, ast.expr]], closed: str, indent: str, width: int, *, is_call: bool
-) -> list[str]:
-    """A bracket with its parts: in one line, else in one of their own, else in one each."""
+def _folded(piece: str, indent: str, width: int) -> list[str]:
+    """A statement or a part of one: in one line, else what its bracket holds in one line, else in one line each."""
+    if len(indent) + len(piece) <= width:
+        return [indent + piece]
     inner = indent + _INDENT
-    joined = ", ".join(f"{name}{text(value)}" for name, value in parts)
-    if opened.endswith("(") and not is_call and len(parts) == 1:
-        joined += ","  # else it is no tuple
-    whole = f"{indent}{opened}{joined}{closed}"
-    if len(whole) <= width:
-        return [whole]
-    if is_call and len(inner) + len(joined) <= width:
-        body = [inner + joined]
+    if piece.startswith("assert "):
+        *_, message = _split(piece)
+        return [f"{indent}{piece.removesuffix(message)}(", f"{inner}{message}", f"{indent})"]
+    opened = [(start, end) for start, end, depth in _brackets(piece) if not depth and start < end]
+    for start, end in reversed(opened):
+        if _HEAD.fullmatch(piece[:start]) and _TAIL.fullmatch(piece[end:]):
+            break
     else:
+        raise _UnknownShape
+    body, is_call = piece[start:end], re.search(r"[\w\])]\($", piece[:start]) is not None
+    if is_call and len(inner) + len(body) <= width:
+        rows = [inner + body]
+    else:
+        parts = [part for part in _split(body) if part]
         comma = "" if is_call and len(parts) == 1 else ","
-        body = [line for name, value in parts for line in _expression(name, value, comma, inner, width)]
-    return [f"{indent}{opened}", *body, f"{indent}{closed}"]
+        rows = [row for part in parts for row in _folded(part + comma, inner, width)]
+    return [indent + piece[:start], *rows, indent + piece[end:]]
 
 
-def _pieces(node: ast.expr) -> tuple[str, Sequence[tuple[str, ast.expr]], str]:
-    """What opens a call or display, what is in it, each with its keyword or key, and what closes it."""
-    match node:
-        case ast.Call(function, args, keywords) if "(" not in text(function):
-            parts = [*(("", part) for part in args), *((f"{key.arg}=", key.value) for key in keywords)]
-            return f"{text(function)}(", parts, ")"
-        case ast.List(items):
-            return "[", [("", item) for item in items], "]"
-        case ast.Tuple(items):
-            return "(", [("", item) for item in items], ")"
-        case ast.Dict(keys, values):
-            pairs = zip(keys, values, strict=True)
-            return "{", [(f"{text(key)}: ", value) for key, value in pairs if key is not None], "}"
-    raise _UnknownShape
+def _brackets(text: str) -> Iterator[tuple[int, int, int]]:
+    """Where the contents of every bracket begin and end, and how many brackets it stands in."""
+    opened = list[int]()
+    for position, character in enumerate(_STRING.sub(lambda found: "_" * len(found[0]), text)):
+        if character in "([{":
+            opened.append(position + 1)
+        elif character in ")]}" and opened:
+            yield opened.pop(), position, len(opened)
 
 
-def _filled(indent: str, statement: str, width: int) -> list[str]:
+def _split(text: str) -> list[str]:
+    """The parts between commas that stand in no bracket."""
+    outside = list(_STRING.sub(lambda found: "_" * len(found[0]), text))
+    for start, end, _ in _brackets(text):
+        outside[start:end] = "_" * (end - start)
+    places = [-1, *(place for place, character in enumerate(outside) if character == ","), len(text)]
+    return [text[start + 1 : end].strip() for start, end in itertools.pairwise(places)]
+
+
+def _filled(statement: str, indent: str, width: int) -> list[str]:
     """The largest bracket filled with as many words to a line as fit, out of ruff's reach."""
-    start, end = _largest_bracket(_STRING.sub(lambda found: "_" * len(found[0]), statement))
-    inside = _STRING.sub(lambda found: found[0].replace(" ", "\0"), statement[start:end])
-    inner = indent + _INDENT
+    start, end, _ = max(_brackets(statement), key=lambda found: found[1] - found[0], default=(0, 0, 0))
+    inside, inner = _STRING.sub(lambda found: found[0].replace(" ", "\0"), statement[start:end]), indent + _INDENT
     rows = textwrap.wrap(inside, width, initial_indent=inner, subsequent_indent=inner, break_long_words=False,
                          break_on_hyphens=False)  # fmt: skip
     made = [indent + statement[:start], *rows, indent + statement[end:]] if rows else [indent + statement]
     return [*(line.replace("\0", " ") for line in made[:-1]), made[-1] + _SKIP]
-
-
-def _largest_bracket(text: str) -> tuple[int, int]:
-    def spans() -> Iterator[tuple[int, int]]:
-        opened = list[int]()
-        for position, character in enumerate(text):
-            if character in "([{":
-                opened.append(position + 1)
-            elif character in ")]}" and opened:
-                yield opened.pop(), position
-
-    return max(spans(), key=lambda span: span[1] - span[0], default=(0, 0))

@@ -17,7 +17,7 @@ from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
 from reprokit.render.literals import MAX_LITERALS, is_same, literal
 from reprokit.render.module import ModuleScript, write_module_script
-from reprokit.render.script import Script, require_repro, write_script
+from reprokit.render.script import Script, write_script
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.checks.choice import require_reproducible
 from reprokit.shrink.checks.predicate import missing_cause
@@ -53,25 +53,16 @@ def recorded_inputs(program: Program, tensors: Tensors) -> list[int]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """True if the contents tell nothing: a power of ten, zero, infinity, a number the reducer chose."""
-    if tensor.numel() == 0:
-        return True
-    constant = constant_of(tensor)
-    if constant is not None:
-        return _is_round(constant, tensor.dtype)
-    found = literal(tensor, max_literals=0)
-    return found is not None and found.function in ("arange", "eye")
-
-
-def _is_round(number: float | complex | int | bool, dtype: torch.dtype) -> bool:
-    if isinstance(number, bool):
-        return True
+    number = constant_of(tensor) if tensor.numel() else 0
+    if number is None:
+        found = literal(tensor, max_literals=0)
+        return found is not None and found.function in ("arange", "eye")
     if isinstance(number, complex):
         return number in (0, 1)
-    if number == 0 or not math.isfinite(number):
+    if isinstance(number, bool) or number == 0 or not math.isfinite(number):
         return True
-    if dtype.is_floating_point and abs(number) in ladder(dtype):
-        return True
-    return num_digits(number, dtype) == 1 and f"{abs(number):.0e}".startswith("1")
+    is_chosen = tensor.dtype.is_floating_point and abs(number) in ladder(tensor.dtype)
+    return is_chosen or (num_digits(number, tensor.dtype) == 1 and f"{abs(number):.0e}".startswith("1"))
 
 
 def beyond_limit(program: Program, tensors: Tensors) -> tuple[int, ...]:
@@ -109,7 +100,12 @@ class Opened:
         if self.snapshot is not None:
             return self.snapshot
         assert self.reduction is not None, "a source holds one or the other"
-        raise _missing_snapshot(path, self.reduction)
+        name, folder = _origin_name(self.reduction), path if path.is_dir() else path.parent
+        raise UsageError(
+            f"`{path}` holds a reduction, and the snapshot it came from is not beside it",
+            hint=f"name what `reprokit shrink` was given: --snapshot {name or 'FILE'}",
+            note=f"looked for {f'`{name}` and other ' if name else ''}*.repro.pt in `{folder.resolve().parent}`",
+        )
 
     def private(self, policy: Source, *, no_data: bool) -> Opened:
         """The same with no more of the user's source than the policy allows, and without recorded data."""
@@ -138,47 +134,37 @@ def open_source(path: Path, snapshot: Path | None = None) -> Opened:
     ``snapshot`` is the file that a reduction was made from, where it is not beside it.
     """
     if snapshot is not None:
-        return _with_snapshot(open_source(path), path, snapshot)
-    if os.path.isdir(path):
-        file = path / REDUCTION_FILE
-        if not file.is_file():
-            raise UsageError(f"the folder `{path}` has no `{REDUCTION_FILE}`", hint=hint_for_folder(path))
-        return _open_reduction(file)
+        opened, found = open_source(path), snapshots.load(snapshot)
+        if opened.reduction is None:
+            raise UsageError(f"`{path}` is a snapshot already", hint="leave out --snapshot, which is about a reduction")
+        if not _is_made_from(opened.reduction, found):
+            named = f"; that was `{name}`" if (name := _origin_name(opened.reduction)) else ""
+            hint = f"name what `reprokit shrink` was given{named}"
+            raise UsageError(f"`{path}` was not made from `{snapshot}`", hint=hint)
+        return replace(opened, snapshot=found)
+    file = path / REDUCTION_FILE if os.path.isdir(path) else path
+    if os.path.isdir(path) and not file.is_file():
+        raise UsageError(f"the folder `{path}` has no `{REDUCTION_FILE}`", hint=hint_for_folder(path))
     try:
-        found = snapshots.load(path)
+        found = snapshots.load(file)
     except NotASnapshot as error:
         try:
-            return _open_reduction(path)
+            reduction = reductions.load(file)
         except NotASnapshot:
-            if (path.parent / REDUCTION_FILE).is_file():
-                error.hint = f"give the folder that it is in: {path.parent}"
+            if (file.parent / REDUCTION_FILE).is_file():
+                error.hint = f"give the folder that it is in: {file.parent}"
             raise error from None
+        return Opened(reduction, _snapshot_beside(file.parent, reduction))
     require_reproducible(found)
     if not found.program.calls:
         raise SnapshotError(f"`{path}` holds no program that could be run", hint=f"`reprokit show {path}` says why")
     return Opened(None, found)
 
 
-def _with_snapshot(opened: Opened, path: Path, file: Path) -> Opened:
-    """The source with the snapshot in ``file``, which has to be the one that the reduction was made from."""
-    if opened.reduction is None:
-        raise UsageError(f"`{path}` is a snapshot already", hint="leave out --snapshot, which is about a reduction")
-    found = snapshots.load(file)
-    if not _is_made_from(opened.reduction, found):
-        named = f"; that was `{name}`" if (name := _origin_name(opened.reduction)) else ""
-        raise UsageError(f"`{path}` was not made from `{file}`", hint=f"name what `reprokit shrink` was given{named}")
-    return replace(opened, snapshot=found)
-
-
-def _open_reduction(file: Path) -> Opened:
-    reduction = reductions.load(file)
-    return Opened(reduction, _snapshot_beside(file.parent, reduction))
-
-
 def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:
     """The snapshot that a reduction was made from: in the folder around, by its name or as another of that kind."""
     around = folder.resolve().parent
-    named = (around / name for name in _likely_names(folder, reduction))
+    named = [around / name for name in (_origin_name(reduction), f"{folder.resolve().name}.pt") if name]
     for file in dict.fromkeys([*named, *sorted(around.glob("*.repro.pt"))[:MAX_LOOKED_AT]]):
         try:
             found = snapshots.load(file) if os.path.isfile(file) else None  # a name from a file may be no name
@@ -193,32 +179,8 @@ def _is_made_from(reduction: Reduction, snapshot: Snapshot) -> bool:
     return reduction.origin.snapshot in (None, fingerprint(snapshot))
 
 
-def _likely_names(folder: Path, reduction: Reduction) -> list[str]:
-    name = folder.resolve().name
-    origin = _origin_name(reduction)
-    return list(dict.fromkeys([*([origin] if origin else []), f"{name}.repro.pt", f"{name}.pt"]))
-
-
 def _origin_name(reduction: Reduction) -> str:
     return Path(reduction.origin.file or "").name
-
-
-def _missing_snapshot(path: Path, reduction: Reduction) -> UsageError:
-    """The error for a reduction whose snapshot is needed and was not found: what was looked for, and what to give."""
-    folder = path if path.is_dir() else path.parent
-    names = ", ".join(f"`{name}`" for name in _likely_names(folder, reduction))
-    return UsageError(
-        f"`{path}` holds a reduction, and the snapshot it came from is not beside it",
-        hint=f"name what `reprokit shrink` was given: --snapshot {_origin_name(reduction) or 'FILE'}",
-        note=f"looked for {names} and other *.repro.pt in `{folder.resolve().parent}`",
-    )
-
-
-def script_of(path: Path) -> Script:
-    """The repro of the reduction or snapshot at ``path``; raises `UsageError` where there is none."""
-    script = open_source(path).script()
-    require_repro(script)
-    return script
 
 
 def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Script:

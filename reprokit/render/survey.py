@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +27,9 @@ from reprokit.locate.ranges import Range, ends_of, measure, range_text
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
 from reprokit.program.dataflow import calls_after, needed_calls
-from reprokit.program.interpreter import determinism, run
-from reprokit.program.ir import OPAQUE, Call, Program, Ref
+from reprokit.program.interpreter import determinism
+from reprokit.program.ir import OPAQUE, Call, Ref
+from reprokit.program.observe import Trace
 from reprokit.render.names import labels
 from reprokit.render.printer import call_text
 from reprokit.shrink.exact import written_by as written_values
@@ -130,47 +132,92 @@ def _grid(mask: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Survey:
-    """Ranges and places measured in one run.
+class Survey(Trace[Range]):
+    """A trace of ranges, and the places where the bad tensor is bad.
 
-    ``written`` holds the range of a value after a call, by (index, value); ``inputs`` the range of what the program was
-    given, when it was first read; ``gradients`` what the backward passes sent to a value, ``leaf_gradients`` what the
-    step left in ``.grad`` of a leaf, or what its optimizer was given. ``operands`` is what the
-    origin read, ``optimizer`` what an optimizer's step had for the parameter it ruined. ``positions`` is about the bad
-    tensor. ``writers`` and ``readers`` list for every value the calls that write and read it, in order. ``error`` ended
-    the run before its time.
+    ``inputs`` holds the range of what the program was given, when it was first read; ``leaf_gradients`` what the step
+    left in ``.grad`` of a leaf, or what its optimizer was given. ``operands`` is what the origin read, ``optimizer``
+    what an optimizer's step had for the parameter it ruined. ``name`` is that of the bad tensor, ``positions`` are
+    about it. ``readers`` lists for every value the calls that read it. ``error`` ended the run before its time.
     """
 
-    program: Program
-    failure: Failure
-    name: str = ""
-    written: dict[tuple[int, int], Range] = field(default_factory=dict)
+    failure: Failure = field(kw_only=True)
+    name: str = field(default="", kw_only=True)
     inputs: dict[int, Range] = field(default_factory=dict)
-    gradients: dict[int, Range] = field(default_factory=dict)
     leaf_gradients: dict[int, Range] = field(default_factory=dict)
     operands: dict[int, Range] = field(default_factory=dict)
     optimizer: dict[str, Range] = field(default_factory=dict)
     positions: Positions | None = None
-    writers: dict[int, list[int]] = field(default_factory=dict)
     readers: dict[int, list[int]] = field(default_factory=dict)
     error: Exception | None = None
 
     def __post_init__(self) -> None:
+        self._given = {item.value for item in self.program.inputs if item.role != "rng"}
+        self._states = {item.value for item in self.program.inputs if item.role == "rng"}
         for index, call in enumerate(self.program.calls):
-            if call.target != OPAQUE:
-                for value in call.input_refs():
-                    self.readers.setdefault(value, []).append(index)
-                for value in written_by(call, self.failure):
-                    self.writers.setdefault(value, []).append(index)
-
-    def writer(self, value: int, before: int) -> int | None:
-        """The last call before number ``before`` that wrote this value."""
-        return next((index for index in reversed(self.writers.get(value, [])) if index < before), None)
+            for value in call.input_refs() if call.target != OPAQUE else ():
+                self.readers.setdefault(value, []).append(index)
 
     def range_of(self, value: int, before: int) -> Range | None:
         """The range of a value when call number ``before`` reads it."""
         index = self.writer(value, before)
-        return self.written.get((index, value)) if index is not None else self.inputs.get(value)
+        return self.written(index, value) if index is not None else self.inputs.get(value)
+
+    def written(self, index: int, value: int) -> Range | None:
+        """The range of a value after call number ``index``."""
+        return self.writes.get(index, {}).get(value)
+
+    @property
+    def arrived(self) -> dict[int, Range]:
+        """What the backward passes sent to a value: the first gradient that is bad, else the last."""
+        return {
+            value: next((found for found in seen if found.is_bad), seen[-1])
+            for (_, value), seen in self.gradients.items()
+        }
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Measure what the call reads; wait for the gradients of inputs."""
+        super().before(index, call, values)
+        for value, known in self.reads[index].items():
+            if value in self._given and value not in self.inputs:
+                self.inputs[value] = known
+                if values[value].requires_grad:
+                    self._wait_for_gradients(-1, value, values[value])
+        failure = self.failure
+        if call.is_optimizer_step:
+            self._note_optimizer(index, call, values)
+        if index != failure.call_index or call.is_optimizer_step:
+            return
+        self.operands = {value: known for value, known in self.reads[index].items() if value not in self._states}
+        if any(point.test == "at_most" for point in DOMAINS.get(short_name(call), Domain(())).points):
+            for value, known in self.operands.items():  # their signs may be the cause, such as of a logarithm
+                writer = self.writer(value, index)
+                held = self.inputs if writer is None else self.writes[writer]
+                held[value] = self.operands[value] = replace(known, ends=ends_of(values[value]))
+        bad = values.get(failure.value) if failure.value is not None else None
+        if failure.is_derivative and bad is not None and bad.requires_grad:
+            bad.register_hook(self._note_positions)  # type: ignore[no-untyped-call]
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        super().after(index, call, values)
+        bad = values.get(self.failure.value) if self.failure.value is not None else None
+        if index == self.failure.call_index and not self.failure.is_derivative and bad is not None:
+            self._note_positions(bad)
+
+    def _note_positions(self, tensor: torch.Tensor) -> None:
+        self.positions = self.positions or positions_of(tensor, self.name)
+
+    def _note_optimizer(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        groups, read = (call.kwargs["params"], call.kwargs["grads"], call.kwargs["state"]), self.reads[index]
+        for param, grad, state in (row for group in zip(*groups, strict=True) for row in zip(*group, strict=True)):
+            gradient = values[grad.value] if isinstance(grad, Ref) else values[param.value].grad
+            given = self.measure(gradient) if gradient is not None else None
+            if given is not None:
+                self.leaf_gradients[param.value] = given
+            if (index, param.value) == (self.failure.call_index, self.failure.value):
+                parts = {name: read.get(part.value) for name, part in state.items() if isinstance(part, Ref)}
+                named = {"parameter": read.get(param.value), "gradient": given, **parts}
+                self.optimizer = {name: seen for name, seen in named.items() if seen is not None}
 
 
 def survey(
@@ -182,24 +229,18 @@ def survey(
     only these run, with what they depend on, and means and deviations are left out. ``histograms``: measure these too.
     """
     only = needed_calls(snapshot.program.calls, {*shown, *ends(snapshot)}) if shown is not None else None
-    found = Survey(snapshot.program, snapshot.failure, name)
     range_of = partial(measure, moments=shown is None, histogram=histograms)
+    found = Survey(snapshot.program, range_of, gradients_of=range_of, failure=snapshot.failure, name=name)
     with determinism(snapshot.settings), warnings.catch_warnings(action="ignore"):
         try:
-            outcome = run(
-                snapshot.program,
-                snapshot.tensors,
-                observer=_Watch(found, range_of, has_leaves=shown is None),
-                keep=frozenset(),
-                only=only,
-            )
+            outcome = found.run(snapshot.tensors, only=only)
         except Exception as error:  # what else is known is worth showing whatever this machine lacks
             found.error = error
         else:
             found.error = outcome.error if outcome.error_call != snapshot.failure.call_index else None
-            if shown is None:
-                for value in outcome.gradients.keys() - found.leaf_gradients.keys():
-                    found.leaf_gradients[value] = range_of(outcome.gradients[value])
+    if shown is None:
+        left = {value: range_of(gradient) for value, gradient in found.outcome.gradients.items()}
+        found.leaf_gradients = left | found.leaf_gradients
     return found
 
 
@@ -212,84 +253,6 @@ def ends(snapshot: Snapshot) -> set[int]:
     return {failure.call_index, *(index for index in after if calls[index].is_differentiation)}
 
 
-class _Watch:
-    def __init__(self, found: Survey, range_of: Callable[[torch.Tensor], Range], *, has_leaves: bool) -> None:
-        self._found = found
-        self._has_leaves = has_leaves
-        self._measure = range_of
-        self._inputs = {item.value for item in found.program.inputs if item.role != "rng"}
-        self._states = {item.value for item in found.program.inputs if item.role == "rng"}
-        self._hooked: set[int] = set()
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Measure inputs when they are first read, and what the origin reads."""
-        found = self._found
-        for value in call.input_refs():
-            if value in values and value in self._inputs and value not in found.inputs:
-                found.inputs[value] = self._measure(values[value])
-                self._hook(value, values[value])
-        if call.is_optimizer_step and self._has_leaves:
-            found.leaf_gradients |= {v: self._measure(gradient) for v, gradient in _given_to(call, values)}
-        if index != found.failure.call_index:
-            return
-        if call.is_optimizer_step:
-            found.optimizer = _of_parameter(call, found.failure.value, values)
-        else:
-            given = (value for value in call.input_refs() if value in values and value not in self._states)
-            found.operands = {value: self._measure(values[value]) for value in given}
-            if any(point.test == "at_most" for point in DOMAINS.get(short_name(call), Domain(())).points):
-                self._add_ends(index, values)
-
-    def _add_ends(self, index: int, values: Mapping[int, torch.Tensor]) -> None:
-        """Measure the signs of what the origin reads, where they may be the cause, such as of a logarithm."""
-        found = self._found
-        for value, operand in found.operands.items():
-            known = found.operands[value] = replace(operand, ends=ends_of(values[value]))
-            writer = found.writer(value, index)
-            if writer is not None:
-                found.written[writer, value] = known
-            else:
-                found.inputs[value] = known
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        found = self._found
-        for value in written_by(call, found.failure):
-            if value in values:
-                found.written[index, value] = self._measure(values[value])
-                self._hook(value, values[value])
-        failure = found.failure
-        bad = values.get(failure.value) if failure.value is not None else None
-        if index == failure.call_index and not failure.is_derivative and bad is not None:
-            found.positions = positions_of(bad, found.name)
-
-    def _hook(self, value: int, tensor: torch.Tensor) -> None:
-        if tensor.requires_grad and value not in self._hooked:
-            self._hooked.add(value)
-            tensor.register_hook(self._recorder(value))  # type: ignore[no-untyped-call]
-
-    def _recorder(self, value: int) -> Callable[[torch.Tensor], None]:
-        found, measured = self._found, self._measure
-
-        def record(gradient: torch.Tensor) -> None:
-            known = found.gradients.get(value)
-            if known is not None and known.is_bad:
-                return
-            found.gradients[value] = measured(gradient)
-            if found.failure.is_derivative and value == found.failure.value and found.positions is None:
-                found.positions = positions_of(gradient, found.name)
-
-        return record
-
-
-def _given_to(call: Call, values: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """The parameters of an optimizer's step, and the gradients that it is given."""
-    for params, grads in zip(call.kwargs["params"], call.kwargs["grads"], strict=True):
-        for ref, grad in zip(params, grads, strict=True):
-            gradient = values[grad.value] if isinstance(grad, Ref) else values[ref.value].grad
-            if gradient is not None:
-                yield ref.value, gradient
-
-
 def written_by(call: Call, failure: Failure) -> tuple[int, ...]:
     """The values that a call writes, of an optimizer's parameters only the one that it ruined."""
     if call.is_optimizer_step:
@@ -297,27 +260,12 @@ def written_by(call: Call, failure: Failure) -> tuple[int, ...]:
     return written_values(call)
 
 
-def _of_parameter(call: Call, parameter: int | None, values: Mapping[int, torch.Tensor]) -> dict[str, Range]:
-    kwargs = call.kwargs
-    for params, grads, states in zip(kwargs["params"], kwargs["grads"], kwargs["state"], strict=True):
-        for ref, grad, state in zip(params, grads, states, strict=True):
-            if ref.value != parameter:
-                continue
-            held = values[ref.value]
-            given = values[grad.value] if isinstance(grad, Ref) else held.grad
-            named = {"parameter": held, "gradient": given}
-            named.update({name: values[part.value] for name, part in state.items() if isinstance(part, Ref)})
-            return {name: measure(tensor) for name, tensor in named.items() if tensor is not None}
-    return {}
-
-
 MAX_BEFORE = 16
 WORTH_LEAVING = 2  # so few take hardly more room than the line that says they are missing
 MAX_CALL = 160
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """One stop of a way: a call or an input, with the range of what it gave; ``None`` where the run did not get."""
 
     text: str
@@ -328,13 +276,12 @@ class Stop:
     is_origin: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """Stops in the order in which they happened; ``num_left_out`` are missing after the first one."""
 
     title: str
     about: str
-    stops: tuple[Stop, ...]
+    stops: Sequence[Stop]
     num_left_out: int = 0
 
 
@@ -356,7 +303,7 @@ def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
     stops = [_stop(found, index, names, is_origin=index == failure.call_index) for index in path]
     kept, left_out = _shortened([*first, *stops])
     about = "From the inputs of the step to the origin, going back from each call by its least ordinary operand."
-    return Way("The values", about, tuple(kept), left_out)
+    return Way("The values", about, kept, left_out)
 
 
 def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
@@ -365,17 +312,17 @@ def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
         return None
     path = _path_of_gradient(found, failure.call_index)
     stops = [
-        _placed(Stop(f"gradient of {names[value]}", found.gradients[value]), found.program.calls[index])
+        _placed(Stop(f"gradient of {names[value]}", found.arrived[value]), found.program.calls[index])
         for index, value in reversed(path)
     ]
     if failure.value is not None:
         last = _stop(found, failure.call_index, names, is_origin=True)
         node = f"{failure.backward_node}: " if failure.backward_node else ""
         text = f"{node}gradient of {names.get(failure.value, 'its input')}"
-        stops.append(replace(last, text=text, range=found.gradients.get(failure.value)))
+        stops.append(last._replace(text=text, range=found.arrived.get(failure.value)))
     kept, left_out = _shortened(stops)
     about = "From the loss back to the call whose derivative is the origin."
-    return Way("The gradient", about, tuple(kept), left_out)
+    return Way("The gradient", about, kept, left_out)
 
 
 def _of_optimizer(found: Survey, names: Mapping[int, str]) -> Way | None:
@@ -386,7 +333,7 @@ def _of_optimizer(found: Survey, names: Mapping[int, str]) -> Way | None:
     words = {"parameter": f"{name} before the step", "gradient": f"gradient of {name}"}
     stops = [Stop(words.get(part, f"{part} of {name}"), known) for part, known in found.optimizer.items()]
     after = _stop(found, failure.call_index, names, is_origin=True)
-    after = replace(after, text=f"{name} after the step", range=found.written.get((failure.call_index, failure.value)))
+    after = after._replace(text=f"{name} after the step", range=found.written(failure.call_index, failure.value))
     about = "What the step was given for this parameter, and what it made of it."
     return Way("The optimizer step", about, (*stops, after))
 
@@ -428,10 +375,10 @@ def _path_of_gradient(found: Survey, origin: int) -> list[tuple[int, int]]:
     path: list[tuple[int, int]] = []
     index: int | None = origin
     while index is not None:
-        given = [value for value in found.program.calls[index].output_refs() if value in found.gradients]
+        given = [value for value in found.program.calls[index].output_refs() if value in found.arrived]
         if not given:
             break
-        value = max(given, key=lambda value: _oddness(found.gradients[value]))
+        value = max(given, key=lambda value: _oddness(found.arrived[value]))
         path.append((index, value))
         index = _next_reader(found, value, index)
     return path
@@ -442,7 +389,7 @@ def _next_reader(found: Survey, value: int, after: int) -> int | None:
     readers = []
     for index in found.readers.get(value, ()):
         outputs = found.program.calls[index].output_refs()
-        given = [_oddness(found.gradients[output]) for output in outputs if output in found.gradients]
+        given = [_oddness(found.arrived[output]) for output in outputs if output in found.arrived]
         if index > after and value not in outputs and given:
             readers.append((index, max(given)))
     return max(readers, key=lambda pair: pair[1])[0] if readers else None
@@ -450,15 +397,13 @@ def _next_reader(found: Survey, value: int, after: int) -> int | None:
 
 def _shortened(stops: list[Stop]) -> tuple[list[Stop], int]:
     """The first stop and those nearest to the origin, which is the last, and how many are left out between them."""
-    if len(stops) <= MAX_BEFORE + WORTH_LEAVING:
-        return stops, 0
-    left_out = len(stops) - MAX_BEFORE
-    return [stops[0], *stops[1 + left_out :]], left_out
+    left_out = len(stops) - MAX_BEFORE if len(stops) > MAX_BEFORE + WORTH_LEAVING else 0
+    return [*stops[:1], *stops[1 + left_out :]], left_out
 
 
 def _stop(found: Survey, index: int, names: Mapping[int, str], *, is_origin: bool = False) -> Stop:
     call = found.program.calls[index]
-    made = [seen for value in written_by(call, found.failure) if (seen := found.written.get((index, value)))]
+    made = [seen for value in written_by(call, found.failure) if (seen := found.written(index, value))]
     worst = max(made, key=_oddness, default=None)
     text = call_text(call, names)
     if len(text) > MAX_CALL:  # such as a call with hundreds of operands
@@ -468,16 +413,16 @@ def _stop(found: Survey, index: int, names: Mapping[int, str], *, is_origin: boo
 
 def _placed(stop: Stop, call: Call) -> Stop:
     site = call.site
-    place = site.place if site is not None else ""
-    return replace(stop, module=label_of(call) or "", place=place, code=site.code.strip() if site is not None else "")
+    if site is not None:
+        stop = stop._replace(place=site.place, code=site.code.strip())
+    return stop._replace(module=label_of(call) or "")
 
 
 LINES_AROUND = 3
 CALLS_BEFORE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLine:
+class SourceLine(NamedTuple):
     """A line of the user's source that the snapshot holds."""
 
     number: int
@@ -485,8 +430,7 @@ class SourceLine:
     is_origin: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ShownCall:
+class ShownCall(NamedTuple):
     """A call with the range of what it returned, or an operand of the origin with its range."""
 
     text: str
@@ -530,9 +474,9 @@ def steps(snapshot: Snapshot) -> list[ShownCall]:
     inside = {value for values in written.values() for value in values}
     rows = [ShownCall(names[value], range_text(seen)) for value, seen in found.operands.items() if value not in inside]
     for index, values in written.items():
-        ranges = "; ".join(range_text(found.written.get((index, value))) for value in values)
+        ranges = "; ".join(range_text(found.written(index, value)) for value in values)
         rows.append(ShownCall(call_text(program.calls[index], names), ranges, index == failure.call_index))
-    if failure.is_derivative and failure.value in found.gradients:
-        gradient = range_text(found.gradients[failure.value])
+    if failure.is_derivative and failure.value in found.arrived:
+        gradient = range_text(found.arrived[failure.value])
         rows.append(ShownCall(f"gradient of {names[failure.value]}", gradient, is_origin=True))
     return rows

@@ -50,6 +50,7 @@ def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
         autoescape=jinja2.select_autoescape(("html", "html.j2")),
     )
     environment.filters["redact"] = redact_text
+    environment.filters["prose"] = wording.prose
     environment.filters["in_comment"] = lambda text: visible_line(str(text)).replace("--", "- -").replace(">", "\u203a")
     return environment
 

@@ -39,7 +39,6 @@ from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
 from reprokit.render.wording import headline
 from reprokit.rules.match import with_rule
-from reprokit.shrink.context.tree import Context
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, replaced, write_text
 from reprokit.snapshot.format import Snapshot
@@ -76,7 +75,13 @@ def render_all(
             processes = stack.enter_context(CleanProcesses([check] if check is not None else []))
         script = begin(reduction, snapshot, out_dir, processes, times, source=source, no_data=no_data, check=check)
         reduction = without_data(reduction) if no_data else reduction
-        piece = _begun(reduction, snapshot, processes, times) if not fast else ""
+        piece: ModuleScript | str = ""
+        try:
+            piece = piece_of(reduction, snapshot) if not fast else ""
+        except Exception as error:
+            piece = f"{type(error).__name__}: {error}"
+        if not isinstance(piece, str):
+            processes.begin(piece, times)
         try:
             result = _verified(script, times, processes)
         except (ReprokitError, OSError) as error:
@@ -85,19 +90,16 @@ def render_all(
         path = script.write(out_dir) if not script.reason else None
         reduction.save(out_dir / REDUCTION_FILE)
         found = verified_piece(piece, times, processes)
-        context = write_piece(found, reduction, out_dir) if not isinstance(found, str) else None
-    reason = found if isinstance(found, str) else ""
+    context = write_piece(found, reduction, out_dir) if not isinstance(found, str) else None
+    beside, reason = ("", found) if isinstance(found, str) else (found[0].text, "")
     if reason:
         on_reason(reason)
     snapshot, reduction = private(snapshot, source), without_source(reduction, source)
     facts = Facts(snapshot, script, result, reduction)
     texts = {SUMMARY_FILE: write_summary(facts, reason)}
     if not fast:
-        beside = found[0].text if not isinstance(found, str) else ""
-        texts |= {
-            ISSUE_FILE: make_issue(facts, context=beside, no_module=reason).text,
-            REPORT_FILE: write_report(facts),
-        }
+        issue = make_issue(facts, context=beside, no_module=reason)
+        texts |= {ISSUE_FILE: issue.text, REPORT_FILE: write_report(facts)}
         texts |= {TEST_FILE: write_test(reduction)} if not script.reason else {}
     for name, text in texts.items():
         write_text(out_dir / name, text)
@@ -155,11 +157,15 @@ def begin(
 
 def piece_of(reduction: Reduction, snapshot: Snapshot | None) -> ModuleScript | str:
     """The context as a script that shows the failure of the minimum, or the reason why there is none."""
-    if reduction.context is None:
+    context = reduction.context
+    if context is None:
         return "no part of the model was found that fails by itself" if reduction.failure.kind in ("nan", "inf") else ""
     if is_minimum_again(reduction):
         return "it would be `repro.py` again"
-    if not _is_same_failure(reduction, reduction.context):
+    # By the same rule as the minimum: the spread of nothing is not that of one element.
+    is_there = (context.failure.call_index or 0) < len(context.program.calls)  # a file may name a call that is not
+    rule, shown = reduction.failure.rule, (context, reduction)
+    if not is_there or len({with_rule(item.failure, Step.of(item), rule).key() for item in shown}) > 1:
         return "the part of the model that was found fails in another way than `repro.py`"
     script = context_script(reduction, snapshot)
     if script is None:
@@ -167,24 +173,6 @@ def piece_of(reduction: Reduction, snapshot: Snapshot | None) -> ModuleScript | 
     if script.num_lines > MAX_LINES:
         return f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit"
     return script
-
-
-def _is_same_failure(reduction: Reduction, context: Context) -> bool:
-    """True if the context fails by the same rule as the minimum: the spread of nothing is not that of one element."""
-    if (context.failure.call_index or 0) >= len(context.program.calls):
-        return False  # the file names a call that is not there
-    keys = [with_rule(item.failure, Step.of(item), reduction.failure.rule).key() for item in (context, reduction)]
-    return keys[0] == keys[1]
-
-
-def _begun(reduction: Reduction, snapshot: Snapshot, processes: CleanProcesses, times: int) -> ModuleScript | str:
-    try:
-        piece = piece_of(reduction, snapshot)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    if not isinstance(piece, str):
-        processes.begin(piece, times)
-    return piece
 
 
 def verified_piece(
@@ -230,16 +218,24 @@ def render_one(
     script = opened.script()
     if kind in ("repro", "test"):
         require_repro(script)
+    if kind == "repro" and out is not None and out.is_dir():
+        return script.write(out)
     if kind == "repro":
-        return _write_repro(script, source, out)
-    if kind == "test":
+        if script.side:
+            hint = "name an existing folder with -o, to write both there"
+            raise UsageError(f"the repro of `{source}` needs a file of tensors beside it", hint=hint)
+        text = script.text
+    elif kind == "test":
         text = write_test(opened.reduction or opened.whole(source))
     elif kind == "issue":
         text = _issue(opened, source, script).issue.text
     else:
         facts = _facts(opened, source, script)
         text = write_report(facts) if kind == "report" else write_summary(facts)
-    return _written(text, out)
+    if out is None:
+        return text
+    write_text(out, text)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,24 +284,6 @@ def write_test(subject: Reduction | Snapshot) -> str:
     text = render_template("test_repro.py.j2", headline=said, repro=REPRO_FILE, name=name)
     require_test(text)
     return text
-
-
-def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:
-    if out is not None and out.is_dir():
-        return script.write(out)
-    if script.side:
-        raise UsageError(
-            f"the repro of `{source}` needs a file of tensors beside it",
-            hint="name an existing folder with -o, to write both there",
-        )
-    return _written(script.text, out)
-
-
-def _written(text: str, out: Path | None) -> Path | str:
-    if out is None:
-        return text
-    write_text(out, text)
-    return out
 
 
 def _verified(

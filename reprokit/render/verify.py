@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from reprokit.errors import ReprokitError, UsageError
+from reprokit.errors import UsageError
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, require_file
 
 if TYPE_CHECKING:
@@ -33,21 +33,11 @@ if TYPE_CHECKING:
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0
-NUM_FRESH = 1  # runs that are new interpreters
 SHOWS_BUG = 1  # the exit code of a repro while the failure is there
 _PASSED_ON = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 )  # fmt: skip
-_ISOLATED = ("-I", "-X", "utf8")
-_RUN_ALONE = """
-import runpy, sys
-sys.modules["reprokit"] = None
-folder, script = sys.argv[1:]
-sys.path.append(folder)
-sys.argv = [script]
-runpy.run_path(script, run_name="__main__")
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +124,7 @@ class CleanProcesses:
         """Start the server, where the system can fork."""
         if self._server is None and hasattr(os, "fork"):
             self._server = subprocess.Popen(
-                [sys.executable, *_ISOLATED, str(CLEAN_RUNS), _torch_folder()],
+                _command(),
                 cwd=tempfile.gettempdir(),
                 env=_environment(),
                 stdin=subprocess.PIPE,
@@ -147,9 +137,8 @@ class CleanProcesses:
     def close(self) -> None:
         """End the server with all that runs there."""
         if self._server is not None:
-            with self._server:  # the end of its stdin ends it
-                if not self._reports:  # nothing runs there, and it may be loading torch
-                    self._server.kill()
+            with self._server:
+                self._server.terminate()
             self._server = None
         self._folders.close()
 
@@ -158,7 +147,7 @@ class CleanProcesses:
         known = self._known.get(script.text)
         if known is not None and not getattr(script, "side", None):
             return known
-        folder = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-")))
+        folder = self._folder()
         for file in self._beside:
             shutil.copy(file, folder)
         self._known[script.text] = self.begin_file(script.write(folder), times)
@@ -166,7 +155,7 @@ class CleanProcesses:
 
     def begin_file(self, script: Path, times: int, seconds: float = SECONDS_PER_RUN) -> Verification:
         """Start to run a script ``times`` times, each for at most so many seconds."""
-        if times > NUM_FRESH:
+        if times > 1:
             self.open()
         number = len(self._reports)
         self._reports[number] = []
@@ -174,12 +163,12 @@ class CleanProcesses:
             assert self._server.stdin is not None
             job = {
                 "number": number,
-                "files": [str(file) for file in (script, *side_files(script))],
-                "times": times,
+                "name": script.name,
+                "folders": [str(_prepared(script, self._folder())) for _ in range(times)],
                 "at_once": max(1, min(2, os.cpu_count() or 1)),
                 "seconds": seconds,
-                "num_fresh": NUM_FRESH,
                 "fresh": _command(script.name),
+                "optimizes": "torch.optim" in script.read_text(errors="replace"),
             }
             with contextlib.suppress(OSError):  # it has ended
                 os.write(self._server.stdin.fileno(), f"{json.dumps(job)}\n".encode())
@@ -193,11 +182,50 @@ class CleanProcesses:
             line = self._server.stdout.readline()
             if not line:
                 break
-            said = json.loads(line)
-            run = _tidied(said["exit_code"], said["stdout"], said["stderr"], said["folder"])
-            self._reports[said["job"]].append(run)
-        runs += [_interpreter_run(script, seconds) for _ in range(times - len(runs))]
+            found = json.loads(line)
+            self._reports[found["job"]].append(_run_in(Path(found["folder"]), found["exit_code"]))
+        while len(runs) < times:
+            folder = _prepared(script, self._folder())
+            with open(folder / "stdout", "wb") as output, open(folder / "stderr", "wb") as errors:
+                exit_code = None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    exit_code = subprocess.run(
+                        _command(script.name),
+                        cwd=folder / "work",
+                        env=_environment(),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=errors,
+                        timeout=seconds,
+                    ).returncode
+            runs.append(_run_in(folder, exit_code))
         return runs
+
+    def _folder(self) -> Path:
+        return Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-")))
+
+
+def _prepared(script: Path, folder: Path) -> Path:
+    """The folder, whose subfolder ``work`` has copies of the script and of what it names, and nothing else."""
+    (folder / "work").mkdir()
+    for path in (script, *side_files(script)):
+        shutil.copy(path, folder / "work")
+    return folder
+
+
+def _run_in(folder: Path, exit_code: int | None) -> CleanRun:
+    """A run without what differs from one process to the next by nature: its folder and memory addresses."""
+
+    def tidied(name: str) -> str:
+        with open(folder / name, encoding="utf-8", errors="replace") as file:
+            text = file.read(1_000_000)
+        work = folder / "work"
+        return re.sub(r"\b0x[0-9a-f]{6,}", "0x...", text.replace(os.path.realpath(work), ".").replace(str(work), "."))
+
+    try:
+        return CleanRun(exit_code, tidied("stdout"), tidied("stderr"))
+    except OSError:  # it ended before it had any
+        return CleanRun(exit_code, "", "")
 
 
 class Verification:
@@ -230,10 +258,11 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
     with CleanProcesses() as processes:
         if source.suffix == ".py":
             return processes.begin_file(source.resolve(), times, seconds_per_run).result()
-        from reprokit.render.script import require_whole
-        from reprokit.render.sources import script_of
+        from reprokit.render.script import require_repro, require_whole
+        from reprokit.render.sources import open_source
 
-        script = script_of(source)
+        script = open_source(source).script()
+        require_repro(script)
         require_whole(script)
         return processes.begin(script, times).result()
 
@@ -258,48 +287,12 @@ def side_files(script: Path) -> list[Path]:
     return [script.parent / name for name in names if (script.parent / name).is_file()]
 
 
-def _interpreter_run(script: Path, seconds: float) -> CleanRun:
-    """One run in a fresh interpreter."""
-    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
-        for path in (script, *side_files(script)):
-            shutil.copy(path, folder)
-        try:
-            done = subprocess.run(
-                _command(script.name),
-                cwd=folder,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=seconds,
-            )
-        except subprocess.TimeoutExpired:
-            return CleanRun(None, "", "")
-        except OSError as error:
-            raise ReprokitError(f"cannot start `{sys.executable}`", note=str(error)) from error
-        return _tidied(done.returncode, done.stdout, done.stderr, folder)
-
-
-def _tidied(exit_code: int | None, stdout: str, stderr: str, folder: str) -> CleanRun:
-    """A run without what differs from one process to the next by nature: its folder and memory addresses."""
-
-    def tidy(text: str) -> str:
-        return re.sub(r"\b0x[0-9a-f]{6,}", "0x...", text.replace(os.path.realpath(folder), ".").replace(folder, "."))
-
-    return CleanRun(exit_code, tidy(stdout), tidy(stderr))
-
-
 def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
 
 
-def _command(name: str) -> list[str]:
-    """The command of a new interpreter that runs a script in the current folder."""
-    return [sys.executable, *_ISOLATED, "-c", _RUN_ALONE, _torch_folder(), name]
-
-
-def _torch_folder() -> str:
-    """The folder that holds torch, which may be one that isolated interpreters leave out (a user's site-packages)."""
-    found = importlib.util.find_spec("torch")
-    return str(Path(found.origin).parent.parent) if found is not None and found.origin else ""
+def _command(*script: str) -> list[str]:
+    """The command of a new interpreter that runs a script in the current folder, or that is the server."""
+    found = importlib.util.find_spec("torch")  # isolated interpreters leave out a user's site-packages
+    torch_folder = str(Path(found.origin).parent.parent) if found is not None and found.origin else ""
+    return [sys.executable, "-I", "-X", "utf8", str(CLEAN_RUNS), torch_folder, *script]

@@ -14,8 +14,8 @@ from reprokit.program.ir import Phase
 from reprokit.snapshot.redact import redact_source, redact_text
 
 if TYPE_CHECKING:
-    from reprokit.program.ir import Program, Site
-    from reprokit.shrink.explain import Nearest, ProgramPart, VariedPart
+    from reprokit.program.ir import Site
+    from reprokit.shrink.explain import Nearest, ProgramPart
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
 
@@ -214,22 +214,7 @@ def _expected_quantity(event: Predicate) -> str:
 
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
     """The names of inputs in texts: those of the repro's variables if there are any."""
-    incoming = {item.name: "incoming gradient" for item in reduction.program.inputs if item.role == "gradient"}
-    return {**incoming, **names, **_gradients_of_parameters(reduction.program, names)}
-
-
-def _gradients_of_parameters(program: Program, names: Mapping[str, str]) -> dict[str, str]:
-    """``weight.grad`` for the gradients that an optimizer's step is given."""
-    named = {item.value: item.name for item in program.inputs}
-    found = {}
-    for call in program.calls if names else ():
-        groups = zip(call.kwargs["params"], call.kwargs["grads"], strict=True) if call.is_optimizer_step else ()
-        for params, grads in groups:
-            for param, grad in zip(params, grads, strict=True):
-                if grad is not None and grad.value in named and param.value in named:
-                    name = named[param.value]
-                    found[named[grad.value]] = f"{names.get(name, name)}.grad"
-    return found
+    return {item.name: "incoming gradient" for item in reduction.program.inputs if item.role == "gradient"} | {**names}
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
@@ -239,9 +224,9 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
 
 def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:
     """For every input and constant that is left: what the repro calls it, and whether it matters."""
-    inputs = [(_input_name(item, names), _says(item)) for item in reduction.explain]
-    constants = [(_constant_name(item), _says(item)) for item in reduction.constants]
-    return inputs + constants
+    inputs = [(names.get(item.input or "", item.input or ""), item) for item in reduction.explain]
+    parts = [*inputs, *((_constant_name(item), item) for item in reduction.constants)]
+    return [(name, "not varied" if item.tried is False else _FREE if item.free else _MATTERS) for name, item in parts]
 
 
 def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
@@ -262,18 +247,9 @@ def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
 def nearest_words(nearest: Nearest, names: Mapping[str, str]) -> tuple[str, str]:
     """The nearest variant that passes, and what is there instead: ``x[0, 1] = 88`` and ``100``."""
     element = ", ".join(map(str, nearest.element or ()))
-    name = _constant_name(nearest) if nearest.input is None else _input_name(nearest, names)
-    return f"{name}{f'[{element}]' if element else ''} = {_number(nearest.to)}", _number(nearest.from_)
-
-
-def _input_name(place: ProgramPart, names: Mapping[str, str]) -> str:
-    return names.get(place.input or "", place.input or "")
-
-
-def _says(item: VariedPart) -> str:
-    if item.tried is False:
-        return "not varied"
-    return _FREE if item.free else _MATTERS
+    name = _constant_name(nearest) if nearest.input is None else names.get(nearest.input, nearest.input)
+    new, old = (f"{v:.6g}" if isinstance(v, float) else str(v) for v in (nearest.to, nearest.from_))
+    return f"{name}{f'[{element}]' if element else ''} = {new}", old
 
 
 def _constant_name(item: ProgramPart) -> str:
@@ -289,10 +265,6 @@ def _constant_name(item: ProgramPart) -> str:
 def listed(words: list[str]) -> str:
     """Words with commas and an ``and``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _number(value: float | int | bool) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 _CUSTOM = "the backward of a custom autograd function"

@@ -96,7 +96,7 @@ def hint_for_folder(folder: Path) -> str:
         return f"name a snapshot in it: {_listed(found)}"
     if (folder / REDUCTION_FILE).is_file():
         near = snapshots_in(folder.parent)
-        beside = f"; beside it there is {_listed(near)}" if near else ""
+        beside = f"; beside it {_there_are(near)}" if near else ""
         return f"it holds what `reprokit shrink` made of a snapshot: name that snapshot{beside}"
     return "it holds no snapshot; `reprokit capture` prints where it wrote one"
 
@@ -110,7 +110,11 @@ def _hint_for_missing(path: Path, wanted: str) -> str:
     if wanted == "repro":
         return "give a repro.py, or the .pt file of a snapshot or reduction"
     near = snapshots_in(path.parent) if path.parent.is_dir() else []
-    return f"there is {_listed(near)}" if near else "`reprokit capture` prints where it wrote the snapshot"
+    return _there_are(near) if near else "`reprokit capture` prints where it wrote the snapshot"
+
+
+def _there_are(files: Sequence[Path]) -> str:
+    return f"there {'is' if len(files) == 1 else 'are'} {_listed(files)}"
 
 
 def _listed(files: Sequence[Path]) -> str:

@@ -267,7 +267,7 @@ def test_the_hint_for_a_folder_names_the_snapshots_in_it(run_here: Run, tmp_path
         assert hint == f"hint: name a snapshot in it: {shown} and 2 more"
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "reduction.pt").touch()
-    assert "beside it there is train-step0.repro.pt" in run_here("timeline", "results").stderr.splitlines()[1]
+    assert "beside it there are train-step0.repro.pt" in run_here("timeline", "results").stderr.splitlines()[1]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reprokit.program import functions
 from reprokit.program.interpreter import run
 from reprokit.program.ir import ZERO_GRAD, Call, Input, Mode, Program, Ref, Site, Slice, Symbol
 from reprokit.render.literals import is_same
-from reprokit.render.printer import callee, write_program
+from reprokit.render.printer import write_program
 from tests.render.programs import Case, execute, half_precision_adam, one_call, record, shown
 
 Operation = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -122,25 +120,6 @@ def test_what_is_printed_gives_the_same_bits(tmp_path: Path, case: Case) -> None
     assert_same_bits(case, tmp_path)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_inlining_gives_the_same_bits_too(tmp_path: Path, operation: Operation) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(3, 3), torch.randn(3, 3)
-    program, tensors = record(lambda: operation(x, y))
-    last = program.outputs[-1]
-    expected = run(program, tensors, keep=frozenset({last.value}))
-    code = write_program(program, tensors, keep=[last.value])
-    variables = execute(code, tmp_path)
-    assert is_same(variables[code.names[last.value]], expected.values[last.value])
-
-
-def test_every_allowed_function_can_be_named_in_source() -> None:
-    names = [name for name in functions._by_function().values() if not name.endswith(("__get__", "__set__"))]
-    for name in names:
-        ast.parse(callee(name), mode="eval")
-        assert eval(callee(name), {"torch": torch, "F": F}) is functions.function_named(name)
-
-
 def test_defaults_are_left_out() -> None:
     case = one_call(
         "torch.nn.functional.cross_entropy",
@@ -201,7 +180,7 @@ def test_optimizer_shows_only_unusual_options() -> None:
     program, tensors = half_precision_adam(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.5, foreach=None)
     assert lines_of(program, tensors, keep=(0,)) == [
         "weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))",
-        "weight.grad = torch.zeros_like(weight)",
+        "weight.grad = torch.zeros(1, dtype=torch.float16)",
         "opt = torch.optim.Adam([weight], weight_decay=0.5)",
         "opt.step()",
     ]
@@ -260,16 +239,6 @@ def test_zero_grad_and_retained_graphs(tmp_path: Path) -> None:
     assert "x.grad = None" in lines_of(program, tensors, keep=(2,))
 
 
-def test_a_complex_scalar_keeps_the_gradient_that_it_starts_from(tmp_path: Path) -> None:
-    calls = (
-        Call("torch.Tensor.mul", (Ref(0), 2.0), {}, Ref(1)),
-        Call("torch.Tensor.backward", (Ref(1), Ref(2)), phase="backward"),
-    )
-    inputs = (Input(0, "x", requires_grad=True), Input(2, "gradient", "gradient"))
-    tensors = {0: torch.tensor(1 + 2j), 2: torch.tensor(1 + 0j)}
-    assert_same_bits((Program(calls, inputs, (Ref(1),)), tensors), tmp_path)
-
-
 def test_what_is_read_before_a_write_on_the_same_line_stays_before_it(tmp_path: Path) -> None:
     site = Site("train.py", 1, "y = F.batch_norm(x, mean, var, training=True) * (mean + 1)")
     calls = (
@@ -280,11 +249,3 @@ def test_what_is_read_before_a_write_on_the_same_line_stays_before_it(tmp_path: 
     inputs = (Input(0, "x"), Input(1, "mean", "buffer"), Input(2, "var", "buffer"))
     tensors = {0: torch.arange(6.0).reshape(2, 3), 1: torch.zeros(3), 2: torch.ones(3)}
     assert_same_bits((Program(calls, inputs, (Ref(5),)), tensors), tmp_path)
-
-
-def test_many_numbers_go_to_a_side_file(tmp_path: Path) -> None:
-    x = torch.randn(20, 20)
-    program, tensors = record(lambda: x.t() @ x)
-    code = write_program(program, tensors)
-    assert list(code.side) == ["x"]
-    assert_same_bits((program, tensors), tmp_path)

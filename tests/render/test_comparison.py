@@ -13,7 +13,7 @@ from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.render.script import write_script
 from reprokit.shrink.checks.predicate import FUNCTION
 
-WORDS = ["step", "reference", "actual", "expected", "outcome", "check", "verdict", "exception", "error", "runpy"]
+WORDS = ["step", "actual", "outcome", "verdict", "runpy"]
 
 
 def run_script(name: str, kind: str, way: str, folder: Path) -> None:

@@ -17,7 +17,6 @@ from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
 from reprokit.rules.match import diagnose
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.reduction import load
 from reprokit.snapshot.format import save
 from tests.render.programs import VERIFIED
 from tests.shrink.failing import record, zero_by_zero
@@ -35,14 +34,6 @@ def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
     assert "<summary>Diagnosis" in issue and "no loss to check: divide by at least one" in issue
     assert '<h2 id="diagnosis">Diagnosis</h2>' in report and "no loss to check: divide by at least one" in report
     assert reduction.summary()["diagnosis"] == plain_of(reduction.diagnosis)
-
-
-def test_it_is_kept_in_the_file(tmp_path: Path) -> None:
-    snapshot = zero_by_zero()
-    reduction = shrink(snapshot, out_dir=tmp_path)
-    reduction = replace(reduction, diagnosis=diagnose(snapshot))
-    reduction.save(tmp_path / "kept.pt")
-    assert load(tmp_path / "kept.pt").diagnosis == reduction.diagnosis
 
 
 @pytest.mark.slow

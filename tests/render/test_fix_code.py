@@ -35,7 +35,6 @@ def fix_of(snapshot: Snapshot) -> TriedFix:
 
 HEAD = "import torch\nimport torch.nn.functional as F\n"
 STEPS = {
-    "a method": ("def step(x):\n    y = x.log()\n    return y.sum()\n", "y = x.clamp(min=1e-6).log()"),
     "an edge": (
         "def step(x):\n    dot = x.clamp(max=1.0).mean() * 1.5\n    return 2 * torch.acos(dot)\n",
         "return 2 * torch.acos(dot.clamp(min=-0.999999, max=0.999999))",
@@ -56,10 +55,6 @@ STEPS = {
         "def step(x):\n    weights = torch.log(torch.softmax(x * 100, 0))\n    return weights.sum()\n",
         "torch.log_softmax(x * 100, 0)",
     ),
-    "two lines": (
-        "def step(x):\n    a = torch.log(x)\n    b = torch.sqrt(x - 1)\n    return (a + b).sum()\n",
-        "b = torch.sqrt((x - 1).clamp(min=1e-6))",
-    ),
     "attributes and items": (
         "def step(x):\n    scales = {'x': x.sum() - 3}\n    step.total = x[1]\n"
         "    ratio = step.total / scales['x']\n    return ratio\n",
@@ -69,29 +64,15 @@ STEPS = {
         "def step(x):\n    half = x.half() * 30000\n    scale = half.sum() / 100\n    return scale\n",
         "half.float()",
     ),
-    "a list": (
-        "def step(x):\n    logs = []\n    for row in range(3):\n        logs.append(torch.log(x[row]))\n"
-        "    return torch.stack(logs).sum()\n",
-        "logs.append(torch.log(x[row].clamp(min=1e-6)))",
-    ),
     "a comprehension": (
         "def step(x):\n    return sum([torch.log(x[row] * 2) for row in range(3)])\n",
         "return sum([torch.log((x[row] * 2).clamp(min=1e-6)) for row in range(3)])",
-    ),
-    "a sum over turns": (
-        "def step(x):\n    total = 0\n    for k in (1, 2):\n        total = total + torch.log(x * k).sum()\n"
-        "    return total\n",
-        "total = total + torch.log((x * k).clamp(min=1e-6)).sum()",
     ),
     "an attribute": (
         "class Scale(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.by = torch.nn.Parameter(torch.zeros(3))\n    def forward(self, x):\n        return x / self.by\n"
         "scale = Scale()\ndef step(x):\n    return scale(x).sum()\n",
         "return x / self.by.clamp(min=1e-6)",
-    ),
-    "two names": (
-        "def step(x):\n    a, b = torch.log(x), torch.sqrt(x + 1)\n    return (a + b).sum()\n",
-        "a, b = (torch.log(x.clamp(min=1e-6)), torch.sqrt(x + 1))",
     ),
     "one inside another": (
         "def step(x):\n    y = 2 * torch.log(torch.log(x) * 0 + x) ** 2\n    return y.sum()\n",
@@ -100,10 +81,6 @@ STEPS = {
     "a dictionary": (
         'def step(x):\n    out = {"loss": torch.log(x).sum(), "count": 3}\n    return out["loss"]\n',
         'out = {"loss": torch.log(x.clamp(min=1e-6)).sum(), "count": 3}',
-    ),
-    "another precedence": (
-        "def step(x):\n    kept = x[x > 9]\n    return 1 - kept.mean() * 2\n",
-        "return 1 - kept.sum() / torch.ones_like(kept).sum().clamp(min=1) * 2",
     ),
     "a number from Python": (
         "def step(x):\n    beta = 0.9\n    y = torch.log(x) * (1.0 - beta)  # x > 0\n    return y.sum()\n",
@@ -114,10 +91,6 @@ STEPS = {
         "    loss = F.cross_entropy(x.view(3, -1), target.view(-1), ignore_index=-1)\n    return loss\n",
         'loss = F.cross_entropy(x.view(3, -1), target.view(-1), ignore_index=-1, reduction="sum") / torch.ne(',
     ),
-    "a format": (
-        'def step(x):\n    text, y = f"{x.sum()}", torch.log(x)\n    return y.sum()\n',
-        "text, y = (f'{x.sum()}', torch.log(x.clamp(min=1e-6)))",
-    ),
     "letters of two bytes": (
         'def step(x):\n    größe = len("äö"); y = größe * torch.log(x)\n    return y.sum()\n',
         'größe = len("äö")\ny = größe * torch.log(x.clamp(min=1e-6))',
@@ -125,15 +98,6 @@ STEPS = {
     "two powers": (
         "def step(x):\n    std = ((x[:1] - 0.0) ** 2).mean() ** 0.5 + (x - 1.0).sum() * 0\n    return std\n",
         "std = ((x[:1] - 0.0) ** 2).mean().clamp(min=1e-6) ** 0.5",
-    ),
-    "powers of a loop": (
-        "def step(x):\n    total = 0\n    for p in (0.5, 0.25):\n        total = total + (x ** p).sum()\n"
-        "    return total\n",
-        "total = total + (x.clamp(min=1e-6) ** p).sum()",
-    ),
-    "several lines": (
-        "def step(x):\n    y = torch.log(\n        x,  # may be zero\n    )\n    return y.sum()\n",
-        "# train.py:4-6\ny = torch.log(x.clamp(min=1e-6))",
     ),
     "a chain of methods": (
         "def step(x):\n    y = (\n        x.mul(2)\n        .log()\n        .add(1)\n    )\n    return y.sum()\n",

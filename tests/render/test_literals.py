@@ -45,7 +45,6 @@ def build(text: str) -> torch.Tensor:
         (torch.ones(5, 5, dtype=torch.bool).tril(), "torch.ones(5, 5, dtype=torch.bool).tril()"),
         (torch.full((5, 5), -INF).triu(1), 'torch.full((5, 5), float("-inf")).triu(1)'),
         (torch.empty(0, 3), "torch.empty(0, 3)"),
-        (torch.tensor([[1.0, 2.0, 5.0]]).repeat(40, 1), "torch.tensor([1.0, 2.0, 5.0]).repeat(40, 1)"),
         (torch.arange(6.0).reshape(2, 3).t(), "torch.arange(6.0).reshape(2, 3).t()"),
         (torch.zeros(2, 3, 4).transpose(0, 2), "torch.zeros(2, 3, 4).transpose(0, 2)"),
         (torch.zeros(1, 3).expand(4, 3), "torch.zeros(4, 3)"),
@@ -72,11 +71,6 @@ def test_many_numbers_have_no_expression() -> None:
     assert literal(torch.randn(400, 400)) is None
 
 
-def test_large_regular_tensors_have_one() -> None:
-    for tensor in (torch.zeros(512, 512), torch.eye(512), torch.arange(100_000), torch.full((300, 300), NAN)):
-        assert literal(tensor) is not None
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.uint16])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
 def test_dtypes_that_can_do_little(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -84,10 +78,6 @@ def test_dtypes_that_can_do_little(dtype: torch.dtype, shape: tuple[int, ...]) -
     found = literal(tensor)
     assert found is not None
     assert is_same(build(found.text), tensor)
-
-
-def test_sparse_tensors_have_none() -> None:
-    assert literal(torch.eye(2).to_sparse()) is None
 
 
 def tensors() -> st.SearchStrategy[torch.Tensor]:

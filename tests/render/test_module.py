@@ -52,7 +52,7 @@ def test_a_context_repro_fails_by_itself(step: Callable[[], Snapshot], tmp_path:
     assert ("from torch import nn\n" in text) == ("nn." in used.replace("torch.nn.", ""))
 
 
-NOT_ORDINARY = "# Some inputs are not ordinary numbers"
+NOT_ORDINARY = "# Some inputs or parameters are not ordinary numbers"
 
 
 @pytest.mark.parametrize(

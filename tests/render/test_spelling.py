@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
-from reprokit.program.sites import variables
+from reprokit.program.ir import Call, Input, Program, Ref, Scope
 from reprokit.render.names import in_users_words, labels, operand_words
 from reprokit.render.printer import write_program
 from reprokit.snapshot.format import Snapshot
@@ -70,11 +69,6 @@ def test_parts_of_a_line_that_look_alike_are_told_apart() -> None:
     assert body("total = hit / seen + seen / asked", *calls, inputs=3) == ["total = hit / seen + seen / asked"]
 
 
-def test_a_call_without_a_span_has_no_names() -> None:
-    call = Call("torch.Tensor.div", (Ref(0), Ref(1)), {}, Ref(2), site=Site("train.py", 3, "ratio = a / b"))
-    assert operand_words([call]) == variables([call]) == {}
-
-
 def test_flags_are_named() -> None:
     call = ("self.rnn(x)", "torch.rnn_relu", (Ref(0), Ref(1), [Ref(0)], False, 1, 0.0, False, False, False))
     assert "has_biases=False, num_layers=1" in " ".join(line.strip() for line in body("return self.rnn(x)", call))
@@ -83,12 +77,6 @@ def test_flags_are_named() -> None:
 def test_an_argument_that_chooses_the_overload_stays() -> None:
     code = "x.random_(1, None)"
     assert body(code, (code, "torch.Tensor.random_", (Ref(0), 1, None)))[-1].endswith("random_(1, None)")
-
-
-def test_functions_of_torchs_namespaces_are_found_on_their_line() -> None:
-    site = site_of("w, v = torch.linalg.eigh(lap)", "torch.linalg.eigh(lap)")
-    calls = [Call("torch.linalg.eigh", (Ref(0),), outputs=(Ref(1), Ref(2)), site=site)]
-    assert (operand_words(calls), variables(calls)) == ({0: "lap"}, {1: "w", 2: "v"})
 
 
 def test_inputs_without_a_name_are_called_as_the_users_line_calls_them() -> None:

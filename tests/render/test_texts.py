@@ -18,7 +18,7 @@ from reprokit.render import facts
 from reprokit.render.facts import Facts
 from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
-from reprokit.render.sources import reduction_script, snapshot_script
+from reprokit.render.sources import reduction_script
 from reprokit.render.texts import render_all, render_one
 from reprokit.shrink.explain import Nearest, VariedPart
 from reprokit.shrink.reduction import LogRow, Size, WhatIfResult
@@ -104,17 +104,6 @@ def test_the_issue_says_it_all_on_the_first_screen(template: str) -> None:
     assert "cut to softmax" in text
 
 
-def test_a_template_of_the_users_own(tmp_path: Path) -> None:
-    path = tmp_path / "mine.md.j2"
-    path.write_text("{{ title }} / {{ rate }}")
-    snapshot = attention_step()
-    facts = Facts(snapshot, snapshot_script(snapshot), VERIFIED)
-    text = make_issue(facts, template=str(path)).text
-    assert text == f"{facts.title} / It failed 20 of 20 runs in the same way, each in a process of its own."
-    with pytest.raises(UsageError, match="no issue template `nothing`"):
-        make_issue(Facts(snapshot, snapshot_script(snapshot), VERIFIED), template="nothing")
-
-
 def test_secrets_are_hidden_again() -> None:
     secret = "hf_" + "a1B2" * 8
     snapshot = attention_step()
@@ -147,19 +136,6 @@ def test_all_of_it_is_written(tmp_path: Path) -> None:
         "summary.md",
         "test_repro.py",
     ]
-
-
-def test_one_text_from_a_snapshot(tmp_path: Path) -> None:
-    save(snapshot_of(masked_softmax()), tmp_path / "snapshot.pt")
-    repro = render_one(tmp_path / "snapshot.pt", "repro")
-    assert isinstance(repro, str) and "F.softmax(x, dim=0)" in repro
-    assert render_one(tmp_path / "snapshot.pt", "test", out=tmp_path / "test_it.py") == tmp_path / "test_it.py"
-    assert "def test_softmax_returns_nan" in (tmp_path / "test_it.py").read_text()
-    assert render_one(tmp_path / "snapshot.pt", "repro", out=tmp_path) == tmp_path / "repro.py"
-    issue = render_one(tmp_path / "snapshot.pt", "issue")
-    assert isinstance(issue, str) and "failed 20 of 20 runs" in issue
-    with pytest.raises(UsageError, match="cannot render as `poem`"):
-        render_one(tmp_path / "snapshot.pt", "poem")
 
 
 @pytest.mark.parametrize("command", ["render", "whatif", "verify"])

@@ -6,7 +6,6 @@ import pytest
 
 from reprokit.render import findings
 from reprokit.render.facts import Facts
-from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import snapshot_script
 from reprokit.shrink.reduction import Answered, WhatIfResult
@@ -48,24 +47,6 @@ def test_no_detail_breaks_the_table(detail: str) -> None:
     last = text.splitlines()[-1]
     assert last.replace("\\|", "").count("|") == 3
     assert "<" not in last
-
-
-def test_code_in_a_detail_stays_as_it_is() -> None:
-    assert "`a < b` &lt; c" in findings.table_markdown(of_minimum(row("x", "other", "`a < b` < c")), "minimum")
-
-
-def test_secrets_are_redacted() -> None:
-    secret = "hf_" + "a1b2" * 9
-    assert secret not in findings.table_markdown(of_minimum(row("x", "other", f"token={secret}")), "minimum")
-
-
-@pytest.mark.parametrize("template", ["pytorch", "generic"])
-def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
-    snapshot = attention_step()
-    for table in (TABLE, WhatIfResult()):
-        small = reduced(snapshot, whatif=table)
-        text = make_issue(Facts(snapshot, snapshot_script(snapshot), VERIFIED, small), template=template).text
-        assert ("\n\n" + findings.table_markdown(TABLE, "minimum") + "\n\n" in text) == (table is TABLE)
 
 
 def test_the_report_has_the_table_where_there_is_one() -> None:
