@@ -4,7 +4,7 @@
 import torch
 
 users = torch.nn.Parameter(torch.tensor(0.0, dtype=torch.float16))
-users.grad = torch.zeros_like(users)
+users.grad = torch.tensor(0.0, dtype=torch.float16)
 opt = torch.optim.Adam([users])
 opt.step()
 
