@@ -63,7 +63,6 @@ GUARDS = {
     "Failures.fail",
     "Contents.write",
     "Copy.give_back",
-    "_OptimizerNote.give_back",
     "_Bindings.give_back",
     "give_gradients",
 }

@@ -184,7 +184,7 @@ def _containers_of(owners: Iterable[Owner], most_items: float = math.inf) -> lis
         container = waiting.pop()
         if id(container) not in found and len(container) <= most_items:
             found[id(container)] = container
-            if _holds_atoms(container):
+            if ATOMS.issuperset(map(type, _values(container))):
                 continue
             waiting += [value for value in _values(container) if type(value) in _CONTAINERS]
             if isinstance(container, dict):
@@ -213,10 +213,6 @@ def _tensors_in(containers: Iterable[Any], found: set[int]) -> Iterator[torch.Te
             if id(tensor) not in found and tensor.grad_fn is None and not tensor.is_inference():
                 found.add(id(tensor))
                 yield tensor
-
-
-def _holds_atoms(container: Any) -> bool:
-    return ATOMS.issuperset(map(type, _values(container)))
 
 
 def _values(container: Any) -> Iterable[Any]:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from reprokit import torch_private
-from reprokit.program.ir import OPAQUE, Call
-from reprokit.program.sites import current_site, is_standard, kind_of_file
+from reprokit.program.sites import is_standard, kind_of_file
 
 
 def applying(original: Any) -> Callable[..., Any]:
@@ -81,17 +80,6 @@ def caller_of(frame: FrameType, meet: Callable[[type], object]) -> tuple[FrameTy
     if root is not None:
         meet(type(root.f_locals["self"]))
     return user or frame, has_library
-
-
-def compiled_call(frame: FrameType | None) -> Call | None:
-    """The call of a compiled function that runs, as an `OPAQUE` call without results; ``None`` if none does."""
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == torch_private.EVAL_FRAME:
-            function = frame.f_locals.get("fn")
-            name = getattr(function, "__qualname__", type(function).__name__)
-            return Call(OPAQUE, (), {"name": name, "source": "", "is_compiled": True}, site=current_site(frame.f_back))
-        frame = frame.f_back
-    return None
 
 
 def _kind_of_code(code: CodeType) -> str:

@@ -7,7 +7,7 @@ what the loop did; ``trace`` does it under a tracer, which it may tell more than
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -390,6 +390,15 @@ class ScaleLoss(Kind):
     def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
         recording.tracer.outer_scope = (GRAD_SCALER,)
         return cls.play(recording, op, args, kwargs)
+
+
+def unscaled(ops: Sequence[Op], start: Number) -> Number:
+    """The number of what a grad scaler was given, if ``start`` is its product."""
+    for op in reversed(ops):
+        if op.kind is ScaleLoss and start in op.outs:
+            number: Number = op.ins[op.outs.index(start)]
+            return number
+    return start
 
 
 class Unscale(Kind):

@@ -57,7 +57,8 @@ class WholeCalls:
         if not self._recorder.is_outermost:
             return target(*args, **kwargs)
         sets_none = args[1] if len(args) > 1 else kwargs.get("set_to_none", True)
-        zeroed = None if sets_none else self._recorder.guard(_with_gradient, args[0])
+        given = None if sets_none else self._recorder.guard(owned_by, args[0])
+        zeroed = frozenset(id(parameter) for parameter in given if parameter.grad is not None) if given else None
         begun = ZeroGrad, target, args, None, None, 0, _PLAIN_MODE, zeroed
         return self._recorder.whole(tuple, (begun,), target, args, kwargs, self._finish_zero_grad)
 
@@ -155,11 +156,6 @@ def _begin(recorder: Recorder, kind: type[Kind], target: Any, args: Any, kwargs:
     return kind, target, *recorder.encode(args, kwargs), user.f_code, user.f_lasti, current_mode(), None
 
 
-def _with_gradient(owner: torch.nn.Module | torch.optim.Optimizer) -> frozenset[int]:
-    """The ids of the parameters of a module or an optimizer that have a gradient."""
-    return frozenset(id(parameter) for parameter in owned_by(owner) if parameter.grad is not None)
-
-
 class Hooks:
     """Installs and removes all hooks of one capture."""
 
@@ -193,23 +189,24 @@ class Hooks:
                 self._wrap(torch.distributed, name, calls.collective)
         transforms = TransformCalls(self._recorder)
         if torch_private.HAS_TRANSFORMS:
-            self._wrap_transforms(transforms)
+            for owner, name in RUNS:
+                self._wrap(owner, name, transforms.run)
+            for name in MAKES:
+                self._wrap(torch.func, name, transforms.make)
+            for owner, name in OPENS:
+                self._wrap(owner, name, transforms.open)
         for owner, name in ((torch.jit, "trace"), (torch.jit, "trace_module")):
             self._wrap(owner, name, calls.unseen)  # it would record the calls of reprokit
         for compiled in SCRIPTED:
             self._wrap(compiled, "__call__", transforms.run_scripted)
-        if not HAS_FRAME_OF_APPLY:
-            self._wrap_apply()
+        if not HAS_FRAME_OF_APPLY:  # so that calls in the forward of a custom function are known not to be the loop's
+            base: Any = torch.autograd.Function
+            apply = vars(base)["apply"]
+            wrapper: Any = classmethod(applying(apply))
+            self._undo.append(functools.partial(_put_back, base, "apply", wrapper, apply))
+            base.apply = wrapper
         self._wrap_backward()
         self._watch_compiler()
-
-    def _wrap_transforms(self, transforms: TransformCalls) -> None:
-        for owner, name in RUNS:
-            self._wrap(owner, name, transforms.run)
-        for name in MAKES:
-            self._wrap(torch.func, name, transforms.make)
-        for owner, name in OPENS:
-            self._wrap(owner, name, transforms.open)
 
     def removals(self) -> list[Callable[[], None]]:
         """The functions that remove the hooks, even if another one fails; they may be called twice."""
@@ -236,13 +233,6 @@ class Hooks:
         home = sys.modules.get(original.__module__)  # where pickle looks a function up
         for place in {owner, home} if getattr(home, name, None) is original else {owner}:
             self._replace(place, name, wrapper)
-
-    def _wrap_apply(self) -> None:
-        """Custom autograd functions get a frame by which calls in their forward pass are known not to be the loop's."""
-        owner, original = torch.autograd.Function, torch.autograd.Function.__dict__["apply"]
-        wrapper = classmethod(applying(original))
-        self._undo.append(functools.partial(_put_back, owner, "apply", wrapper, original))
-        owner.apply = wrapper  # type: ignore[assignment, method-assign]
 
     def _watch_compiler(self) -> None:
         """Note calls of functions that are compiled from now on; of those that are compiled already, that they run."""

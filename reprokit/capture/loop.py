@@ -23,22 +23,23 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 from reprokit import torch_private
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.budget import Budget
-from reprokit.capture.callers import KINDS, compiled_call, first_user_frame, learn_loop
-from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, StepNote, gives_gradients, starts_of
+from reprokit.capture.callers import KINDS, first_user_frame, learn_loop
+from reprokit.capture.calls import Backward, OptimizerStep, Root, StepNote, gives_gradients, starts_of, unscaled
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start
 from reprokit.capture.meters import NormMeter
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
-from reprokit.capture.recorder import Begun, Recorder
+from reprokit.capture.recorder import Begun, Recorder, op_of
 from reprokit.capture.structure import TENSORS, is_leaf, iter_tensors, repeatable
-from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op, address_of
+from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op
 from reprokit.capture.tensor_names import names_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.compare.compiled import Compiled
 from reprokit.errors import pass_on
 from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
-from reprokit.program.ir import Call, Mode
+from reprokit.program.ir import OPAQUE, Call, Mode
+from reprokit.program.sites import current_site
 from reprokit.program.trace import current_mode
 from reprokit.series.timeline import Iterations, ScalerWatch, Seat, Timeline, parameters_of
 
@@ -86,9 +87,7 @@ class Loop:
         self.loss_sites: set[tuple[Any, int]] = set()  # where the first steps computed losses
         self._sentinel, self._last_layer = Sentinel(), Sentinel(is_last=True)
         self._is_stale = True  # buffers may be others than their copies
-        self._has_forward = self._is_converted = False
-        self._has_optimizer = False
-        self._differentiated: set[int] = set()  # memory that `torch.func` differentiates by in the running step
+        self._has_forward = self._is_converted = self.has_optimizer = False
         self._num_states: dict[int, int] = {}  # parameters with a state that the loop may write, by optimizer
         self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
         self._popped: bool | None = None
@@ -149,7 +148,7 @@ class Loop:
 
     def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
-        self._has_optimizer = True
+        self.has_optimizer = True
         if self.world.meet_optimizer(optimizer):
             self._num_states[id(optimizer)] = len(optimizer.state)
             self.ranks.meet()
@@ -169,59 +168,43 @@ class Loop:
         self.world.give_up()
         if self.compiled is not None:
             return
-        call = self.compiled = compiled_call(frame)
-        name = f"`{call.kwargs['name']}`" if call is not None else "a function"
-        site = call.site if call is not None else None
+        function, site = frame.f_locals.get("fn"), current_site(frame.f_back)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self.compiled = Call(OPAQUE, (), {"name": name, "source": "", "is_compiled": True}, site=site)
         place = f" at {site.file}:{site.line}" if site is not None else ""
-        self.unseen.append(f"the loop itself calls {name}{place}, {COMPILED} (`TORCH_COMPILE_DISABLE=1` helps)")
+        self.unseen.append(f"the loop itself calls `{name}`{place}, {COMPILED} (`TORCH_COMPILE_DISABLE=1` helps)")
 
     # -- backward passes -----------------------------------------------------------------------------------------
 
     def before_backward(self, call: Begun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the loss."""
-        if not self.recorder.enabled:
-            return
-        try:
-            self.has_differentiated = True
-            start: Any = args[0] if args else None
-            is_single = start.__class__ in TENSORS and start.is_cpu and start.numel() == 1 and not start.is_complex()
-            if is_single and self.judge.pending is None and not self.scalers.is_used:
-                call[-1].losses = [seen] = [start.item()]
-                if (not self.matter or math.isfinite(seen)) and call[1] is not torch.autograd.grad:  # as nearly always
-                    self.timeline.loss = seen
-                    return
-            bad, outcome, before = self._look_at_start(call, args, kwargs)
-            is_urgent = bad == "now" and self.ranks.is_alone and not self._can_wait()
-        except BaseException as error:
-            self.recorder.switch_off(error)
-            return
-        if outcome is not None:
-            self.recorder.guard(self.act, outcome, before)
-        if self.recorder.enabled and is_urgent:
-            self.failures.fail("loss", op=_op_of(call))
+        self.has_differentiated = True
+        start: Any = args[0] if args else None
+        is_single = start.__class__ in TENSORS and start.is_cpu and start.numel() == 1 and not start.is_complex()
+        is_asked, before = call[1] is torch.autograd.grad, self.judge.pending
+        if is_single and before is None and not self.scalers.is_used and not is_asked:
+            call[-1].losses = [seen] = [start.item()]
+            if not self.matter or math.isfinite(seen):  # as nearly always
+                self.timeline.loss = seen
+                return
+        starts = [start for start in starts_of(args, kwargs) if isinstance(start, torch.Tensor)]
+        gives = (len(args) > 1 or bool(kwargs)) and gives_gradients(op_of(call))
+        bad = self._start(call, starts, gives_gradients=gives)
+        outcome: Outcome | None = None
+        if before is not None or bad == "now":
+            counts = bad == "now" and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
+            behind = self.judge.behind(starts) if counts else set()
+            step = self.running(behind)[0] if counts else self.iterations.completed
+            loss, micro_step = self.timeline.loss, self.iterations.micro_step
+            pending = Pending(call[-1], (call[4], call[5]), is_asked, behind, step, loss, micro_step)
+            outcome = self.judge.begin(pending, counts, is_first=not self.iterations.total)
+        self.act(outcome, before)
+        if self.recorder.enabled and bad == "now" and self.ranks.is_alone and not self._can_wait():
+            self.failures.fail("loss", op=op_of(call))
         elif self.recorder.enabled and bad == "before" and outcome != "skipped":
             self.failures.fail("loss", is_late=True)
         if self.recorder.enabled and not self.ranks.is_alone and self.matter:
-            self.recorder.guard(self.ranks.before_backward, bad == "now")
-
-    def _look_at_start(
-        self, call: Begun, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Literal["now", "before"] | None, Outcome | None, Pending | None]:
-        """Whether what a backward call starts from is bad, and what has become of an earlier bad one."""
-        starts = [start for start in starts_of(args, kwargs) if isinstance(start, torch.Tensor)]
-        before, is_asked = self.judge.pending, call[1] is torch.autograd.grad
-        gives = (len(args) > 1 or bool(kwargs)) and gives_gradients(_op_of(call))
-        bad = self._start(call, starts, gives_gradients=gives)
-        if before is None and bad != "now":
-            return bad, None, None
-        counts = bad == "now" and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
-        behind = self.judge.behind(starts) if counts else set()
-        iterations = self.iterations
-        step = self.running(behind)[0] if counts else iterations.completed
-        loss = self.timeline.loss
-        pending = Pending(call[-1], (call[4], call[5]), is_asked, behind, step, loss, iterations.micro_step)
-        outcome = self.judge.begin(pending, counts, is_first=not iterations.total)
-        return bad, outcome, before
+            self.ranks.before_backward(bad == "now")
 
     def _start(
         self, call: Begun, starts: list[torch.Tensor], *, gives_gradients: bool
@@ -233,7 +216,11 @@ class Loop:
         if sum(map(torch.Tensor.numel, starts)) == 1:  # the loop may write into it for its log
             call[-1].losses = [start.item() if _is_near(start) else start.detach() for start in starts]
             loss = tensors[0].detach()
-            self._note_loss(loss.item() if _is_near(loss) else loss, call)
+            value = loss.item() if _is_near(loss) else loss
+            if call[1] is torch.autograd.grad:
+                self.timeline.start_grad(value)
+            else:
+                self.timeline.loss = value
         if not self.matter:
             return None
         if self._waits_for(starts):
@@ -242,34 +229,9 @@ class Loop:
 
     def _unscaled(self, start: torch.Tensor) -> torch.Tensor:
         """The tensor to check: what the grad scaler was given, if ``start`` is its product."""
-        number, alive = self.tape.known(start), None
-        for op in reversed(self.tape.running()) if number is not None else ():
-            if op.kind is ScaleLoss and number in op.outs:
-                alive = self.tape.alive()
-                given = [item for item in op.ins]
-                return alive.get(given[list(op.outs).index(number)], start)
-        return start
-
-    def _note_loss(self, loss: torch.Tensor | float, call: Begun) -> None:
-        if call[1] is torch.autograd.grad:
-            self.timeline.start_grad(loss)
-        else:
-            self.timeline.loss = loss
-
-    def note_loss(self, loss: Any) -> None:
-        """A transform that differentiates has returned what it started from; the loop may write into it for its log."""
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self.timeline.loss = loss.detach().clone()
-
-    def note_differentiated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A transform differentiates by tensors: where there is no optimizer, a write into one is an update."""
-        if not self._has_optimizer:
-            self._differentiated.update(p for tensor in tensors if (p := address_of(tensor)) is not None)
-            self.has_differentiated = True
-
-    def is_differentiated(self, tensor: torch.Tensor) -> bool:
-        """True if a transform differentiates by a tensor that no optimizer updates."""
-        return bool(self._differentiated) and address_of(tensor) in self._differentiated
+        number = self.tape.known(start)
+        found = unscaled(self.tape.running(), number)() if number is not None else None
+        return start if found is None else found
 
     def _waits_for(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(tensors) and tensors[0].is_cuda and self.watch != "every-step" and not self.is_urgent
@@ -321,18 +283,13 @@ class Loop:
 
     # -- what the loop does with its gradients by itself ---------------------------------------------------------
 
-    def before_gradient_write(self) -> None:
-        """The loop sets or writes a gradient by hand."""
-        if self.judge.pending is not None:
-            self.judge.correct()
-
     def cleared(self, owner: Any) -> None:
         """The loop has called `zero_grad`."""
         if self.judge.pending is not None:
             found = parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters()
             self.judge.clear(found)
         if self.recorder.gaps and all(p.grad is None for p in self.world.parameters):
-            self.recorder.forget_gradients()
+            self.recorder.gaps = [gap for gap in self.recorder.gaps if gap is None or gap.kind is not Backward]
 
     def before_state_write(self, owners: Iterable[torch.Tensor], given: Any) -> None:
         """The loop is about to write into its state: a moving average, for example, or its update."""
@@ -351,11 +308,9 @@ class Loop:
 
         A teacher gets no gradient. Where there is no optimizer, any state that could get one counts.
         """
-        if self._differentiated and self.is_differentiated(owner):
-            return True
         if not self.has_differentiated or not (owner.requires_grad or self.world.is_trained(owner)):
             return False
-        return owner.grad is not None or not self._has_optimizer or self._is_asked_for(owner)
+        return owner.grad is not None or not self.has_optimizer or self._is_asked_for(owner)
 
     def _is_asked_for(self, owner: torch.Tensor) -> bool:
         number = self.tape.known(owner)
@@ -413,55 +368,51 @@ class Loop:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer's step begins: check the gradients and get out of the way; may return other arguments for it."""
-        recorder = self.recorder
-        if is_compiling() or not recorder.enabled:
+        if is_compiling() or not self.recorder.enabled:
             return None
-        if recorder.depth and self._popped is None and recorder.thread == get_ident():
-            try:  # an exception of the user's may have left the recorder out of the way
-                if recorder.recover(sys._getframe(1)):
-                    self.begin_over()
-            except BaseException as error:
-                recorder.switch_off(error)
-        if self._popped is not None and not _is_inside(self._frame, sys._getframe(1)):
+        try:
+            return self._begin_step(optimizer, args, kwargs, sys._getframe(1))
+        except BaseException as error:
+            self.leave()
+            self.recorder.switch_off(error)
+            return None
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        recorder = self.recorder
+        if recorder.depth and self._popped is None and recorder.thread == get_ident() and recorder.recover(frame):
+            self.begin_over()  # an exception of the user's had left the recorder out of the way
+        if self._popped is not None and not _is_inside(self._frame, frame):
             self.abandon()  # an exception has ended the step before
         if not recorder.is_outermost and (self._scaler is None or self._popped is not None):
             if self._popped is None and torch_private.graph_task_id() != -1:
                 self._inside = optimizer
                 recorder.guard(self.meet_optimizer, optimizer)
             return None
-        try:
-            self.enter(optimizer)
-            self._frame = sys._getframe(1)
-            if self._met is not optimizer:
-                self.meet_optimizer(optimizer)
-                self._met, self._is_of_torch = optimizer, is_of_torch(optimizer)
-            self._attributes = None if self._is_of_torch else recorder.roots.attributes.note(optimizer)
-            closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
-            wrapped = self._watched_closure(optimizer, closure) if closure is not None else None
-        except BaseException as error:
-            self.leave()
-            recorder.switch_off(error)
-            return None
+        self.enter(optimizer, frame)
+        if self._met is not optimizer:
+            self.meet_optimizer(optimizer)
+            self._met, self._is_of_torch = optimizer, is_of_torch(optimizer)
+        self._attributes = None if self._is_of_torch else recorder.roots.attributes.note(optimizer)
+        closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
         if closure is None:
-            try:
-                self._check_update(optimizer)
-            except BaseException as error:
-                recorder.switch_off(error)
+            self._check_update(optimizer)
             return None
+        wrapped = self._watched_closure(optimizer, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
-    def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps."""
+    def enter(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
+        """An optimizer steps, in a frame."""
         if self._popped is not None:
             self.leave()
         self._optimizer = optimizer
         self._in_kernel = _NO_SCALER
-        if self.scalers.is_used and _is_handed_to_kernel(optimizer):
-            self._in_kernel = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
+        if self.scalers.is_used:  # which may leave the look at the gradients to the optimizer's fused kernel
+            given = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
+            self._in_kernel = given if any(value is not None for value in given.values()) else _NO_SCALER
         self._popped = self.recorder.step_aside()
-        self.recorder.is_stepping = True
+        self._frame, self.recorder.is_stepping = frame, True
 
     def leave(self) -> None:
         """No optimizer steps any more; nothing happens when none does."""
@@ -503,8 +454,7 @@ class Loop:
                 self.is_urgent = False
                 try:
                     if recorder.enabled:
-                        self.enter(optimizer)
-                        self._frame = sys._getframe(1)
+                        self.enter(optimizer, sys._getframe(1))
                 except BaseException as error:
                     recorder.switch_off(error)
             return loss
@@ -763,7 +713,7 @@ class Loop:
             tape.mark(Mark(end, step, iterations.total, iterations.micro_step, generators=states))
         if is_copied:
             self._copy_state(ended)
-            self.generators.look_closely()
+            self.generators.looks_left = max(self.generators.looks_left, 1)  # look again in the next step
         elif not world.is_complete:
             tape.forget()
         if optimizer is not None and len(optimizer.state) != self._num_states.get(id(optimizer)):
@@ -799,8 +749,6 @@ class Loop:
             self.judge.end_step()
         self.has_differentiated = self._has_forward = False
         self._is_stale = True
-        if self._differentiated:
-            self._differentiated = set()
         if self.asked or not self.is_noted or self.budget.is_sparing:
             self.choose()
         if self.generators.states is not None:
@@ -906,20 +854,10 @@ def _is_near(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.numel() == 1 and not tensor.is_complex()
 
 
-def _op_of(call: Begun) -> Op:
-    kind, target, given, named, code, instruction, mode, note = call
-    return Op(kind, target, given, named or {}, (), code, instruction, mode, note)
-
-
 def _is_inside(outer: FrameType | None, frame: FrameType | None) -> bool:
     while frame is not None and frame is not outer:
         frame = frame.f_back
     return frame is not None and outer is not None
-
-
-def _is_handed_to_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a grad scaler leaves the look at the gradients to the optimizer's fused kernel."""
-    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
 
 
 def _closure_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:

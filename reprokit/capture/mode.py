@@ -5,8 +5,9 @@ Torch asks every mode on the stack for every function, so whatever runs with the
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -45,6 +46,7 @@ class StackedMode(TorchFunctionMode):
         super().__init__()
         self.switch_off = switch_off
         self.enabled = False
+        self.is_installed = True  # else the mode may be on torch's stack all the same, and does not return to it
         self.depth = 0
         self.thread = get_ident()
         self.is_claimed = False
@@ -54,7 +56,6 @@ class StackedMode(TorchFunctionMode):
         self.end_step_left: Callable[[], None] = lambda: None
         self._is_on = True
         self._is_turned = False
-        self._returns = True  # to the stack, in `step_back`
 
     @property
     def is_outermost(self) -> bool:
@@ -62,17 +63,6 @@ class StackedMode(TorchFunctionMode):
         if self.is_stepping and self.depth == 1 and self.enabled:
             self.end_step_left()
         return self.depth == 0 and self.enabled and get_ident() == self.thread
-
-    @property
-    def is_installed(self) -> bool:
-        """False once the capture is over or paused; the mode may be on torch's stack all the same."""
-        return self._returns
-
-    def enter_stack(self) -> None:
-        """Go on top of torch's stack, unless the mode is turned off."""
-        self._returns = True
-        if self._is_on:
-            _push_mode(self)
 
     def turn(self, *, is_on: bool) -> None:
         """Be on torch's stack while the loop runs, or not at all; from the next time on that the loop runs."""
@@ -142,7 +132,7 @@ class StackedMode(TorchFunctionMode):
         if self._is_turned:
             if not self.depth:
                 self._settle()
-        elif popped and self._returns:
+        elif popped and self.is_installed:
             _push_mode(self)
 
     def recover(self, frame: FrameType | None) -> bool:
@@ -158,9 +148,14 @@ class StackedMode(TorchFunctionMode):
         self._settle()
         return True
 
-    def paused(self) -> Paused:
-        """A context in which nothing is noted and, where possible, the mode is not on torch's stack at all."""
-        return Paused(self)
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """In this context nothing is noted and, where possible, the mode is not on torch's stack at all."""
+        popped = self.step_aside()
+        try:
+            yield
+        finally:
+            self.step_back(popped)
 
     def guard(self, work: Callable[..., Any], *args: Any) -> Any:
         """Do reprokit's own work unseen, while the session watches; an error in it must never reach the loop."""
@@ -175,22 +170,6 @@ class StackedMode(TorchFunctionMode):
         except BaseException as error:
             self.switch_off(error)
             return None
-
-
-class Paused:
-    """See `StackedMode.paused`."""
-
-    __slots__ = ("_mode", "_popped")
-
-    def __init__(self, mode: StackedMode) -> None:
-        self._mode = mode
-        self._popped = False
-
-    def __enter__(self) -> None:
-        self._popped = self._mode.step_aside()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._mode.step_back(self._popped)
 
 
 def _cut_stack(length: int) -> None:

@@ -70,13 +70,14 @@ class Recorder(StackedMode):
 
     def install(self) -> None:
         """Meet root modules and go on top of torch's stack of function modes."""
-        self._returns = True
+        self.is_installed = True
         self.roots.install()
-        self.enter_stack()
+        if self._is_on:
+            torch_private.push_mode(self)
 
     def uninstall(self) -> None:
         """Give every class its own ``__call__`` back; the mode stays on the stack if it is there, else away from it."""
-        self.enabled = self._returns = False
+        self.enabled = self.is_installed = False
         self.roots.uninstall()
 
     # -- functions the loop calls --------------------------------------------------------------------------------
@@ -119,7 +120,8 @@ class Recorder(StackedMode):
             tape = self.tape
             if facts.is_indexing and args[1].__class__ not in ATOMS:
                 args = with_own_index(args)
-            is_usual = out.__class__ in TENSORS and not TENSORS.isdisjoint(map(type, args))
+            given = args[0] if args and args[0].__class__ is list else args
+            is_usual = out.__class__ in TENSORS and not TENSORS.isdisjoint(map(type, given))
             if not is_usual or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
                 self._note_plain(facts, args, dict(kwargs or {}), user, out)
                 return out
@@ -176,7 +178,7 @@ class Recorder(StackedMode):
         note = FunctionNote(library=find_frames(frame)[1]) if has_library else None
         written = _written_by(facts, args, kwargs) if facts.may_write else None
         if facts.name in functions.GRAD_WRITES:
-            self.loop.before_gradient_write()
+            self.loop.judge.correct()
             note = _as(note, is_write=True)
         elif written is not None:
             note = self._before_write(facts, args, kwargs, written, note)
@@ -205,14 +207,14 @@ class Recorder(StackedMode):
                     world.before_write(item)
         if not owners and not isinstance(written, torch.Tensor):
             return None
-        if not owners and (is_leaf(written) or self.loop.is_differentiated(written)):
+        if not owners and is_leaf(written):
             if self.loop.has_differentiated:
                 world.train(written)
                 owners = [written]
             elif all(item is written or self.tape.known(item) is None for item in iter_tensors((args, kwargs))):
                 return None  # being made, for example a parameter of a module that no root holds yet
         if owners:
-            if facts.writes_data and not _is_alike(args[0], args[1]):
+            if facts.writes_data and len({(item.dtype, item.shape, item.device) for item in args[:2]}) > 1:
                 self.loop.before_conversion()
             self.loop.before_state_write(owners, (args, kwargs))
             return _as(note, is_write=True, writes_state=True)
@@ -334,15 +336,16 @@ class Recorder(StackedMode):
     def fail(self, error: BaseException, begun: Begun) -> None:
         """An exception came out of a call that is running."""
         with ignored_errors():
-            kind, target, given, named, code, instruction, mode, note = begun
-            op = Op(kind, target, given, named or {}, (), code, instruction, mode, note)
+            op = op_of(begun)
             self.raised = (error, op)
             if _may_have_written(op, error):
                 self.gaps.append(op)
 
-    def forget_gradients(self) -> None:
-        """All gradients are gone, and with them those of interrupted backward calls."""
-        self.gaps = [gap for gap in self.gaps if gap is None or gap.kind is not Backward]
+
+def op_of(begun: Begun) -> Op:
+    """The call as it is before it has results."""
+    kind, target, given, named, code, instruction, mode, note = begun
+    return Op(kind, target, given, named or {}, (), code, instruction, mode, note)
 
 
 def _as(note: FunctionNote | None, **fields: Any) -> FunctionNote:
@@ -388,10 +391,6 @@ def _may_have_written(op: Op, error: BaseException) -> bool:
     if op.kind is ZeroGrad or op.kind is Unscale:
         return True
     return op.kind is Backward and op.target is not torch.autograd.grad  # some gradients
-
-
-def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:
-    return (target.dtype, target.shape, target.device) == (value.dtype, value.shape, value.device)
 
 
 _PLAIN_MODE = Mode()

@@ -32,12 +32,12 @@ from reprokit.capture.calls import (
     Function,
     OptimizerStep,
     Root,
-    ScaleLoss,
     Transform,
     ZeroGrad,
     gives_gradients,
     name_of,
     starts_of,
+    unscaled,
 )
 from reprokit.capture.judge import Judge, Pending, is_bad_start
 from reprokit.capture.meeting import NOTHING, Meeting
@@ -852,15 +852,6 @@ def split(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
     first = next((n for n, op in enumerate(ops) if op.kind in (Root, Transform, Backward, CompiledStep)), len(ops))
     end = max((n + 1 for n in range(first) if ops[n].kind.writes_state(ops[n])), default=0)
     return list(ops[:end]), list(ops[end:])
-
-
-def unscaled(ops: Sequence[Op], start: Number) -> Number:
-    """The number of what a grad scaler was given, if ``start`` is its product."""
-    for op in reversed(ops):
-        if op.kind is ScaleLoss and start in op.outs:
-            number: Number = op.ins[op.outs.index(start)]
-            return number
-    return start
 
 
 def averaged_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:

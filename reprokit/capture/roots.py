@@ -160,7 +160,7 @@ class RootCalls:
 
     def states(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`generator_states` of now; the last ones again if they are the same, since each takes five kilobytes."""
-        if _uses_cuda():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return generator_states(*given)
         state = _default_generator.get_state()
         content = ctypes.string_at(state.data_ptr(), len(state))  # a call of torch would be seen by modes of the user's
@@ -188,5 +188,4 @@ _FUNCTIONAL_CALL = torch_private.functional_call_code
 _PLAIN_MODE = Mode()
 _is_any_autocast_enabled = torch_private.is_any_autocast_enabled
 _default_generator = torch.default_generator
-_uses_cuda: Callable[[], bool] = torch.cuda.is_initialized
 _peek_transforms = torch_private.peek_transforms

@@ -111,7 +111,7 @@ class Tape:
         self.marks: list[Mark] = []
         self.carried: list[Op] = []
         self.before: dict[Number, torch.Tensor] = {}
-        self._early: set[Number] = set()  # made before the copy
+        self._early: set[Number] = set()  # made before the copy and not used since
         self.scalars: deque[tuple[torch.Tensor, CodeType, int]] = deque(maxlen=4)
         self.on_lost: Callable[[], None] = lambda: None  # calls were let go of that may have changed something
         self.step = 0
@@ -155,8 +155,10 @@ class Tape:
         number.step = self.step
         self.held[number] = tensor
         self.stamps.setdefault(number, version)
-        if number in self._early and not is_input:
-            self.before[number] = tensor.detach()
+        if number in self._early:
+            self._early.discard(number)
+            if not is_input:
+                self.before[number] = tensor.detach()
         return number
 
     def new_number(self, tensor: torch.Tensor) -> Number:

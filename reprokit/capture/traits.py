@@ -38,11 +38,8 @@ class Traits:
 
 def facts_of(func: Callable[..., Any]) -> Traits:
     """The facts of a function, found once."""
-    facts = FACTS.get(func)
-    return facts if facts is not None else _find_facts(func)
-
-
-def _find_facts(func: Callable[..., Any]) -> Traits:
+    if func in FACTS:
+        return FACTS[func]
     function = func
     if func not in _DIFFERENTIATION and getattr(func, "__wrapped__", None) in _DIFFERENTIATION:
         function = func.__wrapped__  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ from reprokit import torch_private
 from reprokit.capture.callers import first_user_frame
 from reprokit.capture.calls import Transform, TransformNote
 from reprokit.capture.roots import generator_states
-from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.variables import owners_in, read_by
 from reprokit.program.trace import current_mode
@@ -34,6 +33,7 @@ RUNS = (
     (torch_private.eager_transforms, "grad_and_value_impl"),
     (torch_private.eager_transforms, torch_private.JVP),
 )
+DIFFERENTIATES = ("grad_impl", "grad_and_value_impl", torch_private.JVP)
 MAKES = ("jacrev", "jacfwd")  # functions that make a function, which is then called
 OPENS = ((torch_private.eager_transforms, torch_private.VJP), (torch.func, "linearize"))  # return a function as well
 
@@ -48,28 +48,16 @@ class TransformCalls:
         """Call what runs a transform: torch's ``target``, given a function and its arguments."""
         recorder, name, is_noted = self._recorder, target.__name__, self._is_noted
         recorder.has_transform = True
-        if is_noted and recorder.is_hand_updated:
-            recorder.guard(recorder.loop.finish_hand_update)
-        recorder.guard(self._note_differentiated, name, args)
         transforms = torch_private.eager_transforms
         owner = transforms if hasattr(transforms, name) else torch_private.apis
         output = self._perform(functools.partial(_latest, owner, name), target, args, kwargs)
+        if name in DIFFERENTIATES and not recorder.loop.has_optimizer and get_ident() == recorder.thread:
+            recorder.loop.has_differentiated = True  # a write into parameters is an update from here on
         if is_noted and name == "grad_and_value_impl":
-            value = output[1]
-            recorder.guard(recorder.loop.note_loss, value[0] if isinstance(value, tuple) else value)
+            value = output[1][0] if isinstance(output[1], tuple) else output[1]
+            if isinstance(value, torch.Tensor) and value.numel() == 1:  # the loop may write into it for its log
+                recorder.loop.timeline.loss = recorder.guard(lambda: value.detach().clone())
         return output
-
-    def _note_differentiated(self, name: str, args: tuple[Any, ...]) -> None:
-        """Note the tensors by which a transform differentiates; inside of a `vmap` those that are not rows."""
-        if get_ident() != self._recorder.thread:
-            return
-        if name == "grad_and_value_impl":
-            by = args[3][args[1]] if isinstance(args[1], int) else [args[3][n] for n in args[1]]
-        elif name == torch_private.JVP:
-            by = args[1]
-        else:
-            return
-        self._recorder.loop.note_differentiated(iter_tensors(by))
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a transformed function whose calls are noted."""

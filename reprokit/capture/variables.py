@@ -26,7 +26,7 @@ Place = tuple[Any, str]  # a cell with an empty name, or the variables of a modu
 def play_with(target: Callable[..., Any], args: tuple[Any, dict[str, Any], list[Any]], places: list[Place]) -> Any:
     """Call a function with other values in the variables that it reads."""
     given, kwargs, values = args
-    before = [_value_at(place) for place in places]
+    before = [home[name] if name else home.cell_contents for home, name in places]
     try:
         for place, value in zip(places, values, strict=True):
             _put(place, value)
@@ -34,11 +34,6 @@ def play_with(target: Callable[..., Any], args: tuple[Any, dict[str, Any], list[
     finally:
         for place, value in zip(places, before, strict=True):
             _put(place, value)
-
-
-def _value_at(place: Place) -> Any:
-    home, name = place
-    return home[name] if name else home.cell_contents
 
 
 def _put(place: Place, value: Any) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import pickle
 import random
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,22 +46,22 @@ class CannotGoBack(Exception):
 
 
 class Contents:
-    """Tensors and what they held at one moment. Invariant: ``tensors`` and ``_contents`` are parallel."""
+    """Tensors and what they held at one moment. Invariant: ``tensors`` and ``contents`` are parallel."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         self.tensors = list(tensors)
-        self._contents = [_copy(tensor) for tensor in self.tensors]
+        self.contents = [_copy(tensor) for tensor in self.tensors]
 
     def take(self, tensors: list[torch.Tensor]) -> None:
         """Remember what ``tensors`` hold, in the memory of the last copy where it is of the same tensors."""
         if len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors)):
-            for number, (content, tensor) in enumerate(zip(self._contents, self.tensors, strict=True)):
+            for number, (content, tensor) in enumerate(zip(self.contents, self.tensors, strict=True)):
                 if content.shape == shard_of(tensor).shape and content.dtype == tensor.dtype:
                     content.copy_(shard_of(tensor).detach())
                 else:
-                    self._contents[number] = _copy(tensor)
+                    self.contents[number] = _copy(tensor)
         else:
-            self.tensors, self._contents = tensors, [_copy(tensor) for tensor in tensors]
+            self.tensors, self.contents = tensors, [_copy(tensor) for tensor in tensors]
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Remember more tensors."""
@@ -69,28 +70,24 @@ class Contents:
             if id(tensor) not in known:
                 known.add(id(tensor))
                 self.tensors.append(tensor)
-                self._contents.append(_copy(tensor))
+                self.contents.append(_copy(tensor))
 
     def check(self) -> None:
         """Raises `CannotGoBack` if a tensor has another shape or dtype by now."""
-        for tensor, content in zip(self.tensors, self._contents, strict=True):
+        for tensor, content in zip(self.tensors, self.contents, strict=True):
             if shard_of(tensor).shape != content.shape or tensor.dtype != content.dtype:
                 raise CannotGoBack("the model was changed since the last copy of its state")
 
     def write(self) -> None:
         """Write the contents into the tensors; needs no memory."""
         with torch.no_grad():
-            for tensor, content in zip(self.tensors, self._contents, strict=True):
+            for tensor, content in zip(self.tensors, self.contents, strict=True):
                 shard_of(tensor).data.copy_(content)
-
-    def by_id(self) -> dict[int, torch.Tensor]:
-        """The contents, by the ``id`` of the tensor."""
-        return dict(zip(map(id, self.tensors), self._contents, strict=True))
 
     @property
     def num_bytes(self) -> int:
         """The memory that the contents take."""
-        return num_bytes(self._contents)
+        return num_bytes(self.contents)
 
 
 class _Buffer:
@@ -173,29 +170,25 @@ class Buffers:
         self.__init__()  # type: ignore[misc]
 
 
-class _OptimizerNote:
-    """The structure of an optimizer: its options, and the names of the state of each parameter; the attributes of one
-    of the user's own."""
+Structure = tuple[torch.optim.Optimizer, Callable[[], None]]  # and what goes back to its structure of one moment
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._options = options_of(optimizer)
-        self._attributes = None if is_of_torch(optimizer) else Containers([optimizer])
-        self._state = [(key, state, dict(state)) for key, state in optimizer.state.items() if isinstance(state, dict)]
 
-    def now(self) -> _OptimizerNote:
-        return _OptimizerNote(self._optimizer)
+def _noted(optimizer: torch.optim.Optimizer) -> Structure:
+    """Its options, and the names of the state of each parameter; the attributes of one of the user's own."""
+    options, attributes = options_of(optimizer), None if is_of_torch(optimizer) else Containers([optimizer])
+    states = [(key, state, dict(state)) for key, state in optimizer.state.items() if isinstance(state, dict)]
 
-    def give_back(self) -> None:
-        """Go back to it."""
-        if self._attributes is not None:
-            self._attributes.give_back()
-        set_options(self._optimizer, self._options)
-        self._optimizer.state.clear()
-        for key, state, content in self._state:
+    def give_back() -> None:
+        if attributes is not None:
+            attributes.give_back()
+        set_options(optimizer, options)
+        optimizer.state.clear()
+        for key, state, content in states:
             state.clear()
             state.update(content)
-            self._optimizer.state[key] = state
+            optimizer.state[key] = state
+
+    return optimizer, give_back
 
 
 def _parameters_of(part: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -208,13 +201,10 @@ class _Bindings:
     """Which tensors the parameters and buffers of modules are; a forward may replace buffers."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._modules = list(modules)
+        self.modules = list(modules)
         self._parts = []
-        for part in {id(part): part for module in self._modules for part in module.modules()}.values():
+        for part in {id(part): part for module in self.modules for part in module.modules()}.values():
             self._parts.append((part, dict(torch_private.buffers_of(part)), _parameters_of(part)))
-
-    def now(self) -> _Bindings:
-        return _Bindings(self._modules)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """The tensors that buffers are."""
@@ -251,7 +241,7 @@ class Copy:
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.with_gradient: list[torch.Tensor] = []
         self.num_marks = 0
-        self._notes: list[_OptimizerNote] = []
+        self._notes: list[Structure] = []
         self._bindings: list[_Bindings] = []
 
     def take(
@@ -264,17 +254,13 @@ class Copy:
         self.contents.take(tensors)
         parameters = (t for t in tensors if t.requires_grad or isinstance(t, torch.nn.Parameter))  # also frozen by now
         self.with_gradient = [tensor for tensor in parameters if tensor.grad is not None]
-        self._notes = list(map(_OptimizerNote, optimizers))
+        self._notes = list(map(_noted, optimizers))
         self._bindings = [_Bindings(modules)]
-
-    def take_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remember gradients, which an optimizer's step is still to use."""
-        self.gradients = [(p, p.grad.detach().clone()) for p in parameters if p.grad is not None]
 
     def add(self, tensors: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Remember more."""
         self.contents.add(tensors)
-        self._notes += map(_OptimizerNote, optimizers)
+        self._notes += map(_noted, optimizers)
 
     def bind(self, module: torch.nn.Module) -> None:
         """Remember what the buffers of one more module are."""
@@ -291,8 +277,8 @@ class Copy:
             binding.check()
         current = Copy()
         current.contents = Contents(self.contents.tensors)
-        current._notes = [note.now() for note in self._notes]
-        current._bindings = [binding.now() for binding in self._bindings]
+        current._notes = [_noted(optimizer) for optimizer, _ in self._notes]
+        current._bindings = [_Bindings(binding.modules) for binding in self._bindings]
         for binding in current._bindings:  # a call that is played may write into a buffer of now
             current.contents.add(binding.buffers())
         try:
@@ -305,8 +291,8 @@ class Copy:
     def give_back(self) -> None:
         """Go back to it, knowing that nothing has another shape by now."""
         self.contents.write()
-        for note in self._notes:
-            note.give_back()
+        for _, give_back in self._notes:
+            give_back()
         for binding in self._bindings:
             binding.give_back()
 
@@ -354,7 +340,7 @@ class World:
         self._hold(module)
         if self._every == 0:
             self._ways_met.update((id(buffer), ways_of(buffer)) for buffer in module.buffers())
-        self._add([t for t in _tensors_of(module) if _is_changing(t)], ())
+        self._add([t for t in _tensors_of(module) if t.requires_grad or not isinstance(t, torch.nn.Parameter)], ())
         for copy in self.copies:
             copy.bind(module)
         self.buffers.add_module(module)
@@ -459,7 +445,7 @@ class World:
         unique: dict[int, torch.Tensor] = {}
         for module in self.modules:
             for tensor in _tensors_of(module):
-                if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):  # as `_is_changing`
+                if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
                     unique[id(tensor)] = tensor
         for optimizer in self.optimizers:
             for tensor in state_tensors(optimizer):
@@ -488,7 +474,8 @@ class World:
         return None
 
     def _before(self) -> dict[int, torch.Tensor]:
-        return self.copies[-1].contents.by_id() if self.copies else {}
+        contents = self.copies[-1].contents if self.copies else Contents()
+        return dict(zip(map(id, contents.tensors), contents.contents, strict=True))
 
     def has_worsened(self, tensor: torch.Tensor) -> bool:
         """True if a part of the state is bad in a way in which its copy is not."""
@@ -589,7 +576,8 @@ class World:
             new = self.copies[-1] if self.copies else Copy()
             self.copies.clear()
         new.take(tensors, self.optimizers, self.modules)
-        new.take_gradients([p for optimizer in unfinished for p in parameters_of(optimizer)])
+        unused = [p for optimizer in unfinished for p in parameters_of(optimizer)]
+        new.gradients = [(p, p.grad.detach().clone()) for p in unused if p.grad is not None]
         self.copies.append(new)
         self.is_complete = True
         self.num_copies += 1
@@ -674,10 +662,6 @@ def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return [t for t in given if not is_lazy(t) and not t.is_inference() and t.grad_fn is None]
 
 
-def _is_changing(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
-
-
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of every parameter group, such as the learning rate of now."""
     found = []
@@ -755,17 +739,17 @@ class GeneratorWatch:
     def after_module(self) -> None:
         """It has run."""
         before, self._before = self._before, None
-        if before is not None and self.looks_left < math.inf and not _are_equal(before, python_generators()):
+        if (
+            before is not None
+            and self.looks_left < math.inf
+            and pickle.dumps(before) != pickle.dumps(python_generators())
+        ):
             self.looks_left = math.inf
 
     def restart(self) -> None:
         """The step is over."""
         self.looks_left -= 1  # infinity stays
         self.states = None
-
-    def look_closely(self) -> None:
-        """Look again in the next step."""
-        self.looks_left = max(self.looks_left, 1)
 
 
 def python_generators() -> dict[str, Any]:
@@ -775,15 +759,6 @@ def python_generators() -> dict[str, Any]:
     if numpy is not None and hasattr(numpy, "random"):
         states["numpy"] = numpy.random.get_state()
     return states
-
-
-def _are_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    if first["python"] != second["python"] or first.keys() != second.keys():
-        return False
-    return all(
-        a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b
-        for a, b in zip(first.get("numpy", ()), second.get("numpy", ()), strict=True)
-    )
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,18 @@ from typing import TYPE_CHECKING
 import click
 
 from reprokit.capture.failure_text import can_be_shrunk, growth, what
-from reprokit.cli import console
+from reprokit.cli.console import (
+    PATH,
+    Verbosity,
+    deadline,
+    make_folder,
+    max_time_option,
+    output_options,
+    planned,
+    print_json,
+    say,
+    shown_command,
+)
 from reprokit.errors import SnapshotError, UsageError
 
 if TYPE_CHECKING:
@@ -25,33 +35,33 @@ _LEAST_ROOM = 24
 
 
 @click.command("show", short_help="Show what a snapshot holds.")
-@click.argument("file", type=console.PATH, metavar="(FILE | DIR)")
-@console.max_time_option(30)
+@click.argument("file", type=PATH, metavar="(FILE | DIR)")
+@max_time_option(30)
 @click.option(
     "--frames",
     type=click.IntRange(min=1),
     metavar="N",
     help="Show the last N module calls up to the failure, with their tensors in numbers, and nothing else.",
 )
-@console.planned
-def command(file: Path, max_time: float, frames: int | None, json: bool, verbosity: console.Verbosity) -> int:
+@planned
+def command(file: Path, max_time: float, frames: int | None, json: bool, verbosity: Verbosity) -> int:
     """Show what a snapshot holds: the failure, where it began, and what surrounded it.
 
     DIR is a folder with one snapshot in it, or one that `reprokit shrink` wrote, with the snapshot beside it.
     """
     file, snapshot = _found(file)
     if json:
-        console.print_json(snapshot.summary())
+        print_json(snapshot.summary())
         return 0
     from rich.console import Console
 
-    screen = Console(stderr=True, highlight=False)
-    with console.deadline(max_time, f"--max-time {2 * max_time:g} waits longer; --json does not run it"):
+    console = Console(stderr=True, highlight=False)
+    with deadline(max_time, f"--max-time {2 * max_time:g} waits longer; --json does not run it"):
         if frames is not None:
-            _print_frames(snapshot, frames, screen)
+            _print_frames(snapshot, frames, console)
         else:
-            _print_screen(snapshot, file, screen)
-    if verbosity is console.Verbosity.VERBOSE and frames is None:
+            _print_screen(snapshot, file, console)
+    if verbosity is Verbosity.VERBOSE and frames is None:
         click.echo(f"\n{snapshot.environment.collect_env}", err=True)
     return 0
 
@@ -70,32 +80,32 @@ def _found(path: Path) -> tuple[Path, Snapshot]:
     return path, load(path)
 
 
-def _print_frames(snapshot: Snapshot, number: int, screen: Console) -> None:
+def _print_frames(snapshot: Snapshot, number: int, console: Console) -> None:
     """The module calls before the failure, the last one at the end."""
     from reprokit.locate.ranges import table
     from reprokit.render.module_ranges import recorded_rows
 
     if rows := recorded_rows(snapshot, last=number):
-        screen.print(table(rows, screen.width))
+        console.print(table(rows, console.width))
     else:
-        console.say("no module was called before the failure")
+        say("no module was called before the failure")
 
 
-def _print_screen(snapshot: Snapshot, file: Path, screen: Console) -> None:
+def _print_screen(snapshot: Snapshot, file: Path, console: Console) -> None:
     """The failure, its line, the calls that led to it, what surrounded the step, and the next command."""
     from rich.text import Text
 
     from reprokit.locate.failure import HEALTHY
 
     summary, is_healthy = snapshot.summary(), snapshot.failure.kind == HEALTHY
-    screen.print(Text(f"{what(summary)}{',' if is_healthy else ' at'} step {snapshot.step}", style="bold"))
-    for section in (_source(snapshot, screen.width), _steps(snapshot, screen.width), _facts(snapshot)):
+    console.print(Text(f"{what(summary)}{',' if is_healthy else ' at'} step {snapshot.step}", style="bold"))
+    for section in (_source(snapshot, console.width), _steps(snapshot, console.width), _facts(snapshot)):
         if section.row_count:
-            screen.print()
-            screen.print(section)
+            console.print()
+            console.print(section)
     if is_healthy or can_be_shrunk(summary):
-        words = shlex.join(["reprokit", "trace" if is_healthy else "shrink", str(file)])
-        screen.print(Text(f"\nnext: {words}"), soft_wrap=True)
+        words = shown_command("reprokit", "trace" if is_healthy else "shrink", str(file))
+        console.print(Text(f"\nnext: {words}"), soft_wrap=True)
 
 
 def _grid(rows: Iterable[tuple[bool, str, str]], *, cut: int | None = None, room: int = 0) -> Table:
@@ -158,13 +168,11 @@ def _facts(snapshot: Snapshot) -> Table:
 
 
 @click.command("export", short_help="Write the state from before the failing step.")
-@click.argument("file", type=console.PATH, metavar="FILE")
+@click.argument("file", type=PATH, metavar="FILE")
 @click.option("--before", is_flag=True, help="The state with which the failing step began.")
-@console.output_options("DIR", "Where to write; the snapshot's name by default.")
-@console.planned
-def export_command(
-    file: Path, before: bool, output: Path | None, force: bool, json: bool, verbosity: console.Verbosity
-) -> int:
+@output_options("DIR", "Where to write; the snapshot's name by default.")
+@planned
+def export_command(file: Path, before: bool, output: Path | None, force: bool, json: bool, verbosity: Verbosity) -> int:
     """Write state dicts of model and optimizer, and the states of the generators, from a snapshot.
 
     `torch.load(..., weights_only=True)` reads the files.
@@ -182,19 +190,17 @@ def export_command(
     if state is None:
         raise SnapshotError(f"`{file}` holds no state from before the step", hint="capture it again with this version")
     folder = output or file.with_name(f"{file.name.removesuffix('.pt').removesuffix('.repro')}-before")
-    console.make_folder(folder, overwrite=force)
+    make_folder(folder, overwrite=force)
     contents = {"model.pt": state.model(), "optimizer.pt": state.optimizer(), "rng.pt": plain_of(snapshot.rng)}
     written = {folder / name: content for name, content in contents.items() if content}
     for path, content in written.items():
         with replaced(path) as stream:
             torch.save(content, stream)
     if json:
-        console.print_json({"schema": 1, "step": snapshot.step, "files": [str(path) for path in written]})
-    console.say(
-        f"the state before step {snapshot.step} -> {folder} ({', '.join(path.name for path in written)})", verbosity
-    )
+        print_json({"schema": 1, "step": snapshot.step, "files": [str(path) for path in written]})
+    say(f"the state before step {snapshot.step} -> {folder} ({', '.join(path.name for path in written)})", verbosity)
     for note in state.left_out or () if state.optimizers else ("optimizers: none had stepped before",):
-        console.say(f"  left out {note}", verbosity)
+        say(f"  left out {note}", verbosity)
     if snapshot.fidelity != "exact":
-        console.say(f"  the replay was {snapshot.fidelity}: {snapshot.fidelity_note}", verbosity)
+        say(f"  the replay was {snapshot.fidelity}: {snapshot.fidelity_note}", verbosity)
     return 0

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
 
-from tests.capture.traps_checks import BAD_STEP, batches, ending, net, training, update
+from tests.capture.traps_checks import BAD_STEP, batches, ending, net, update
 
 Loop = Callable[[bool], list[torch.Tensor]]
 
@@ -151,28 +150,6 @@ def manual_update(bad: bool) -> list[torch.Tensor]:
     return ending(model)
 
 
-class Rows(Dataset[Any]):
-    def __init__(self, bad: bool) -> None:
-        self.rows = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
-        if bad:
-            self.rows[BAD_STEP * 8 + 2] = 1.0
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        row = self.rows[i]
-        return (row - row.mean()) / row.std(), i % 2
-
-
-def data_loader(bad: bool) -> list[torch.Tensor]:
-    model, optimizer = training()
-    for x, y in DataLoader(Rows(bad), batch_size=8):
-        loss = F.cross_entropy(model(x), y)
-        update(optimizer, loss)
-    return ending(model)
-
-
 @dataclasses.dataclass
 class Output:
     loss: torch.Tensor
@@ -211,6 +188,5 @@ LOOPS: dict[Loop, tuple[int, str, set[str]]] = {
     custom_optimizer: (3, "optimizer", {"torch.Tensor.div"}),
     learning_rate: (3, "optimizer", {"torch.optim.SGD.step"}),
     manual_update: (3, "forward", {"torch.Tensor.div"}),
-    data_loader: (3, "forward", {"torch.Tensor.div"}),
     dataclass_output: (3, "forward", {"torch.Tensor.div"}),
 }

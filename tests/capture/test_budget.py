@@ -141,12 +141,6 @@ def test_a_budget_is_a_percentage_above_zero(value: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("value", ["off", None])
-def test_a_budget_may_be_off(value: Any) -> None:
-    with reprokit.capture(budget=value) as session:
-        assert session._loop.budget.limit is None
-
-
 SCRIPT = """
 import torch
 model = torch.nn.Linear(2, 1)

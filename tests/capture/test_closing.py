@@ -89,12 +89,6 @@ def test_what_was_seen(loop: Callable[[], None], tmp_path: Path, capsys: pytest.
     assert not list(tmp_path.iterdir())
 
 
-def test_a_quiet_block_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with reprokit.capture(tmp_path / "x.pt", quiet=True):
-        forward_only()
-    assert capsys.readouterr().err == ""
-
-
 class Listening(torch.nn.Module):
     """Keeps what has been printed when it is played again."""
 

@@ -233,17 +233,6 @@ def test_interrupting_ends_as_under_python(start_python: Run, tmp_path: Path) ->
 
 ASKING = {
     "asked_twice": "import importlib.util as u; u.find_spec('awaited'); u.find_spec('awaited'); import awaited",
-    "submodule_asked": "import importlib.util as u; u.find_spec('awaited.part'); import awaited.part",
-    "lazily": """
-        import importlib.util as u, sys
-        spec = u.find_spec("awaited")
-        lazy = u.LazyLoader(spec.loader)
-        spec.loader = lazy
-        module = sys.modules["awaited"] = u.module_from_spec(spec)
-        lazy.exec_module(module)
-        assert calls == []
-        module.VALUE
-    """,
     "failing_first": """
         import os
         os.environ["AWAITED_FAILS"] = "1"

@@ -135,30 +135,6 @@ def test_a_transform_of_a_past_step_is_played(watch: str, tmp_path: Path) -> Non
     assert where(snapshot) == (BAD_STEP, *DIVISION)
 
 
-def gradients_of_samples() -> list[torch.Tensor]:
-    """Gradients that are set by hand, from detached parameters."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def rooted(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return (functional_call(model.first, parameters, (x,)) * x.abs().sum()).pow(2).sum().sqrt()
-
-    for step, x, _ in batches():
-        if step == BAD_STEP:
-            x[0] = 0
-        detached = {name: parameter.detach() for name, parameter in model.first.named_parameters()}
-        grads = vmap(grad(rooted), in_dims=(None, 0))(detached, x)
-        for name, parameter in model.first.named_parameters():
-            parameter.grad = grads[name].mean(0)
-        optimizer.step()
-    return ending(model)
-
-
-def test_gradients_that_the_loop_sets(tmp_path: Path) -> None:
-    snapshot = check_caught(gradients_of_samples, tmp_path)
-    assert where(snapshot) == (BAD_STEP, *ROOT)
-
-
 Slopes = Callable[[nn.Module, dict[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]
 
 
@@ -197,16 +173,13 @@ def of_a_root(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Te
     return grad(root)(parameters)
 
 
-@pytest.mark.parametrize("is_copied", [False, True], ids=["parameters", "plain tensors"])
 @pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, of_samples, of_a_root])
-def test_updates_that_the_loop_makes_of_the_results(slopes_of: Slopes, is_copied: bool, tmp_path: Path) -> None:
+def test_updates_that_the_loop_makes_of_the_results(slopes_of: Slopes, tmp_path: Path) -> None:
     """Such a loop has no backward pass and no optimizer; a buffer of its own that it writes is no step."""
 
     def train() -> list[torch.Tensor]:
         model = Net()
         parameters = dict(model.first.named_parameters())
-        if is_copied:
-            parameters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         average = torch.zeros(8, 4)
         for step, x, _ in batches():
             x.mul_(0 if step == BAD_STEP else 1)
