@@ -17,7 +17,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -35,10 +35,10 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.convert import default_dtype, in_dtype, on_device
 from reprokit.program.interpreter import Outcome, Settings, determinism, run
-from reprokit.program.ir import Phase, Program
+from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.shrink import apart
-from reprokit.shrink.apart import Child, NotObserved, Observe, Report, RunLimits, Task, peak_bytes, wait_for
+from reprokit.shrink.apart import NotObserved, Observe, Report, RunLimits, Task, peak_bytes
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.predicate import FUNCTION
@@ -351,7 +351,6 @@ NOT_DONE = "not done within"  # what the detail begins with where there was no t
 SECONDS = 10.0
 _LEAST_BYTES = 4 << 30
 _LEAST_SECONDS = 0.2  # less is not worth a process
-_SECONDS_TO_END = 60.0  # after the budget, for a table in a process of its own
 
 Subjects = Mapping[str, tuple[Step, SignatureCheck]]
 OnTrial = Callable[[str, Variant, Trial], None]
@@ -373,27 +372,6 @@ def of_reduction(
     raises `UsageError`. ``on_trial`` is given every answer.
     """
     return make_table(_subjects_of(reduction, check), settings, seconds, step=step, on_trial=on_trial)
-
-
-@contextmanager
-def making_of_reduction(
-    reduction: Reduction, settings: Settings, *, step: Step, seconds: float = SECONDS, check: str | None = None
-) -> Iterator[Callable[[], WhatIfResult]]:
-    """Make `of_reduction` in a forked process; the yielded function waits for the table.
-
-    Where the system cannot fork the table is made when it is asked for. The process ends with the block.
-    """
-    subjects = _subjects_of(reduction, check)
-
-    def make(_: Step | None = None) -> WhatIfResult:
-        return make_table(subjects, settings, seconds, step=step)
-
-    if not apart.can_fork():
-        yield make
-        return
-    with closing(Child(Task(cast(Observe, make)), is_forked=True)) as child:
-        child.start(Step(Program((), ()), {}), RunLimits(2 * seconds + _SECONDS_TO_END))
-        yield lambda: cast(WhatIfResult, wait_for(child, [child]).value())
 
 
 def _subjects_of(reduction: Reduction, check: str | None) -> Subjects:

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from reprokit.shrink import View, reducer
 from reprokit.shrink.reducer import MAX_TIME, SearchStopped
 from reprokit.shrink.reduction import Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot
-from reprokit.whatif import making_of_reduction
+from reprokit.whatif import of_reduction
 
 WHATIF_SECONDS = 5.0
 MISMATCH_SECONDS = 30.0  # where every row compiles the program
@@ -66,40 +65,23 @@ def shrink(
         on_replayed=on_replayed,
         on_minimum=on_minimum,
     )
-    is_compared = whatif and not fast and reduction.failure.event is None
     try:
-        with (
-            _comparing(reduction, snapshot, check, view)
-            if is_compared
-            else contextlib.nullcontext(WhatIfResult) as table
-        ):
-            reduction = replace(reduction, diagnosis=_diagnosed(snapshot, view))
-            try:
-                return replace(reduction, whatif=table())
-            except ReprokitError as error:
-                view.say(f"there is no what-if table: {error.message}")
+        reduction = replace(reduction, diagnosis=_diagnosed(snapshot, view))
+        if whatif and not fast and reduction.failure.event is None:
+            reduction = replace(reduction, whatif=_compared(reduction, snapshot, check, view))
     except KeyboardInterrupt as interrupt:
         raise SearchStopped(reduction) from interrupt
     return reduction
 
 
-@contextlib.contextmanager
-def _comparing(
-    reduction: Reduction, snapshot: Snapshot, check: str | None, view: View
-) -> Iterator[Callable[[], WhatIfResult]]:
-    """The table in the making; the yielded function waits for it."""
+def _compared(reduction: Reduction, snapshot: Snapshot, check: str | None, view: View) -> WhatIfResult:
     seconds = MISMATCH_SECONDS if reduction.failure.kind == "mismatch" else WHATIF_SECONDS
     view.say(f"running the result in other ways, for {seconds:g} s at most (--no-whatif leaves this out)")
-    with contextlib.ExitStack() as stack:
-        try:
-            making = making_of_reduction(
-                reduction, snapshot.settings, step=Step.of(snapshot), seconds=seconds, check=check
-            )
-            table = stack.enter_context(making)
-        except ReprokitError as error:
-            view.say(f"there is no what-if table: {error.message}")
-            table = WhatIfResult
-        yield table
+    try:
+        return of_reduction(reduction, snapshot.settings, step=Step.of(snapshot), seconds=seconds, check=check)
+    except ReprokitError as error:
+        view.say(f"there is no what-if table: {error.message}")
+        return WhatIfResult()
 
 
 def _diagnosed(snapshot: Snapshot, view: View) -> Diagnosis | None:

@@ -32,14 +32,6 @@ def test_a_loop_on_which_all_ways_agree(agree: ModuleType, loops: ModuleType) ->
     assert agree.alarms(loop.healthy) == []
 
 
-@pytest.mark.parametrize(("norm", "truth"), [("batch", "step 3 forward"), ("none", "nothing")])
-def test_a_skipped_step_that_ruins_a_statistic(agree: ModuleType, loops: ModuleType, norm: str, truth: str) -> None:
-    loop = loops.Loop(fault="input", norm=norm, losses="penalty", skip="gradient", steps=4, bad_step=3)
-    row = agree.compare_ways("loop", loop)
-    assert row.truth == truth
-    assert not (row.untrue or row.changed or row.broken)
-
-
 def test_a_disagreement_is_reported(
     agree: ModuleType, loops: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from reprokit import workflow
 from reprokit.cli import main
 from reprokit.errors import ReprokitError
 from reprokit.shrink.reducer import SearchStopped
-from reprokit.shrink.reduction import WhatIfResult, load
+from reprokit.shrink.reduction import load
 from reprokit.snapshot.format import save
 from tests.shrink import failing, models
 from tests.shrink.views import Lines
@@ -53,12 +51,8 @@ def breaks(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("no luck")
 
 
-@contextmanager
-def without_worker(*_: Any, **__: Any) -> Iterator[Any]:
-    def table() -> WhatIfResult:
-        raise ReprokitError("no worker can be started")
-
-    yield table
+def without_worker(*_: Any, **__: Any) -> Any:
+    raise ReprokitError("no worker can be started")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +60,7 @@ def without_worker(*_: Any, **__: Any) -> Iterator[Any]:
     [
         ("diagnose", breaks, "no diagnosis: ZeroDivisionError: no luck"),
         ("fix_code", breaks, "could not render the fix as code: ZeroDivisionError: no luck"),
-        ("making_of_reduction", without_worker, "there is no what-if table: no worker can be started"),
+        ("of_reduction", without_worker, "there is no what-if table: no worker can be started"),
     ],
 )
 def test_a_part_that_breaks_costs_nothing_else(
@@ -74,7 +68,7 @@ def test_a_part_that_breaks_costs_nothing_else(
 ) -> None:
     monkeypatch.setattr(workflow, name, broken)
     view = Lines()
-    reduction = workflow.shrink(failing.sqrt_gradient(), whatif=name == "making_of_reduction", view=view)
+    reduction = workflow.shrink(failing.sqrt_gradient(), whatif=name == "of_reduction", view=view)
     assert line in view.said
     assert reduction.one_minimal and (reduction.diagnosis is None) == (name == "diagnose")
 

@@ -23,20 +23,8 @@ import click
 from reprokit.capture import launch, options
 from reprokit.capture.failure_text import Seen, captured_lines, closing_line, shown_path
 from reprokit.capture.options import current_folder, rank_suffix, with_part
+from reprokit.cli import console
 from reprokit.cli.children import Children, plan_in
-from reprokit.cli.console import (
-    PATH,
-    Plan,
-    Verbosity,
-    check_file,
-    check_folder,
-    common_options,
-    output_options,
-    print_json,
-    read_steps,
-    say,
-    source_option,
-)
 from reprokit.errors import UsageError, pass_on
 from reprokit.series.events import LineLog, older
 from reprokit.words import counted, json_line
@@ -81,7 +69,7 @@ class UserScript:
 
 
 @contextlib.contextmanager
-def watching(make: Callable[[], Session], verbosity: Verbosity) -> Iterator[list[Session]]:
+def watching(make: Callable[[], Session], verbosity: console.Verbosity) -> Iterator[list[Session]]:
     """A context whose code is watched once it has imported torch; the list then has the session.
 
     If no session can be made, a line says so and the code runs on.
@@ -94,8 +82,8 @@ def watching(make: Callable[[], Session], verbosity: Verbosity) -> Iterator[list
                 begun.append(stack.enter_context(make()))
             except Exception as error:
                 pass_on(error)
-                say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
-                if verbosity is Verbosity.VERBOSE:
+                console.say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+                if verbosity is console.Verbosity.VERBOSE:
                     print_exception(error)
 
         stack.callback(launch.when_imported("torch", begin))
@@ -115,7 +103,7 @@ class Capture:
     overwrite: bool
     numbers: Path | None
     json: bool
-    verbosity: Verbosity
+    verbosity: console.Verbosity
     options: dict[str, Any]
     part: str = ""
 
@@ -127,7 +115,7 @@ class Capture:
         kept = f", numbers to {shown_path(numbers)}" if numbers is not None else ""
         if numbers is None and self.options.get("record") is not None:
             kept = "; without one no numbers are kept (`--numbers FILE` keeps them)"
-        say(f"watching `{self.script.target}`; a failing step goes to {place}{kept}", self.verbosity)
+        console.say(f"watching `{self.script.target}`; a failing step goes to {place}{kept}", self.verbosity)
         return self.run()
 
     def run(self, reports: Path | None = None) -> int:
@@ -160,16 +148,17 @@ class Capture:
 
     def _check(self) -> None:
         self.script.check()
-        output, numbers = self.file(self.output), self.file(self.numbers)
+        places = (self.file(path) for path in (self.output, self.numbers))
+        output, numbers = (Path(shown_path(path)) if path is not None else None for path in places)
         if output is not None:
-            check_file(output, overwrite=self.overwrite)
+            console.check_file(output, overwrite=self.overwrite)
         else:
-            check_folder(self.folder)
+            console.check_folder(self.folder)
         if numbers is not None:
             if numbers.suffix != ".jsonl":
-                raise UsageError(f"`{shown_path(numbers)}` does not end in .jsonl", hint="--numbers run.jsonl")
+                raise UsageError(f"`{numbers}` does not end in .jsonl", hint="--numbers run.jsonl")
             for found in (numbers, older(numbers)):
-                check_file(found, overwrite=self.overwrite, option="--numbers")
+                console.check_file(found, overwrite=self.overwrite, option="--numbers")
             for found in (numbers, older(numbers)):
                 found.unlink(missing_ok=True)
 
@@ -193,15 +182,11 @@ class Watch:
     @property
     def has_stopped(self) -> bool:
         """True if a failure was captured that ends the run, here or in a process that the script has started."""
-        return self._has_stopped_here or any(report["has_stopped"] for report in self._told_by_children())
+        return self._has_stopped_here or any(report["has_stopped"] for report in self._children.reports())
 
     @property
     def _has_stopped_here(self) -> bool:
         return self._plan.options.get("after") == "stop" and any(session.has_failed for session in self._begun)
-
-    def _told_by_children(self) -> list[dict[str, Any]]:
-        """Reports of all processes below this one, which only the first one reads."""
-        return self._children.reports() if not self._is_child else []
 
     def _session(self) -> Session:
         from reprokit.capture.session import Session
@@ -216,8 +201,8 @@ class Watch:
             directory=plan.folder,
             command=redact_argv(plan.script.words),
             overwrite=plan.overwrite,
-            quiet=plan.verbosity is Verbosity.QUIET,
-            verbose=plan.verbosity is Verbosity.VERBOSE,
+            quiet=plan.verbosity is console.Verbosity.QUIET,
+            verbose=plan.verbosity is console.Verbosity.VERBOSE,
             on_numbers=(lambda row: numbers.add(json_line(row))) if plan.numbers is not None else None,
             **plan.options,
         )
@@ -228,7 +213,7 @@ class Watch:
             return
         results = [result for session in self._begun for result in session.results]
         paths = [path for session in self._begun for path in session.snapshots]
-        below = self._told_by_children()
+        below = self._children.reports()
         with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
             for path, result in zip(paths, results, strict=True):
                 self._tell_result(path, result)
@@ -249,7 +234,7 @@ class Watch:
         numbers = plan.file(plan.numbers)
         if self._begun and numbers is not None and not (numbers.exists() or is_checked_below):
             missing = f"no numbers were written to {shown_path(numbers)}"
-            say(f"{missing}: no step of `torch.optim` was measured", plan.verbosity)
+            console.say(f"{missing}: no step of `torch.optim` was measured", plan.verbosity)
         closing = self._begun[0].closing if self._begun else closing_line(Seen(), self.error)
         # no such module, say, so that nothing ran; or no session, in a line of its own
         is_told = isinstance(self.error, UsageError) or ("torch" in sys.modules and not self._begun)
@@ -257,15 +242,15 @@ class Watch:
         if closing is not None and not (is_told or is_elsewhere):
             if num_watched := self._children.num_watched if not is_checked_below else 0:
                 closing += f", nor in {counted(num_watched, 'process', 'processes')} that the script started"
-            say(closing, plan.verbosity)
+            console.say(closing, plan.verbosity)
 
     def _tell_result(self, path: Path, result: Mapping[str, Any]) -> None:
         plan, on = self._plan, self._plan.options.get("on", ())
         if plan.json:
-            print_json({**result, "path": str(path)})
+            console.print_json({**result, "path": str(path)})
         again = [word for kind in on if tuple(on) != options.DEFAULT_ON for word in ("--on", kind)]
         for line in captured_lines(path, result, plan.folder, [*again, *plan.script.words]):
-            say(line, plan.verbosity)
+            console.say(line, plan.verbosity)
 
 
 def run_started(folder: Path, words: Sequence[str]) -> int:
@@ -301,7 +286,7 @@ def _pace(context: click.Context, param: click.Parameter, value: str | None) -> 
 
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})
-@output_options("FILE", "Where to write the snapshot.")
+@console.output_options("FILE", "Where to write the snapshot.")
 @click.option(
     "--after-capture",
     "after",
@@ -352,7 +337,7 @@ def _pace(context: click.Context, param: click.Parameter, value: str | None) -> 
 @click.option(
     "--at-step",
     metavar="N[,M]",
-    callback=lambda context, option, value: tuple(sorted(read_steps(value, "--at-step"))),
+    callback=lambda context, option, value: tuple(sorted(console.read_steps(value, "--at-step"))),
     help="Save these steps although they are healthy, in files with their numbers; training goes on.",
 )
 @click.option(
@@ -363,15 +348,15 @@ def _pace(context: click.Context, param: click.Parameter, value: str | None) -> 
 )
 @click.option(
     "--numbers",
-    type=PATH,
+    type=console.PATH,
     metavar="FILE",
     help="Write the numbers of every step that was measured into FILE (run.jsonl); `reprokit timeline` prints them. "
     "Measures at the pace of `--record auto` without `--record`.",
 )
-@source_option("traceback")
+@console.source_option("traceback")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
-@common_options
+@console.common_options
 def command(
     target: tuple[str, ...],
     module: bool,
@@ -379,9 +364,9 @@ def command(
     force: bool,
     numbers: Path | None,
     json: bool,
-    verbosity: Verbosity,
+    verbosity: console.Verbosity,
     **given: Any,
-) -> Plan:
+) -> console.Plan:
     """Run a training script and save its first failing step.
 
     Everything after the script's name belongs to the script.

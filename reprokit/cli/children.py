@@ -67,9 +67,9 @@ class Children:
             (self.folder / f"{os.getpid()}.json").write_text(json.dumps(found))
 
     def reports(self) -> list[dict[str, Any]]:
-        """What the children that have ended reported."""
+        """What all processes below this one that have ended reported; only the first one reads it."""
         found = []
-        for path in sorted(self._folder.glob("*.json")) if self._folder is not None else ():
+        for path in sorted(self._folder.glob("*.json")) if self._folder is not None and self._is_ours else ():
             with contextlib.suppress(OSError, ValueError):
                 found.append(json.loads(path.read_text()))
         return found

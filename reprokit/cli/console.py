@@ -6,7 +6,6 @@ import _thread
 import contextlib
 import functools
 import os
-import shlex
 import sys
 import tempfile
 import threading
@@ -130,11 +129,6 @@ def print_text(text: str) -> None:
 def print_json(result: Mapping[str, Any]) -> None:
     """A result as one line of JSON on stdout."""
     print_text(f"{json_line(result)}\n")
-
-
-def shown_command(*words: str) -> str:
-    """A command line that can be pasted into a shell."""
-    return shlex.join(words)
 
 
 # -- where results go --

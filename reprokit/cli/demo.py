@@ -4,66 +4,69 @@ from __future__ import annotations
 
 import json as json_format
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import click
 
 from reprokit.capture.failure_text import shown_path
+from reprokit.cli import console
 from reprokit.cli.capture import EXIT_CAPTURED
-from reprokit.cli.console import PATH, Verbosity, make_folder, planned, print_json, say, shown_command
 from reprokit.errors import ReprokitError
 
 EXAMPLE = "masked_attention.py"
-SNAPSHOT = "snapshot.repro.pt"
-RESULTS = "results"
 _PACKAGE = Path(__file__).resolve().parent.parent
+_NAMES = {
+    **{EXAMPLE: "script", "snapshot.repro.pt": "snapshot", "reduction.pt": "reduction", "repro.py": "repro"},
+    **{"repro_module.py": "module", "summary.md": "summary", "issue.md": "issue", "report.html": "report"},
+    "test_repro.py": "test",
+}
 
 
 @click.command("demo", short_help="Capture, shrink and verify a bundled example.")
-@click.option("--dir", "folder", type=PATH, metavar="DIR", help="A folder for the files.")
-@planned
-def command(folder: Path | None, json: bool, verbosity: Verbosity) -> int:
+@click.option("--dir", "folder", type=console.PATH, metavar="DIR", help="A folder for the files.")
+@console.planned
+def command(folder: Path | None, json: bool, verbosity: console.Verbosity) -> int:
     """Capture, shrink, render and verify a bundled example, in under a minute."""
     started = time.perf_counter()
-    names = (f"reprokit-demo{suffix}" for suffix in chain([""], (f"-{number}" for number in count(2))))
-    folder = folder or next(free for name in names if not (free := Path(name)).exists())
-    make_folder(folder, option="--dir", force="")
+    names = (Path(f"reprokit-demo-{number}" if number > 1 else "reprokit-demo") for number in count(1))
+    folder = folder or next(name for name in names if not name.exists())
+    console.make_folder(folder, option="--dir", force="")
     shutil.copy(find_example(), folder / EXAMPLE)
-    _run(folder, verbosity, EXIT_CAPTURED, "capture", "-o", SNAPSHOT, EXAMPLE)
-    shrunk = _run(folder, verbosity, 0, "shrink", "-o", RESULTS, "--json", SNAPSHOT)
-    verified = _run(folder, verbosity, 0, "verify", "--json", f"{RESULTS}/repro.py")
+    _run(folder, verbosity, EXIT_CAPTURED, "capture", "-o", "snapshot.repro.pt", EXAMPLE)
+    shrunk = _run(folder, verbosity, 0, "shrink", "-o", "results", "--json", "snapshot.repro.pt")
+    verified = _run(folder, verbosity, 0, "verify", "--json", "results/repro.py")
     seconds = time.perf_counter() - started
 
-    results = {_short(path.name): path for path in sorted((folder / RESULTS).iterdir())}
-    files = {"script": folder / EXAMPLE, "snapshot": folder / SNAPSHOT, **results}
+    written = {path.name: path for path in folder.rglob("*")}
+    files = {name: written[file] for file, name in _NAMES.items() if file in written}
     if json:
         paths = {name: str(path.absolute()) for name, path in files.items()}
-        print_json({"schema": 1, **paths, "shrink": shrunk, "verify": verified, "seconds": round(seconds, 1)})
-    if verbosity is not Verbosity.QUIET:
+        console.print_json({"schema": 1, **paths, "shrink": shrunk, "verify": verified, "seconds": round(seconds, 1)})
+    if verbosity is not console.Verbosity.QUIET:
         click.echo("\n" + files["repro"].read_text(encoding="utf-8"), err=True)
-    say(f"done in {seconds:.0f} s; the results:", verbosity)
-    width = max(map(len, files))
+    console.say(f"done in {seconds:.0f} s; the results:", verbosity)
     for name, path in files.items():
-        say(f"  {name:<{width}} {shown_path(path)}", verbosity)
+        console.say(f"  {name:<9} {shown_path(path)}", verbosity)
     return 0
 
 
-def _run(folder: Path, verbosity: Verbosity, expected: int, *words: str) -> Any:
+def _run(folder: Path, verbosity: console.Verbosity, expected: int, *words: str) -> Any:
     """One command in a process of its own; its JSON if that was asked for."""
-    say(f"$ {shown_command('reprokit', *(word for word in words if word != '--json'))}", verbosity)
+    console.say(f"$ {shlex.join(['reprokit', *(word for word in words if word != '--json')])}", verbosity)
     path = os.pathsep.join(filter(None, (str(_PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", "reprokit", *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if verbosity is Verbosity.QUIET else None,
+        stderr=subprocess.PIPE if verbosity is console.Verbosity.QUIET else None,
         text=True,
     )
     if done.returncode != expected:
@@ -73,13 +76,6 @@ def _run(folder: Path, verbosity: Verbosity, expected: int, *words: str) -> Any:
             note=done.stderr.strip() if done.stderr else None,
         )
     return json_format.loads(done.stdout.splitlines()[-1]) if "--json" in words else None
-
-
-def _short(file: str) -> str:
-    """A name for a file of results: ``repro`` for ``repro.py``, ``module`` for ``repro_module.py``."""
-    return {"repro_inputs.pt": "tensors", "repro_module.py": "module", "test_repro.py": "test"}.get(
-        file, file.partition(".")[0]
-    )
 
 
 def find_example() -> Path:

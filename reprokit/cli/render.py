@@ -7,28 +7,14 @@ processes and compares what they do.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from reprokit.capture.failure_text import shown_path
-from reprokit.cli.console import (
-    PATH,
-    SECONDS,
-    Verbosity,
-    check_file,
-    deadline,
-    max_time_option,
-    no_data_option,
-    output_options,
-    planned,
-    print_json,
-    print_text,
-    say,
-    shown_command,
-    source_option,
-)
+from reprokit.cli import console
 from reprokit.errors import UsageError
 from reprokit.render import KINDS
 from reprokit.snapshot.files import REPRO_FILE
@@ -38,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
-@click.argument("file", type=PATH, metavar="(FILE | DIR)")
+@click.argument("file", type=console.PATH, metavar="(FILE | DIR)")
 @click.option(
     "--as",
     "kind",
@@ -52,13 +38,13 @@ if TYPE_CHECKING:
     "Default: the one of whose code the failure is about.",
 )
 @click.option("--zip", "as_zip", is_flag=True, help="Pack the repro, what lies beside it and the issue for attaching.")
-@click.option("--snapshot", type=PATH, metavar="FILE", help="What DIR was made from, if not beside it.")
-@source_option("all")
-@no_data_option
+@click.option("--snapshot", type=console.PATH, metavar="FILE", help="What DIR was made from, if not beside it.")
+@console.source_option("all")
+@console.no_data_option
 @click.option("--with-data", is_flag=True, help="Pack recorded values even if there are many.")
-@output_options("OUT", "Where to write; stdout without it.")
-@max_time_option(SECONDS)
-@planned
+@console.output_options("OUT", "Where to write; stdout without it.")
+@console.max_time_option(console.SECONDS)
+@console.planned
 def command(
     file: Path,
     kind: str | None,
@@ -72,7 +58,7 @@ def command(
     force: bool,
     max_time: float,
     json: bool,
-    verbosity: Verbosity,
+    verbosity: console.Verbosity,
 ) -> int:
     """Render a snapshot or a reduction as a text. Nothing is ever sent."""
     is_about_issue = template is not None or as_zip
@@ -86,8 +72,8 @@ def command(
     if output is not None:
         is_folder = kind == "repro" and os.path.isdir(output)
         for path in (output / REPRO_FILE, output / "repro_inputs.pt") if is_folder else (output,):
-            check_file(path, overwrite=force)
-    with deadline(max_time):
+            console.check_file(path, overwrite=force)
+    with console.deadline(max_time):
         from reprokit.render.texts import prepare_issue, render_one, write_zip
 
         if kind == "issue":
@@ -106,36 +92,38 @@ def command(
             write_text(output, made.issue.text)
         rendered = output or made.issue.text
     if isinstance(rendered, Path):
-        say(f"wrote {shown_path(rendered)}", verbosity)
+        console.say(f"wrote {shown_path(rendered)}", verbosity)
     if json:
-        print_json({"schema": 1, "as": kind, "path" if isinstance(rendered, Path) else "text": str(rendered), **said})
+        console.print_json(
+            {"schema": 1, "as": kind, "path" if isinstance(rendered, Path) else "text": str(rendered), **said}
+        )
     elif isinstance(rendered, str):
-        print_text(rendered if rendered.endswith("\n") else f"{rendered}\n")
+        console.print_text(rendered if rendered.endswith("\n") else f"{rendered}\n")
     if kind == "test":
         _tell_of_repro(file, output, verbosity)
     elif said and not json:
         place = f"https://github.com/{made.issue.repository}/issues/new" if made.issue.repository else "its project"
-        say(f"nothing was sent; add your own words to the text, and post it at {place}", verbosity)
+        console.say(f"nothing was sent; add your own words to the text, and post it at {place}", verbosity)
     return 0
 
 
-def _tell_of_repro(source: Path, output: Path | None, verbosity: Verbosity) -> None:
+def _tell_of_repro(source: Path, output: Path | None, verbosity: console.Verbosity) -> None:
     """Say that a test runs the repro beside it, where that does not lie there already."""
     folder = output.parent if output is not None else None
     if folder is None or not (folder / REPRO_FILE).is_file():
         place = "FOLDER" if folder is None else shown_path(folder)
-        how = shown_command("reprokit", "render", str(source), "-o", place)
-        say(f"the test runs the {REPRO_FILE} beside it; write it with: {how}", verbosity)
+        how = shlex.join(["reprokit", "render", str(source), "-o", place])
+        console.say(f"the test runs the {REPRO_FILE} beside it; write it with: {how}", verbosity)
 
 
 @click.command("verify", short_help="Run a repro in clean processes and compare.")
-@click.argument("path", type=PATH, metavar="(FILE | DIR | repro.py)")
+@click.argument("path", type=console.PATH, metavar="(FILE | DIR | repro.py)")
 @click.option("--times", type=click.IntRange(min=1), default=20, show_default=True, help="How often to run it.")
-@max_time_option(SECONDS)
+@console.max_time_option(console.SECONDS)
 @click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the failure is gone.")
-@planned
+@console.planned
 def verify_command(
-    path: Path, times: int, max_time: float, expect_fixed: bool, json: bool, verbosity: Verbosity
+    path: Path, times: int, max_time: float, expect_fixed: bool, json: bool, verbosity: console.Verbosity
 ) -> int:
     """Run a repro in clean processes and compare what they do.
 
@@ -143,13 +131,13 @@ def verify_command(
     """
     from reprokit.render.verify import verify
 
-    with deadline(max_time):
+    with console.deadline(max_time):
         result = verify(path, times)
     if json:
-        print_json(result.summary())
-    say(f"{result.agreed} of {result.times} runs agree: {result.signature}", verbosity)
+        console.print_json(result.summary())
+    console.say(f"{result.agreed} of {result.times} runs agree: {result.signature}", verbosity)
     if expect_fixed and result.exit_code != 0:
         unclear = "this does not show whether the failure is gone"
-        say("the failure is still there" if result.fails else unclear, verbosity)
+        console.say("the failure is still there" if result.fails else unclear, verbosity)
         return 1
     return 0 if result.is_unanimous else 5

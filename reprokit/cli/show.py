@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,18 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from reprokit.capture.failure_text import can_be_shrunk, growth, what
-from reprokit.cli.console import (
-    PATH,
-    Verbosity,
-    deadline,
-    make_folder,
-    max_time_option,
-    output_options,
-    planned,
-    print_json,
-    say,
-    shown_command,
-)
+from reprokit.cli import console
 from reprokit.errors import SnapshotError, UsageError
 
 if TYPE_CHECKING:
@@ -35,33 +25,33 @@ _LEAST_ROOM = 24
 
 
 @click.command("show", short_help="Show what a snapshot holds.")
-@click.argument("file", type=PATH, metavar="(FILE | DIR)")
-@max_time_option(30)
+@click.argument("file", type=console.PATH, metavar="(FILE | DIR)")
+@console.max_time_option(30)
 @click.option(
     "--frames",
     type=click.IntRange(min=1),
     metavar="N",
     help="Show the last N module calls up to the failure, with their tensors in numbers, and nothing else.",
 )
-@planned
-def command(file: Path, max_time: float, frames: int | None, json: bool, verbosity: Verbosity) -> int:
+@console.planned
+def command(file: Path, max_time: float, frames: int | None, json: bool, verbosity: console.Verbosity) -> int:
     """Show what a snapshot holds: the failure, where it began, and what surrounded it.
 
     DIR is a folder with one snapshot in it, or one that `reprokit shrink` wrote, with the snapshot beside it.
     """
     file, snapshot = _found(file)
     if json:
-        print_json(snapshot.summary())
+        console.print_json(snapshot.summary())
         return 0
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
-    with deadline(max_time, f"--max-time {2 * max_time:g} waits longer; --json does not run it"):
+    screen = Console(stderr=True, highlight=False)
+    with console.deadline(max_time, f"--max-time {2 * max_time:g} waits longer; --json does not run it"):
         if frames is not None:
-            _print_frames(snapshot, frames, console)
+            _print_frames(snapshot, frames, screen)
         else:
-            _print_screen(snapshot, file, console)
-    if verbosity is Verbosity.VERBOSE and frames is None:
+            _print_screen(snapshot, file, screen)
+    if verbosity is console.Verbosity.VERBOSE and frames is None:
         click.echo(f"\n{snapshot.environment.collect_env}", err=True)
     return 0
 
@@ -80,32 +70,32 @@ def _found(path: Path) -> tuple[Path, Snapshot]:
     return path, load(path)
 
 
-def _print_frames(snapshot: Snapshot, number: int, console: Console) -> None:
+def _print_frames(snapshot: Snapshot, number: int, screen: Console) -> None:
     """The module calls before the failure, the last one at the end."""
     from reprokit.locate.ranges import table
     from reprokit.render.module_ranges import recorded_rows
 
     if rows := recorded_rows(snapshot, last=number):
-        console.print(table(rows, console.width))
+        screen.print(table(rows, screen.width))
     else:
-        say("no module was called before the failure")
+        console.say("no module was called before the failure")
 
 
-def _print_screen(snapshot: Snapshot, file: Path, console: Console) -> None:
+def _print_screen(snapshot: Snapshot, file: Path, screen: Console) -> None:
     """The failure, its line, the calls that led to it, what surrounded the step, and the next command."""
     from rich.text import Text
 
     from reprokit.locate.failure import HEALTHY
 
     summary, is_healthy = snapshot.summary(), snapshot.failure.kind == HEALTHY
-    console.print(Text(f"{what(summary)}{',' if is_healthy else ' at'} step {snapshot.step}", style="bold"))
-    for section in (_source(snapshot, console.width), _steps(snapshot, console.width), _facts(snapshot)):
+    screen.print(Text(f"{what(summary)}{',' if is_healthy else ' at'} step {snapshot.step}", style="bold"))
+    for section in (_source(snapshot, screen.width), _steps(snapshot, screen.width), _facts(snapshot)):
         if section.row_count:
-            console.print()
-            console.print(section)
+            screen.print()
+            screen.print(section)
     if is_healthy or can_be_shrunk(summary):
-        words = shown_command("reprokit", "trace" if is_healthy else "shrink", str(file))
-        console.print(Text(f"\nnext: {words}"), soft_wrap=True)
+        words = shlex.join(["reprokit", "trace" if is_healthy else "shrink", str(file)])
+        screen.print(Text(f"\nnext: {words}"), soft_wrap=True)
 
 
 def _grid(rows: Iterable[tuple[bool, str, str]], *, cut: int | None = None, room: int = 0) -> Table:
@@ -168,11 +158,13 @@ def _facts(snapshot: Snapshot) -> Table:
 
 
 @click.command("export", short_help="Write the state from before the failing step.")
-@click.argument("file", type=PATH, metavar="FILE")
+@click.argument("file", type=console.PATH, metavar="FILE")
 @click.option("--before", is_flag=True, help="The state with which the failing step began.")
-@output_options("DIR", "Where to write; the snapshot's name by default.")
-@planned
-def export_command(file: Path, before: bool, output: Path | None, force: bool, json: bool, verbosity: Verbosity) -> int:
+@console.output_options("DIR", "Where to write; the snapshot's name by default.")
+@console.planned
+def export_command(
+    file: Path, before: bool, output: Path | None, force: bool, json: bool, verbosity: console.Verbosity
+) -> int:
     """Write state dicts of model and optimizer, and the states of the generators, from a snapshot.
 
     `torch.load(..., weights_only=True)` reads the files.
@@ -190,17 +182,19 @@ def export_command(file: Path, before: bool, output: Path | None, force: bool, j
     if state is None:
         raise SnapshotError(f"`{file}` holds no state from before the step", hint="capture it again with this version")
     folder = output or file.with_name(f"{file.name.removesuffix('.pt').removesuffix('.repro')}-before")
-    make_folder(folder, overwrite=force)
+    console.make_folder(folder, overwrite=force)
     contents = {"model.pt": state.model(), "optimizer.pt": state.optimizer(), "rng.pt": plain_of(snapshot.rng)}
     written = {folder / name: content for name, content in contents.items() if content}
     for path, content in written.items():
         with replaced(path) as stream:
             torch.save(content, stream)
     if json:
-        print_json({"schema": 1, "step": snapshot.step, "files": [str(path) for path in written]})
-    say(f"the state before step {snapshot.step} -> {folder} ({', '.join(path.name for path in written)})", verbosity)
+        console.print_json({"schema": 1, "step": snapshot.step, "files": [str(path) for path in written]})
+    console.say(
+        f"the state before step {snapshot.step} -> {folder} ({', '.join(path.name for path in written)})", verbosity
+    )
     for note in state.left_out or () if state.optimizers else ("optimizers: none had stepped before",):
-        say(f"  left out {note}", verbosity)
+        console.say(f"  left out {note}", verbosity)
     if snapshot.fidelity != "exact":
-        say(f"  the replay was {snapshot.fidelity}: {snapshot.fidelity_note}", verbosity)
+        console.say(f"  the replay was {snapshot.fidelity}: {snapshot.fidelity_note}", verbosity)
     return 0

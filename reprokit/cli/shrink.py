@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import sys
+import shlex
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,46 +15,30 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.capture.failure_text import shown_path
-from reprokit.cli.console import (
-    PATH,
-    SECONDS,
-    Verbosity,
-    deadline,
-    gone,
-    make_folder,
-    max_time_option,
-    no_data_option,
-    output_options,
-    planned,
-    print_json,
-    say,
-    shown_command,
-    source_option,
-)
+from reprokit.cli import console
 from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
-from reprokit.render.wording import listed, nearest_words
 from reprokit.shrink import View
 from reprokit.shrink.spec import CHECKS, EXECUTORS, check_name, open_executor, parse
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE
 from reprokit.snapshot.redact import redact_text
-from reprokit.words import counted, replay_words, verdict_words, visible_line
+from reprokit.words import counted, replay_words, verdict_words
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Opened
-    from reprokit.render.verify import CleanProcesses
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.source import Source
 
 MAX_TIME = 120.0  # as in the reducer, which imports torch
+_PAUSE = 5.0  # seconds
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky", GivenInput: "given"}
 
 
 @click.command("shrink", short_help="Find the smallest program that fails the same way.")
-@click.argument("file", type=PATH, metavar="FILE")
-@output_options("DIR", "Folder for the results.")
+@click.argument("file", type=console.PATH, metavar="FILE")
+@console.output_options("DIR", "Folder for the results.")
 @click.option("--check", metavar="SPEC", help=f"What counts as the failure: {CHECKS}. Default: what was captured.")
-@max_time_option(MAX_TIME, "Search for S seconds at most, after the replays.")
+@console.max_time_option(MAX_TIME, "Search for S seconds at most, after the replays.")
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option(
     "--jobs",
@@ -66,11 +49,11 @@ VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky", GivenInput: "given"
 @click.option("--executor", metavar="WHERE", help=f"Where to check candidates: {EXECUTORS}. Default: here.")
 @click.option("--fast", is_flag=True, help="Write the minimum and summary.md only.")
 @click.option("--no-whatif", is_flag=True, help="Do not run the result in other precisions, compiled and so on.")
-@source_option("all")
-@no_data_option
-@gone("--resume", "name the result to go on from: `reprokit shrink DIR/reduction.pt`", is_flag=True)
-@gone("--level", "the result is the minimum, with the piece of the model beside it in `repro_module.py`")
-@planned
+@console.source_option("all")
+@console.no_data_option
+@console.gone("--resume", "name the result to go on from: `reprokit shrink DIR/reduction.pt`", is_flag=True)
+@console.gone("--level", "the result is the minimum, with the piece of the model beside it in `repro_module.py`")
+@console.planned
 def command(
     file: Path,
     output: Path | None,
@@ -83,7 +66,7 @@ def command(
     source: Source,
     no_data: bool,
     json: bool,
-    verbosity: Verbosity,
+    verbosity: console.Verbosity,
     **limits: Any,
 ) -> int:
     """Shrink a snapshot to the smallest program that fails the same way.
@@ -91,7 +74,7 @@ def command(
     FILE may also be a reduction.pt to go on from, with its snapshot in the folder around. DIR gets repro.py,
     summary.md, issue.md, report.html, test_repro.py, reduction.pt and, where there is such a piece, repro_module.py.
     """
-    spec = parse(check) if check is not None else None
+    own = parse(check).file if check is not None else None
     is_result = file.name == REDUCTION_FILE or os.path.isdir(file)
     beside = file if os.path.isdir(file) else file.parent
     folder = output or (beside if is_result else default_folder(file))
@@ -100,16 +83,13 @@ def command(
         warnings.simplefilter("ignore")  # of calls in what is tried and rendered; training printed its own
         from reprokit.render.verify import CleanProcesses
 
-        with CleanProcesses([spec.file] if spec is not None and spec.file is not None else []) as processes:
+        with CleanProcesses([own] if own is not None else []) as processes:
             processes.open()  # it loads torch while this process does
             snapshot, earlier = _opened(file, check, is_result=is_result)
-            rendering = {"source": source, "no_data": no_data, "check": spec.file if spec is not None else None}
-            with (
-                _made_folder(folder, overwrite=force or (is_result and output is None)),
-                contextlib.closing(open_view(verbosity)) as view,
-            ):
-                name = earlier.origin.file if earlier is not None else file.name
-                work = _Work(name, snapshot, folder, view, processes, rendering, fast, json, verbosity)
+            name = earlier.origin.file if earlier is not None else file.name
+            rendering = {"source": source, "no_data": no_data, "check": own, "processes": processes, "fast": fast}
+            work = _Work(name, snapshot, folder, open_view(verbosity), rendering, json, verbosity)
+            with _made_folder(folder, overwrite=force or (is_result and output is None)):
                 work.run(
                     earlier=earlier,
                     out_dir=folder if not no_data else None,
@@ -151,16 +131,15 @@ def _opened(file: Path, check: str | None, *, is_result: bool) -> tuple[Snapshot
 
 @contextlib.contextmanager
 def _made_folder(folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """The folder for the results; after an error what of its path was made here is taken away again if empty."""
-    missing = [parent for parent in (folder, *folder.parents) if not os.path.isdir(parent)]
-    make_folder(folder, overwrite=overwrite)
+    """The folder for the results; after an error it is taken away again if it was made here and is empty."""
+    was_there = os.path.isdir(folder)
+    console.make_folder(folder, overwrite=overwrite)
     try:
         yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # something was written
-            for parent in missing:
-                parent.rmdir()
-        raise
+    finally:
+        if not was_there:
+            with contextlib.suppress(OSError):  # something was written
+                folder.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +150,9 @@ class _Work:
     snapshot: Snapshot
     folder: Path
     view: View
-    processes: CleanProcesses
     rendering: dict[str, Any]
-    fast: bool
     json: bool
-    verbosity: Verbosity
+    verbosity: console.Verbosity
 
     def run(self, **options: Any) -> None:
         """Shrink, render and print the result; raises `NotReproduced`, `Flaky` or `Interrupted`."""
@@ -183,7 +160,7 @@ class _Work:
         from reprokit.workflow import shrink
 
         try:
-            with deadline(max(options["max_time"], SECONDS)) as has_run:
+            with console.deadline(max(options["max_time"], console.SECONDS)) as has_run:
                 reduction = shrink(
                     self.snapshot, view=self.view, on_replayed=has_run, on_minimum=self._write_first, **options
                 )
@@ -202,8 +179,7 @@ class _Work:
             summary = self._write(reduction)
         except KeyboardInterrupt:
             raise self._interrupted(reduction) from None
-        self.view.close()
-        if self.verbosity is not Verbosity.QUIET:
+        if self.verbosity is not console.Verbosity.QUIET:
             print_result(reduction, summary, self.folder)
 
     def _write_first(self, reduction: Reduction) -> None:
@@ -211,7 +187,8 @@ class _Work:
         from reprokit.render.texts import begin
 
         with contextlib.suppress(ReprokitError, OSError):
-            script = begin(reduction, self.snapshot, self.folder, self.processes, **self.rendering)
+            options = {name: self.rendering[name] for name in ("source", "no_data", "check")}
+            script = begin(reduction, self.snapshot, self.folder, self.rendering["processes"], **options)
             path = shown_path(self.folder / REPRO_FILE)
             self.view.say(f"{counted(script.num_lines, 'line')}, verification has not run yet -> {path}")
 
@@ -226,27 +203,24 @@ class _Work:
             self.snapshot,
             self.folder,
             on_reason=lambda reason: self.view.say(f"there is no repro_module.py: {reason}"),
-            processes=self.processes,
-            fast=self.fast,
             **self.rendering,
         )
         fidelity = {"fidelity": self.snapshot.fidelity, "fidelity_note": self.snapshot.fidelity_note}
         summary = {**reduction.summary(), **fidelity, **written}
         if self.json:
-            print_json(summary)
+            console.print_json(summary)
         return summary
 
     def _tell_failed(self, error: NotReproduced | Flaky) -> None:
-        is_given = isinstance(error, GivenInput)
+        given = {"input": error.input} if isinstance(error, GivenInput) else {}
         if self.json:
-            given = {"input": error.input} if isinstance(error, GivenInput) else {}
             said = {**given, "message": error.message, "note": error.note}
-            print_json({"schema": 1, "verdict": VERDICTS[type(error)], **said})
-        if is_given:
+            console.print_json({"schema": 1, "verdict": VERDICTS[type(error)], **said})
+        if given:
             from reprokit.render.texts import write_given
 
             write_given(self.snapshot, self.folder, source=self.rendering["source"])
-            say(f"what surrounds it -> {shown_path(self.folder)}", self.verbosity)
+            console.say(f"what surrounds it -> {shown_path(self.folder)}", self.verbosity)
 
     def _interrupted(self, best: Reduction) -> Interrupted:
         summary = best.summary()
@@ -255,79 +229,65 @@ class _Work:
         return Interrupted(f"interrupted; the best so far ({size}) is in `{self.folder}`", hint=hint)
 
 
-def open_view(verbosity: Verbosity) -> View:
+def open_view(verbosity: console.Verbosity) -> View:
     """Nothing for ``-q``, else lines."""
-    return View() if verbosity is Verbosity.QUIET else LineView(verbosity is Verbosity.VERBOSE)
+    return (
+        View()
+        if verbosity is console.Verbosity.QUIET
+        else LineView(0.0 if verbosity is console.Verbosity.VERBOSE else _PAUSE)
+    )
 
 
 class LineView(View):
-    """The lines that stay; the others every few seconds, all of them, or on a terminal in the place of each other."""
+    """The lines that stay, and of the others one every few seconds, which shows that work goes on."""
 
-    def __init__(self, is_verbose: bool) -> None:
-        self._is_live = sys.stderr.isatty() and not is_verbose
-        self._pause = 0.0 if is_verbose else 0.1 if self._is_live else 5.0  # a log shows that work goes on
+    def __init__(self, pause: float) -> None:
+        self._pause = pause
         self._said = time.monotonic()
 
     def say(self, line: str) -> None:
-        self.close()
-        say(line)
+        console.say(line)
         self._said = time.monotonic()
 
     def show(self, line: str) -> None:
-        if time.monotonic() - self._said < self._pause:
-            return
-        self.say(line) if not self._is_live else click.echo(f"{_CLEARED}{self._cut(line)}", err=True, nl=False)
-        self._said = time.monotonic()
-
-    def _cut(self, line: str) -> str:
-        return visible_line(line)[: shutil.get_terminal_size().columns - 1]
-
-    def close(self) -> None:
-        if self._is_live:
-            click.echo(_CLEARED, err=True, nl=False)
-
-
-_CLEARED = "\r\x1b[K"
+        if time.monotonic() - self._said >= self._pause:
+            self.say(line)
 
 
 def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path) -> None:
-    """What was reached, on stderr: the sizes, what matters, and what to do next."""
+    """What was reached, on stderr: the sizes, the cause, and what to do next."""
     from reprokit.render.findings import one_line
 
     before, repro, context = reduction.before, summary["repro"], summary["context"]
-    names = repro["names"] if repro is not None else {}
     if repro is not None:
         calls, elements = counted(summary["calls"], "torch call"), counted(summary["elements"], "input element")
-        say(f"{calls} of {before.calls:,}, {elements} of {before.elements:,}")
+        console.say(f"{calls} of {before.calls:,}, {elements} of {before.elements:,}")
         checks, seconds = counted(reduction.checks, "check"), reduction.seconds
-        say(f"{checks} ({verdict_words(reduction.verdicts)}) in {seconds:.1f} s; reproduces {reduction.reproduces}")
+        console.say(
+            f"{checks} ({verdict_words(reduction.verdicts)}) in {seconds:.1f} s; reproduces {reduction.reproduces}"
+        )
     if reduction.stopped:
         why = f" by --{reduction.stopped}" if reduction.stopped in ("max-time", "max-checks") else ""
-        say(f"stopped early{why}: the result may shrink further")
+        console.say(f"stopped early{why}: the result may shrink further")
     elif not (reduction.one_minimal or reduction.no_repro):
-        say("search incomplete: the result may shrink further")
+        console.say("search incomplete: the result may shrink further")
     for note in reduction.notes:
-        say(note)
-    if free := [names.get(item.input, item.input) for item in reduction.explain if item.free and item.input]:
-        say(f"fails with every value that was tried for {listed(free)}")
-    if reduction.nearest is not None:
-        new, old = nearest_words(reduction.nearest, names)
-        say(f"does not fail with {new} (it was {old})")
+        console.say(note)
     if reduction.diagnosis is not None:
-        say(f"diagnosis: {one_line(reduction.diagnosis)}")
+        console.say(f"diagnosis: {one_line(reduction.diagnosis)}")
     if doubt := replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note")):
-        say(f"note that {redact_text(doubt)}")
+        console.say(f"note that {redact_text(doubt)}")
     if repro is None:
-        say(f"there is no repro.py: {reduction.no_repro}")
+        console.say(f"there is no repro.py: {reduction.no_repro}")
     else:
         lines = counted(repro["lines"], "line")
-        say(f"{lines}, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
+        console.say(f"{lines}, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
     if context:
         words = f"{context['lines']} lines, verified {context['verified']}"
-        say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
+        console.say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
     if (folder / "issue.md").is_file():
-        say(f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}")
+        console.say(f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}")
     else:
-        say(f"to read: {shown_path(folder / 'summary.md')}")
+        console.say(f"to read: {shown_path(folder / 'summary.md')}")
     if repro is not None:
-        say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")
+        console.say(f"next: {shlex.join(['python', shown_path(Path(repro['path']))])}")

@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from reprokit import grammar
-from reprokit.cli.console import (
-    PATH,
-    Verbosity,
-    check_file,
-    make_folder,
-    output_options,
-    planned,
-    print_text,
-    say,
-)
+from reprokit.cli import console
 from reprokit.errors import NotASnapshot
 from reprokit.words import counted, json_line
 
@@ -36,18 +27,18 @@ _NO_JSON = grammar.one_of("nan", "inf", "-inf")
 
 
 @click.command("timeline", short_help="Print the steps before the failure in numbers.")
-@click.argument("file", type=PATH, metavar="FILE")
+@click.argument("file", type=console.PATH, metavar="FILE")
 @click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format.")
-@output_options("FILE|DIR", "Where to write; of TensorBoard the log folder.")
-@planned
-def command(file: Path, to: Format, output: Path | None, force: bool, json: bool, verbosity: Verbosity) -> int:
+@console.output_options("FILE|DIR", "Where to write; of TensorBoard the log folder.")
+@console.planned
+def command(file: Path, to: Format, output: Path | None, force: bool, json: bool, verbosity: console.Verbosity) -> int:
     """Print loss, learning rate, gradient norm, scale and seconds of the last steps, and what the loop noted.
 
     FILE is a snapshot, or what `reprokit capture --numbers FILE` wrote, whose name ends in .jsonl or .jsonl.1.
     """
     to = "jsonl" if json else to
     if output is not None and to != "tensorboard":
-        check_file(output, overwrite=force)
+        console.check_file(output, overwrite=force)
     from reprokit.snapshot.files import write_text
     from reprokit.snapshot.format import load
 
@@ -59,22 +50,22 @@ def command(file: Path, to: Format, output: Path | None, force: bool, json: bool
     if to == "table":
         text += _recorded_words(rows)
     if output is None:
-        print_text(text)
+        console.print_text(text)
     else:
         write_text(output, text)
-        say(f"{len(rows)} steps -> {output}", verbosity)
+        console.say(f"{len(rows)} steps -> {output}", verbosity)
     return 0
 
 
-def _write_events(rows: Sequence[Numbers], folder: Path, force: bool, verbosity: Verbosity) -> int:
+def _write_events(rows: Sequence[Numbers], folder: Path, force: bool, verbosity: console.Verbosity) -> int:
     from reprokit.integrations.tensorboard import TensorBoardSink
 
-    make_folder(folder, overwrite=force)
+    console.make_folder(folder, overwrite=force)
     sink = TensorBoardSink(folder)
     for row in rows:
         sink({name: number for name, number in row.items() if isinstance(number, (int, float))})
     sink.close()
-    say(f"{len(rows)} steps -> {folder}; tensorboard --logdir {folder}", verbosity)
+    console.say(f"{len(rows)} steps -> {folder}; tensorboard --logdir {folder}", verbosity)
     return 0
 
 

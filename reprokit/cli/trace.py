@@ -20,18 +20,8 @@ import click
 
 from reprokit.capture import launch
 from reprokit.capture.options import rank_suffix, with_part
+from reprokit.cli import console
 from reprokit.cli.capture import UserScript, watching
-from reprokit.cli.console import (
-    Plan,
-    Verbosity,
-    check_file,
-    common_options,
-    deadline,
-    max_time_option,
-    output_options,
-    read_steps,
-    say,
-)
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.words import counted, replay_words
 
@@ -65,10 +55,10 @@ class Output:
         rows = [row for group in groups for row in group]
         with file or contextlib.nullcontext():
             if self.to == "table":
-                console = Console(file=file, stderr=file is None, highlight=False)
+                screen = Console(file=file, stderr=file is None, highlight=False)
                 for group in filter(None, groups):
-                    console.print(ranges.table(group, console.width))
-                    console.print()
+                    screen.print(ranges.table(group, screen.width))
+                    screen.print()
                 return
             if self.to == "html":
                 text = render_template("trace.html.j2", title=self.title, rows=rows, histograms=self.histograms)
@@ -88,7 +78,7 @@ class TraceScript:
     steps: frozenset[int]
     stop_after: int | None
     output: Output
-    verbosity: Verbosity
+    verbosity: console.Verbosity
 
     def __call__(self) -> int:
         self.script.check()
@@ -109,7 +99,7 @@ class TraceScript:
                     directory=folder,
                     after="continue",
                     quiet=True,
-                    verbose=self.verbosity is Verbosity.VERBOSE,
+                    verbose=self.verbosity is console.Verbosity.VERBOSE,
                     on=("exception",),
                     source="none",
                     budget=None,
@@ -143,26 +133,28 @@ class TraceScript:
                     continue
                 found = surveyed(snapshot, histograms=output.histograms)
             except ReprokitError as error:
-                say(f"step {path.stem}: {error}")
+                console.say(f"step {path.stem}: {error}")
                 continue
             groups.append(rows_of(found, snapshot.step, output.module))
             with_gradient |= names_with_gradient(found)
             if doubt := replay_words(snapshot.fidelity, snapshot.fidelity_note):
-                say(f"step {snapshot.step}: {doubt}", self.verbosity)
+                console.say(f"step {snapshot.step}: {doubt}", self.verbosity)
         output.write(groups, stdout)
         if num_rows := sum(map(len, groups)):
             place = f" -> {output.path}" if output.path is not None else ""
-            say(f"{counted(num_rows, 'row')}{place}", self.verbosity)
+            console.say(f"{counted(num_rows, 'row')}{place}", self.verbosity)
             if names := sorted(trained - with_gradient) if with_gradient else []:
                 more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
                 shown = ", ".join(f"`{name}`" for name in names[:_MOST_NAMES])
-                say(f"no gradient in the chosen steps: {shown}{more}", self.verbosity)
+                console.say(f"no gradient in the chosen steps: {shown}{more}", self.verbosity)
         elif session is not None:
             steps = counted(session.num_steps, "step")
             matching = f" that matches `{output.module}`" if output.module is not None else ""
-            say(f"no rows: no module{matching} was called in the chosen steps; an optimizer's step ended {steps}")
+            console.say(
+                f"no rows: no module{matching} was called in the chosen steps; an optimizer's step ended {steps}"
+            )
         elif "torch" not in sys.modules:
-            say("no rows: the script did not import torch")
+            console.say("no rows: the script did not import torch")
 
 
 @contextlib.contextmanager
@@ -174,18 +166,18 @@ def _own_stdout() -> Iterator[IO[str]]:
         yield file
 
 
-def _trace_file(path: Path, output: Output, max_time: float, verbosity: Verbosity) -> int:
+def _trace_file(path: Path, output: Output, max_time: float, verbosity: console.Verbosity) -> int:
     """Run the program of a snapshot with measuring."""
     from reprokit.render.module_ranges import recorded_rows
     from reprokit.snapshot.format import load
 
     snapshot = load(path)
-    with deadline(max_time):
+    with console.deadline(max_time):
         rows = recorded_rows(snapshot, output.module, histograms=output.histograms)
     output.write([rows], sys.stdout)
     if not rows:
         matching = f" matches `{output.module}`" if output.module is not None else " was called in this step"
-        say(f"no rows: no module{matching}", verbosity)
+        console.say(f"no rows: no module{matching}", verbosity)
     return 0
 
 
@@ -218,18 +210,18 @@ class _Command(click.Command):
 @click.option(
     "--steps",
     metavar="N,N-M,...",
-    callback=lambda context, option, value: read_steps(value, "--steps"),
+    callback=lambda context, option, value: console.read_steps(value, "--steps"),
     help="The steps of the script to measure, from 0 on; the first one by default.",
 )
 @click.option("--stop-after", type=click.IntRange(min=0), metavar="N", help="Stop the script after step N.")
 @click.option("--module", metavar="PATTERN", help="Only modules whose path fits, such as 'h.0.*'.")
 @click.option("--histograms", is_flag=True, help="Add a histogram of magnitudes and the kurtosis to every row.")
 @click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format of the rows.")
-@output_options("FILE", "Write the rows to FILE.")
-@max_time_option(60, "For a snapshot.")
+@console.output_options("FILE", "Write the rows to FILE.")
+@console.max_time_option(60, "For a snapshot.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | FILE) [ARGS]...")
-@common_options
+@console.common_options
 def command(
     target: Sequence[str],
     steps: frozenset[int],
@@ -241,9 +233,9 @@ def command(
     force: bool,
     max_time: float,
     is_module: bool,
-    verbosity: Verbosity,
+    verbosity: console.Verbosity,
     json: bool,
-) -> Plan:
+) -> console.Plan:
     """Print weights, inputs, outputs and gradients of every module call in numbers.
 
     Of a script the chosen steps are saved while it runs, and shown when it has ended. Of a snapshot its program is run;
@@ -255,7 +247,7 @@ def command(
     is_snapshot = not is_module and _is_snapshot(target[0])
     if output is not None:
         output = output if is_snapshot else with_part(output, rank_suffix())
-        check_file(output, overwrite=force)
+        console.check_file(output, overwrite=force)
     wanted = Output(module, histograms, "jsonl" if json else to, output, target[0])
     if not is_snapshot:
         chosen = steps or frozenset([0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from reprokit.cli.console import PATH, Verbosity, deadline, max_time_option, planned, print_json, say
+from reprokit.cli import console
 from reprokit.cli.shrink import open_view
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
@@ -27,31 +26,31 @@ SECONDS_FOR_ALL = 60.0  # to open the file, to start processes, and for the firs
 
 
 @click.command("whatif", short_help="Run a failing program in other precisions, compiled and so on.")
-@click.argument("file", type=PATH, metavar="(FILE | DIR)")
-@max_time_option(DEFAULT_SECONDS, "Stop after S seconds.")
+@click.argument("file", type=console.PATH, metavar="(FILE | DIR)")
+@console.max_time_option(DEFAULT_SECONDS, "Stop after S seconds.")
 @click.option("--keep", is_flag=True, help="Keep the table in the reduction, for `reprokit render`.")
-@planned
-def command(file: Path, max_time: float, keep: bool, json: bool, verbosity: Verbosity) -> int:
+@console.planned
+def command(file: Path, max_time: float, keep: bool, json: bool, verbosity: console.Verbosity) -> int:
     """Run the program of a snapshot or a reduction in other ways.
 
     Other precisions, the other device, torch.compile, deterministic algorithms, one thread, anomaly mode.
     """
     from reprokit.render.sources import open_source
 
-    with deadline(2 * max_time + SECONDS_FOR_ALL, f"--max-time {2 * max_time:g} waits longer"):
+    with console.deadline(2 * max_time + SECONDS_FOR_ALL, f"--max-time {2 * max_time:g} waits longer"):
         opened = open_source(file)
         if keep and opened.reduction is None:
             raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
-        with contextlib.closing(open_view(verbosity)) as view, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the calls in the table
-            table = _table(opened, max_time, view)
+            table = _table(opened, max_time, open_view(verbosity))
     if keep and opened.reduction is not None:
         replace(opened.reduction, whatif=table).save(file / REDUCTION_FILE if file.is_dir() else file)
     if json:
-        print_json({"schema": 1, **plain_of(table)})
-    if verbosity is not Verbosity.QUIET:
+        console.print_json({"schema": 1, **plain_of(table)})
+    if verbosity is not console.Verbosity.QUIET:
         _print_table(table)
-    say(f"{table.seconds or 0:.1f} s" + (", kept in the reduction" if keep else ""), verbosity)
+    console.say(f"{table.seconds or 0:.1f} s" + (", kept in the reduction" if keep else ""), verbosity)
     return 0
 
 

@@ -7,11 +7,11 @@ first. After it no hook, exception hook or exit function is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
@@ -31,11 +31,9 @@ class Span:
         self.snapshots: list[Path] = []
         self._output = output
         self._options = options
-        self._block: AbstractContextManager[Session] | None = None
         self._session: Session | None = None
+        self._stack = contextlib.ExitStack()
         self._process = 0
-        self._last_resort: weakref.finalize[..., object] | None = None
-        self._unhook: Callable[[], None] | None = None
 
     def begin(self, owner: object, on_numbers: Callable[[dict[str, float]], object] | None = None) -> None:
         """Begin to watch, until `end`, `finish` or the end of ``owner``; a run without an end callback ends now.
@@ -47,9 +45,8 @@ class Span:
         options = self._options
         if options.get("record") is not None and options.get("on_numbers") is None:
             options = Options(**{**options, "on_numbers": on_numbers})
-        self._block = capture(self._output, **options)
-        self._session = self._block.__enter__()
-        self._last_resort = weakref.finalize(owner, self.end)
+        self._session = self._stack.enter_context(capture(self._output, **options))
+        self._stack.callback(weakref.finalize(owner, self.end).detach)
 
     def note(self, numbers: Mapping[str, object]) -> None:
         """Add those values that are numbers to the timeline."""
@@ -68,20 +65,12 @@ class Span:
 
     def end(self, error: BaseException | None = None) -> None:
         """Stop to watch, with the exception that ended the loop; nothing happens when nothing is watched."""
-        block, session = self._block, self._session
-        self._block = self._session = None
-        if self._last_resort is not None:
-            self._last_resort.detach()
-        if self._unhook is not None:
-            self._unhook()
-        self._last_resort = self._unhook = None
-        if block is None or session is None or os.getpid() != self._process:
+        session, self._session = self._session, None
+        if session is None or os.getpid() != self._process:
             return
         try:
-            if error is None:
-                block.__exit__(None, None, None)
-            else:
-                block.__exit__(type(error), error, error.__traceback__)
+            kind, traceback = (type(error), error.__traceback__) if error is not None else (None, None)
+            self._stack.__exit__(kind, error, traceback)
         finally:
             self.snapshots += session.snapshots
         if error is not None:
@@ -92,7 +81,7 @@ class Span:
         shown_by = sys.excepthook
 
         def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-            if self._block is None:
+            if self._session is None:
                 shown_by(kind, error, traceback)
                 return
             launch.peel(error)
@@ -104,7 +93,7 @@ class Span:
                 sys.excepthook = shown_by
 
         sys.excepthook = show
-        self._unhook = unhook
+        self._stack.callback(unhook)
 
 
 class WithSpan:

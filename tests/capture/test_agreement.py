@@ -20,7 +20,7 @@ from tests.conftest import import_benchmark
 agree, generated = import_benchmark("agree"), import_benchmark("generated")
 FIELDS = {name: st.sampled_from(choices) for name, choices in generated.CHOICES.items()}
 LOOPS = st.builds(generated.Loop, **FIELDS).map(generated.Loop.settled)
-FEW = settings(derandomize=True, max_examples=8, suppress_health_check=list(HealthCheck))
+FEW = settings(derandomize=True, max_examples=5, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_the_ways_of_watching_agree(loop: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(FEW, max_examples=4)
+@settings(FEW, max_examples=2)
 @given(LOOPS)
 def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
     assert agree.alarms(loop.healthy) == []

@@ -19,7 +19,7 @@ from reprokit.capture.session import Session
 from reprokit.series.timeline import Timeline
 from tests.capture.traps_checks import batches, classify, described_once, rooted_loss, training, update
 
-CAPTURES = 200
+CAPTURES = 100
 
 
 def patched_things() -> tuple[Any, ...]:
@@ -84,7 +84,7 @@ def test_nothing_piles_up(tmp_path: Path) -> None:
     for number in range(CAPTURES):
         capture_once(tmp_path)
         assert patched_things() == things
-        if number % 10 == 9:
+        if number % 5 == 4:
             sizes.append(resident_bytes())
     assert grown(before) == {}
     settled, last = sizes[5:10], sizes[-5:]  # the first captures fill caches

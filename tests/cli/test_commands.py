@@ -83,45 +83,46 @@ def test_help_and_version_without_torch(start_python: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "text", "hint"),
     [
-        ([], "missing command"),
-        (["shrunk"], "no such command `shrunk`"),
-        (["capture"], "no script given"),
-        (["capture", "-m"], "no module given"),
-        (["capture", "--after-capture", "explode", "x.py"], "invalid value"),
-        (["capture", "--colour", "x.py"], "no such option"),
-        (["capture", "--history", "50%", "x.py"], "`50%` is no number above 0, nor auto or off"),
-        (["capture", "nowhere.py"], "`nowhere.py` does not exist"),
-        (["capture", "."], "`.` is a folder"),
-        (["capture", "-m", "no_such_module_here"], "no module named `no_such_module_here`"),
-        (["capture", ""], "no script given"),
-        (["capture", "-m", ".relative"], "no module named `.relative`"),
-        (["show"], "missing argument"),
-        (["verify", "nowhere.py"], "`nowhere.py` does not exist"),
-        (["verify", "--times", "0", "x.py"], "invalid value"),
+        ("", "missing command", "reprokit --help"),
+        ("shrunk", "no such command `shrunk`", "reprokit --help"),
+        ("--watch", "no such option", "see `reprokit --help`"),
+        ("capture", "no script given", "capture train.py"),
+        ("capture -m", "no module given", ""),
+        ("capture --watch", "requires an argument", "see `reprokit capture --help`"),
+        ("capture --after-capture explode x.py", "invalid value", ""),
+        ("capture --history 50% x.py", "`50%` is no number above 0, nor auto or off", ""),
+        ("capture --colour x.py", "no such option", ""),
+        ("capture nowhere.py", "`nowhere.py` does not exist", ""),
+        ("capture .", "`.` is a folder", "-m"),
+        ("capture -m no_such_module_here", "no module named `no_such_module_here`", ""),
+        ("capture -m .relative", "no module named `.relative`", ""),
+        ("capture -m train.py", "no module named `train.py`", "leave out `-m`"),
+        ("capture torchrun --nproc 2 train.py", "is a command, not a script", "-m reprokit capture train.py [ARGS]"),
+        ("capture x.pt", "`x.pt` is an archive, not a script", "reprokit show"),
+        ("capture -o nowhere/out.pt train.py", "does not exist", "create it"),
+        ("capture -o train.py/out.pt train.py", "is not a folder", "-o"),
+        ("capture -o . train.py", "is a folder", ""),
+        ("show", "missing argument", ""),
+        ("show train-step4.repro.pt", "does not exist", "there is train-step3.repro.pt"),
+        ("show x.pt", "is a reduction, not a snapshot", ""),
+        ("shrink x.pt", "is a reduction, not a snapshot", ""),
+        ("render results/repro.py", "was not written by reprokit", "give the folder that it is in: results"),
+        ("verify nowhere.py", "`nowhere.py` does not exist", ""),
+        ("verify --times 0 x.py", "invalid value", ""),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_here: Run) -> None:
-    assert_one_error(run_here(*words), text)
-
-
-def test_a_launcher_that_is_given_as_a_script(run_here: Run) -> None:
-    result = run_here("capture", "torchrun", "--nproc-per-node", "2", "train.py")
-    assert_one_error(result, "`torchrun` is a command, not a script")
-    assert result.stderr.splitlines()[1].endswith("torchrun [OPTIONS] -m reprokit capture train.py [ARGS]")
-
-
-def test_the_hint_names_the_command_that_was_meant(run_here: Run) -> None:
-    assert run_here("capture", "--watch").stderr.splitlines()[1] == "hint: see `reprokit capture --help`"
-    assert run_here("--watch").stderr.splitlines()[1] == "hint: see `reprokit --help`"
-
-
-def test_a_script_that_is_given_as_a_module(run_here: Run, tmp_path: Path) -> None:
+def test_what_cannot_work_is_said_in_one_line(words: str, text: str, hint: str, run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise RuntimeError('it ran')\n")
-    result = run_here("capture", "-q", "-m", "train.py")
-    assert_one_error(result, "no module named `train.py`")
-    assert result.stderr.splitlines()[1] == "hint: leave out `-m` to run the file: reprokit capture train.py"
+    (tmp_path / "train-step3.repro.pt").touch()
+    (tmp_path / "results").mkdir()
+    for name in ("reduction.pt", "repro.py"):
+        (tmp_path / "results" / name).write_text("pass")
+    torch.save({"format": "reprokit", "kind": "reduction", "version": 1}, tmp_path / "x.pt")
+    result = run_here(*words.split())
+    assert_one_error(result, text)
+    assert hint in result.stderr.partition("hint: ")[2]
 
 
 def test_an_output_that_exists(run_reprokit: Run, tmp_path: Path) -> None:
@@ -131,15 +132,6 @@ def test_an_output_that_exists(run_reprokit: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out.pt").read_text() == "precious"
     assert run_reprokit("capture", "-f", "-o", "out.pt", "script.py").stdout == "ran\n"
     assert (tmp_path / "out.pt").read_text() == "precious"
-
-
-@pytest.mark.parametrize(
-    ("output", "text"),
-    [("nowhere/out.pt", "does not exist"), ("script.py/out.pt", "is not a folder"), (".", "is a folder")],
-)
-def test_an_output_that_cannot_be_written(output: str, text: str, run_here: Run, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("print('ran')\n")
-    assert_one_error(run_here("capture", "-o", output, "script.py"), text)
 
 
 def test_a_syntax_error_is_shown_as_python_shows_it(run_reprokit: Run, tmp_path: Path) -> None:
@@ -191,14 +183,6 @@ def test_going_on_after_a_capture(run_reprokit: Run, tmp_path: Path) -> None:
     assert result.returncode == 6, result.stderr
     assert result.stdout.split() == ["0", "1", "2", "3", "4"]
     assert (tmp_path / "train-step3.repro.pt").is_file()
-
-
-def test_a_loop_that_swallows_everything_still_ends_with_code_3(run_reprokit: Run, tmp_path: Path) -> None:
-    body = "".join(f"    {line}\n" for line in NAN_SCRIPT.splitlines())
-    (tmp_path / "train.py").write_text(f"try:\n{body}except BaseException as error:\n    print(type(error).__name__)\n")
-    result = run_reprokit("capture", "train.py")
-    assert result.returncode == 3
-    assert result.stdout.split()[-1] == "CaptureStop"
 
 
 @pytest.fixture
@@ -274,12 +258,6 @@ def test_one_mistake_has_one_answer_in_every_command(mistake: str, run_here: Run
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_reduction_in_the_place_of_a_snapshot(run_here: Run, tmp_path: Path) -> None:
-    torch.save({"format": "reprokit", "kind": "reduction", "version": 1}, tmp_path / "x.pt")
-    for command in ("show", "shrink"):
-        assert_one_error(run_here(command, "x.pt"), "is a reduction, not a snapshot")
-
-
 def test_the_hint_for_a_folder_names_the_snapshots_in_it(run_here: Run, tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / f"train-step{number}.repro.pt").touch()
@@ -292,11 +270,15 @@ def test_the_hint_for_a_folder_names_the_snapshots_in_it(run_here: Run, tmp_path
     assert "beside it there are train-step0.repro.pt" in run_here("timeline", "results").stderr.splitlines()[1]
 
 
-def test_a_file_among_results_stands_for_its_folder(run_here: Run, tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    for name in ("reduction.pt", "repro.py"):
-        (tmp_path / "x" / name).write_text("pass")
-    assert run_here("render", "x/repro.py").stderr.splitlines()[1] == "hint: give the folder that it is in: x"
+@pytest.mark.parametrize(
+    ("output", "text"), [("x" * 300, "cannot write"), ("results", "the folder `results` is not empty")]
+)
+def test_a_place_that_shrink_cannot_write_to(
+    output: str, text: str, captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "precious.txt").write_text("")
+    assert_one_error(run_here("shrink", str(captured[0] / "train-step3.repro.pt"), "-o", output), text)
 
 
 def test_a_reduction_that_failed_leaves_no_empty_folder(
@@ -323,11 +305,6 @@ def test_a_disk_that_is_full(
     assert result.stderr.splitlines()[2] == "note: it was about `x.py`"
 
 
-def test_the_hint_for_a_missing_file_names_its_neighbours(run_here: Run, tmp_path: Path) -> None:
-    (tmp_path / "train-step3.repro.pt").touch()
-    assert run_here("show", "train-step4.repro.pt").stderr.splitlines()[1] == "hint: there is train-step3.repro.pt"
-
-
 def test_verify_takes_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "repro.py").write_text("print('out'); assert False, 'bad'")
@@ -339,45 +316,20 @@ def test_verify_takes_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> No
     assert_one_error(run_here("verify", "x"), "`x` is a folder, not a repro")
 
 
-def test_a_snapshot_is_no_script(run_here: Run, tmp_path: Path) -> None:
-    damaged(tmp_path)
-    assert_one_error(run_here("capture", "x.pt"), "`x.pt` is an archive, not a script")
-
-
-@pytest.mark.parametrize("words", [["shrink", "-o"], ["render", "-o"]])
-def test_an_output_that_no_file_can_be_called(
-    words: list[str], captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run
+@pytest.mark.parametrize(
+    ("error", "exit_code", "last"),
+    [(ZeroDivisionError(), 1, "reprokit: this is an error in reprokit"), (KeyboardInterrupt(), 130, "reprokit: error")],
+)
+def test_what_stops_our_own_work(
+    error: BaseException, exit_code: int, last: str, run_here: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(captured[0] / "train-step3.repro.pt")
-    assert_one_error(run_here(*words, "x" * 300, path), "cannot write")
+    def fail(path: Path, **options: object) -> NoReturn:
+        raise error
 
-
-def test_shrink_refuses_a_folder_with_something_in_it(
-    captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
-) -> None:
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "precious.txt").write_text("")
-    path = captured[0] / "train-step3.repro.pt"
-    assert_one_error(run_here("shrink", str(path), "-o", "x"), "the folder `x` is not empty")
-
-
-def test_an_unexpected_error_is_reported_as_ours(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("reprokit.cli.render.check_file", lambda path, **options: 1 / 0)
-    assert main(["render", "x.pt", "-o", "y"]) == 1
-    error = capsys.readouterr().err
-    assert "ZeroDivisionError" in error
-    assert error.splitlines()[-1].startswith("reprokit: this is an error in reprokit itself; please report")
-
-
-def test_interrupting_our_own_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(path: Path, **options: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("reprokit.cli.render.check_file", interrupt)
-    assert main(["render", "x.pt", "-o", "y"]) == 130
-    assert capsys.readouterr().err == "reprokit: error: interrupted\n"
+    monkeypatch.setattr("reprokit.cli.console.check_file", fail)
+    result = run_here("render", "x.pt", "-o", "y")
+    assert result.returncode == exit_code and result.stderr.splitlines()[-1].startswith(last)
+    assert ("Traceback" in result.stderr) == (exit_code == 1)
 
 
 def test_settings_file_environment_and_command_line(
@@ -427,7 +379,3 @@ def test_settings_that_mean_nothing(text: str, complaint: str, run_here: Run, tm
 def test_a_project_file_of_others_is_none_of_our_business(text: str, planned: list[Capture], tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     assert main(["capture", "script.py"]) == 0 and planned
-
-
-def test_shell_completion(run_reprokit: Run) -> None:
-    assert "_REPROKIT_COMPLETE" in run_reprokit(_REPROKIT_COMPLETE="bash_source").stdout

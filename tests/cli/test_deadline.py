@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import reprokit.cli.shrink
 import reprokit.cli.whatif
+from reprokit.cli import console
 from reprokit.cli.app import main
 from reprokit.program.ir import Call, Ref
 from reprokit.snapshot.format import save
@@ -31,7 +31,7 @@ def endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     failure = replace(snapshot.failure, call_index=4)
     save(replace(snapshot, program=program, failure=failure), tmp_path / "x.pt")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reprokit.cli.shrink, "SECONDS", 0.5)
+    monkeypatch.setattr(console, "SECONDS", 0.5)
     monkeypatch.setattr(reprokit.cli.whatif, "SECONDS_FOR_ALL", 0.5)
     return tmp_path / "x.pt"
 

@@ -62,16 +62,10 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return Told(tmp_path_factory.mktemp("exact"), failing=4, accumulated=1)
 
 
-def test_a_capture_ends_with_it(unfaithful: Told) -> None:
+def test_capture_shrink_and_issue_say_it(unfaithful: Told) -> None:
     assert DIFFERS in unfaithful.capture[-2]
     assert unfaithful.capture[-1] == "reprokit: next: reprokit shrink x.pt"
-
-
-def test_shrink_says_it_among_its_last_lines(unfaithful: Told) -> None:
     assert any(DIFFERS in line for line in unfaithful.shrink[-6:])
-
-
-def test_the_issue_says_it_beside_the_rate(unfaithful: Told) -> None:
     assert [line for line in unfaithful.issue.splitlines() if line.startswith("It failed ") and DIFFERS in line]
 
 

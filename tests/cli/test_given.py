@@ -88,30 +88,12 @@ def test_a_wrong_mask_that_lets_a_missing_label_through_is_the_failure(
 
 
 @pytest.mark.parametrize(
-    ("line", "is_said"),
-    [
-        ("diff = pred - y; loss = (diff[mask] if step < 5 else diff).square().mean()", True),
-        ("loss = (pred + (y if step == 5 else 0)).square().mean()", False),
-    ],
-)
-def test_where_no_call_is_found_the_note_says_that_healthy_steps_had_it(
-    line: str, is_said: bool, tmp_path: Path, run_python: Run
-) -> None:
-    (tmp_path / "train.py").write_text(MARKED.format(line=line).replace("y if step < 5 else x[:, :1]", "y[:, :1]"))
-    assert run_python("-m", "reprokit", "capture", "-o", "snap.repro.pt", "train.py").returncode == 3
-    done = run_python("-m", "reprokit", "shrink", "snap.repro.pt", "--json")
-    assert done.returncode == 4 and json.loads(done.stdout)["verdict"] == "given"
-    assert ("healthy steps before hold nan in it too" in done.stderr) is is_said
-
-
-@pytest.mark.parametrize(
     ("words", "exit_code"),
     [
         (["verify"], 2),
         (["render"], 2),
         (["whatif"], 4),
         (["shrink", "-f", "-o", "old"], 4),
-        (["render", "--as", "issue"], 0),
     ],
 )
 def test_no_command_makes_a_repro_of_it(

@@ -81,17 +81,6 @@ def test_a_diagnosis_looks_at_the_losses_of_the_failing_one(tmp_path: Path) -> N
     assert diagnose(other).also == ()
 
 
-def test_one_optimizer_has_one_line_that_ends_with_the_failing_loss(tmp_path: Path) -> None:
-    def loop() -> None:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(STEPS):
-            update(optimizer, loss_of(model, 1.0, is_bad=step == BAD_STEP))
-
-    shown = numbers(captured(tmp_path, loop))
-    assert set(shown) == {"loss"} and shown["loss"].endswith("  nan")
-
-
 # -- the step -------------------------------------------------------------------------------------------------------
 
 

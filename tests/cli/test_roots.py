@@ -79,14 +79,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def test_every_text_names_the_model(told: Told) -> None:
+    assert (told.json["failure"]["module"], told.json["failure"]["root"]) == ("2", "D")
     assert any(line.startswith("reprokit:   in D.2, train.py:7: return x.log()") for line in told.capture)
     assert any("in module `D.2`" in line for line in told.show)
     assert "in module `D.2`" in told.issue
     assert " in D.2: " in told.issue.splitlines()[0]
-
-
-def test_the_fields_of_the_contract_stay(told: Told) -> None:
-    assert (told.json["failure"]["module"], told.json["failure"]["root"]) == ("2", "D")
 
 
 def test_the_table_of_modules_has_each_model(told: Told) -> None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -97,27 +96,6 @@ def test_the_sign_is_shown_where_it_may_be_the_cause(
         bad(weight).sum().backward()
     *_, before, origin = steps(reprokit.load(tmp_path / "x.pt"))
     assert origin.is_origin and before.range.split(", ", 1)[1] == read
-
-
-def test_capture_ends_with_the_place_the_losses_and_the_next_command(shown: tuple[str, str, Path]) -> None:
-    *_, captured, place, loss, following = shown[0].splitlines()
-    assert captured == "reprokit: captured inf from `torch.Tensor.div` at step 3 -> x.pt"
-    assert place == "reprokit:   train.py:10: quotient = shrunk / scale"
-    assert re.fullmatch(r"reprokit:   loss  1\.5  1\.425  1\.35  nan", loss)
-    assert following == "reprokit: next: reprokit shrink x.pt"
-
-
-@pytest.mark.parametrize("make", [failing.adam_half, failing.wrong_shapes, failing.bad_batch])
-def test_every_kind_of_failure_fits(
-    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)
-    save(make(), tmp_path / "x.pt")
-    assert main(["show", "x.pt"]) == 0
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) <= 40
-    assert "\x1b" not in said
 
 
 def test_the_lines_of_other_functions_are_not_context() -> None:

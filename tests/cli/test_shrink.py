@@ -6,16 +6,13 @@ import errno
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -23,117 +20,15 @@ import torch
 
 from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
-from reprokit.errors import Flaky, NotReproduced, ReprokitError
+from reprokit.errors import Flaky, ReprokitError
 from reprokit.render.script import NOT_VERIFIED
 from reprokit.render.verify import CleanProcesses, Verification, VerifyResult
-from reprokit.shrink.reduction import Reduction, Size, load
-from reprokit.shrink.signature import Signed
+from reprokit.shrink.reduction import load
 from reprokit.snapshot import files
-from reprokit.snapshot.format import Snapshot, save
+from reprokit.snapshot.format import save
 from tests.conftest import run_python_in
 from tests.shrink import failing
 from tests.shrink.failing import record
-
-
-def reduction_of(snapshot: Snapshot) -> Reduction:
-    """The snapshot as its own reduction, with the numbers of `SUMMARY`."""
-    return Reduction(
-        snapshot.program,
-        snapshot.tensors,
-        snapshot.failure,
-        Size(70, 41230),
-        Signed("forward", "nan"),
-        checks=11,
-        verdicts={"same": 6, "other": 1, "passes": 4, "invalid": 0},
-        seconds=0.31,
-        reproduces="5/5",
-        one_minimal=True,
-    )
-
-
-@pytest.fixture
-def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """The workflow and the renderer replaced; ``reducer.shrink`` can be set. There is a snapshot ``x.pt``."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(CleanProcesses, "open", lambda self: None)
-    snapshot = record(lambda x: (x / x).sum(), x=torch.zeros(5))
-    save(snapshot, Path("x.pt"))
-    fake = SimpleNamespace(shrink=lambda: reduction_of(snapshot), options={}, context=None, snapshot=snapshot)
-
-    def shrink(snapshot: object, **options: Any) -> Reduction:
-        fake.options = options
-        options["view"].say("replay: 5/5 runs fail as recorded")
-        options["view"].show("check 1: all sizes 1: same (2 calls, 5 elements)")
-        found: Reduction = fake.shrink()
-        return found
-
-    def render_all(reduction: Reduction, snapshot: object, folder: Path, **options: Any) -> dict[str, Any]:
-        fake.rendering = options
-        (folder / "repro.py").write_text("")
-        reduction.save(folder / "reduction.pt")
-        repro = {"path": str(folder / "repro.py"), "lines": 7, "files": ["repro.py"], "names": {}, "verified": "20/20"}
-        return {"context": fake.context, "repro": repro}
-
-    monkeypatch.setattr("reprokit.workflow.shrink", shrink)
-    monkeypatch.setattr(import_module("reprokit.render.texts"), "render_all", render_all)
-    return fake
-
-
-def raising(error: BaseException) -> Callable[[], Any]:
-    def shrink() -> Any:
-        raise error
-
-    return shrink
-
-
-def test_the_result_is_written_and_printed(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    reducer.context = {"path": "x/repro_module.py", "modules": 1, "calls": 6, "lines": 24, "verified": "20/20"}
-    words = ["--max-time", "60", "--jobs", "2", "--no-whatif", "--source", "none", "--no-data"]
-    assert main(["shrink", "x.pt", "--json", *words]) == 0
-    said = capsys.readouterr()
-    summary = json.loads(said.out)
-    assert (
-        summary
-        | {
-            "verdict": "reduced",
-            "before": {"calls": 70, "elements": 41230},
-            "fidelity": "exact",
-            "context": reducer.context,
-        }
-        == summary
-    )
-    assert summary["repro"]["path"] == "x/repro.py"
-    assert "reprokit: 2 torch calls of 70, 5 input elements of 41,230\n" in said.err
-    assert "6 with the same failure, 1 with another failure, 4 without a failure" in said.err
-    assert "it comes from: 24 lines, verified 20/20 -> x/repro_module.py" in said.err
-    assert said.err.splitlines()[-1] == "reprokit: next: python x/repro.py"
-    wanted = {"out_dir": None, "max_time": 60.0, "jobs": 2, "executor": None, "whatif": False, "earlier": None}
-    assert {name: reducer.options[name] for name in wanted} == wanted
-    assert (reducer.rendering["source"], reducer.rendering["no_data"]) == ("none", True)
-
-
-def test_quiet_and_verbose(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["shrink", "-q", "x.pt"]) == 0
-    assert capsys.readouterr() == ("", "")
-    main(["shrink", "-f", "-v", "x.pt"])
-    assert "reprokit: check 1: all sizes 1: same (2 calls, 5 elements)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code", "verdict"),
-    [
-        (NotReproduced("it did not fail again", hint="look at the fidelity"), 4, "not_reproduced"),
-        (Flaky("it failed in 2 of 5 runs", hint="set a seed", note="2/5"), 5, "flaky"),
-    ],
-)
-def test_what_cannot_be_reduced(
-    error: Exception, exit_code: int, verdict: str, reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reducer.shrink = raising(error)
-    assert main(["shrink", "--json", "x.pt"]) == exit_code
-    said = capsys.readouterr()
-    assert json.loads(said.out)["verdict"] == verdict
-    assert f"\nreprokit: error: {error}\nhint: " in said.err
 
 
 @pytest.mark.parametrize(
@@ -144,7 +39,7 @@ def test_what_cannot_be_reduced(
     ],
 )
 def test_a_removed_option_names_what_to_use_instead(
-    words: list[str], hint: str, reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words, "x.pt"]) == 2
     error, said = capsys.readouterr().err.splitlines()
@@ -215,6 +110,35 @@ def shrink(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
     return run
 
 
+def test_the_result_is_written_and_printed(shrink: Any) -> None:
+    code, summary, err = shrink("--jobs", "2", "-v", "--source", "none")
+    assert (code, summary["verdict"], summary["fidelity"]) == (0, "reduced", "exact")
+    assert summary["before"]["calls"] == 26 and summary["repro"]["path"] == "snap/repro.py"
+    assert {path.name for path in Path("snap").iterdir()} - {"repro_module.py"} == RESULTS
+    assert ", check 1:" in err and "reprokit: 2 torch calls of 26, " in err
+    assert err.splitlines()[-1] == "reprokit: next: python snap/repro.py"
+    log = load("snap/reduction.pt").log
+    assert [row.checks for row in log] == sorted(row.checks for row in log)
+    assert (log[-1].calls, log[-1].elements) == (summary["calls"], summary["elements"])
+
+
+def test_quiet(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shrink", "-q", "--fast", "--max-checks", "2", str(snapshot)]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_does_not_fail_or_fails_too_seldom(shrink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, summary, err = shrink("--check", "exception")
+    assert (code, summary["verdict"]) == (4, "not_reproduced") and "\nhint: " in err
+
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise Flaky("it failed in 2 of 5 runs", hint="set a seed", note="2/5")
+
+    monkeypatch.setattr("reprokit.workflow.shrink", fail)
+    code, summary, err = shrink()
+    assert (code, summary["verdict"], summary["note"]) == (5, "flaky", "2/5") and "\nhint: set a seed\n" in err
+
+
 # -- budgets -------------------------------------------------------------------------------------------------------
 
 
@@ -267,15 +191,6 @@ def test_fast_writes_the_minimum_and_the_summary(shrink: Any) -> None:
     assert {path.name for path in Path("snap").iterdir()} == {"reduction.pt", "repro.py", "summary.md"}
     lines = Path("snap", "summary.md").read_text().splitlines()
     assert 5 <= len(lines) <= 15 and lines[0].startswith("# ") and "to read: snap/summary.md" in err
-
-
-def test_the_short_summary(shrink: Any) -> None:
-    _, summary, err = shrink()
-    assert re.search(r"reprokit: does not fail with \w+ = \d+ \(it was 60000\)\n", err)
-    assert "reprokit: 2 torch calls of 26, " in err
-    log = load("snap/reduction.pt").log
-    assert [row.checks for row in log] == sorted(row.checks for row in log)
-    assert (log[-1].calls, log[-1].elements) == (summary["calls"], summary["elements"])
 
 
 # -- going on from a result ----------------------------------------------------------------------------------------
@@ -373,35 +288,6 @@ def assert_whole(folder: Path, names: set[str]) -> None:
         assert (NOT_VERIFIED in text) == ("issue.md" not in names)
     if "report.html" in names:
         assert (folder / "report.html").read_text().rstrip().endswith("</html>")
-
-
-KILLED = """
-import os, signal, sys
-from reprokit.cli import main
-name, *words = sys.argv[1:]
-replace = os.replace
-def last(source, target):
-    if os.path.basename(target) == name:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(source, target)
-os.replace = last
-sys.exit(main(words))
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-def test_a_killed_run_leaves_no_half_file(snapshot: Path) -> None:
-    """SIGKILL right before a file is put in place: it is not there, and the next run makes it."""
-    save(failing.masked_softmax(), snapshot)
-    words, folder = ["shrink", "snap.pt", "-f", "-q", "--no-whatif"], Path("snap")
-    killed = run_python_in(Path.cwd(), "-c", KILLED, "issue.md", *words)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (folder / "issue.md").exists()
-    compile((folder / "repro.py").read_text(), "repro.py", "exec")
-    assert load(folder / "reduction.pt").program.num_calls >= 1
-    again = run_python_in(Path.cwd(), "-m", "reprokit", *words)
-    assert again.returncode == 0, again.stderr
-    assert (folder / "issue.md").exists()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limits")

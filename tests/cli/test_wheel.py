@@ -28,7 +28,7 @@ from reprokit.cli import main
 from reprokit.cli.demo import find_example
 
 assert main(["capture", "-o", "x.pt", "train.py"]) == 3
-for kind in ("repro", "issue", "report", "test"):
+for kind in ("repro", "issue"):
     assert main(["render", "x.pt", "--as", kind, "-o", kind + ".txt"]) == 0, kind
 print(find_example())
 """
@@ -48,4 +48,4 @@ def test_the_wheel_captures_renders_and_finds_its_example(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", USER], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(site / "reprokit" / "examples" / "masked_attention.py")
-    assert all((tmp_path / f"{kind}.txt").read_text() for kind in ("repro", "issue", "report", "test"))
+    assert all((tmp_path / f"{kind}.txt").read_text() for kind in ("repro", "issue"))

@@ -25,14 +25,6 @@ PLAIN = {
     "train_ignite.py": "healthy raise",
 }
 
-# What is captured in processes that share one start, as nothing but the training differs from other runs here.
-FRAMEWORKS = "ignite.engine,ignite.metrics,lightning,torch._dynamo"  # optimizers import the last, when used
-PRELOADED = {
-    ("train_lightning.py", "automatic:nan"),
-    ("train_lightning.py", "closure:nan"),
-    ("train_ignite.py", "nan"),
-}
-
 
 @dataclass(frozen=True)
 class Finished:
@@ -60,11 +52,6 @@ class Finished:
         parts = self.stderr.split("Traceback (most recent call last):\n")[1:]
         return [_without_first_frame(part) for part in parts]
 
-    @property
-    def told(self) -> list[str]:
-        """What reprokit said."""
-        return [line for line in self.stderr.splitlines() if line.startswith("reprokit: ")]
-
 
 Run = Callable[..., Finished]
 
@@ -84,26 +71,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return execute(copy_scripts(tmp_path_factory.mktemp("plain")), script, *PLAIN[script].split())
 
     return run
-
-
-@pytest.fixture(scope="session")
-def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of a script in one mode under ``reprokit capture``; all of these share one start of the frameworks."""
-
-    @functools.cache
-    def run_all() -> dict[tuple[str, str], Finished]:
-        folders = {words: copy_scripts(tmp_path_factory.mktemp("preloaded")) for words in sorted(PRELOADED)}
-        commands = [f"{folder}:capture {' '.join(words)}" for words, folder in folders.items()]
-        started = execute(SCRIPTS, "preloaded.py", FRAMEWORKS, *commands)
-        assert started.code == 0, started.stderr
-        return {words: finished_in(folder) for words, folder in folders.items()}
-
-    return lambda *words: run_all()[words]
-
-
-def finished_in(folder: Path) -> Finished:
-    code, stdout, stderr = ((folder / name).read_text() for name in ("code", "stdout", "stderr"))
-    return Finished(int(code), stdout, stderr, folder)
 
 
 def copy_scripts(folder: Path) -> Path:

@@ -58,7 +58,7 @@ def test_callback_changes_nothing_and_leaves_nothing(script: str, loop: str, pla
     without, within = result.modes[f"{loop}healthy"], result.modes[f"{loop}healthy:callback"]
     assert [line.partition(" ")[0] for line in without] == ["parameters", "left"]
     assert within == without
-    assert result.told[0] == "reprokit: the loss is nan at step 3; replaying the step"  # of the run that fails
+    assert result.stderr.index("reprokit: the loss is nan") == result.stderr.index("reprokit: ")  # the run that fails
 
 
 @pytest.mark.parametrize(("script", "loop"), CALLBACKS)

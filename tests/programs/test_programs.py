@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,32 +22,16 @@ PROGRAMS = Path(__file__).parent
 CASES: dict[str, dict[str, Any]] = {
     file.parent.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(PROGRAMS.glob("*/case.json"))
 }
-# Where an issue once said what is not so. A reduction takes seconds; `benchmarks/corpus.py` reduces the others too.
-ISSUES = ["nanogpt_packed", "timm_squared_relu", "dqn_boltzmann", "hf_smoothing", "lit_survival", "monodepth"]
-ISSUES += ["hydra_vqvae"]
-
-
-@pytest.fixture(scope="module")
-def corpus() -> ModuleType:
-    return import_benchmark("corpus")
-
-
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which every program ran under capture."""
-    folder = tmp_path_factory.mktemp("programs")
-    for name in CASES:
-        shutil.copytree(PROGRAMS / name, folder / name)
-        done = run_python_in(folder / name, "-m", "reprokit", "capture", "-o", "snapshot.pt", "train.py")
-        assert done.returncode == 3, done.stderr
-    return folder
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_step_of_the_cause_is_captured(
-    name: str, captured: Path, corpus: ModuleType, capsys: pytest.CaptureFixture[str]
+def test_the_cause_is_captured_and_the_issue_says_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case, folder = CASES[name], captured / name
+    corpus, case, folder = import_benchmark("corpus"), CASES[name], tmp_path / name
+    shutil.copytree(PROGRAMS / name, folder)
+    done = run_python_in(folder, "-m", "reprokit", "capture", "-o", "snapshot.pt", "train.py")
+    assert done.returncode == 3, done.stderr
     main(["show", "--json", str(folder / "snapshot.pt")])
     shown = json.loads(capsys.readouterr().out)
     failure = shown["failure"]
@@ -61,10 +44,6 @@ def test_the_step_of_the_cause_is_captured(
     assert case["site"] in failure["site"]["code"]
     assert shown["fidelity"] == "exact", shown.get("fidelity_note")
 
-
-@pytest.mark.parametrize("name", ISSUES)
-def test_the_issue_says_what_is_so_and_nothing_else(name: str, captured: Path) -> None:
-    case, folder = CASES[name], captured / name
     assert main(["shrink", "-q", "--no-whatif", "-o", str(folder / "out"), str(folder / "snapshot.pt")]) == 0
     issue = (folder / "out" / "issue.md").read_text(encoding="utf-8")
     assert [words for words in case["must_say"] if words not in issue] == []

@@ -277,7 +277,7 @@ def test_gradients_by_name(file: Path, beside: Path) -> None:
         (x**2).mean().backward()
 
     snapshot = traced(step, x=seeded(4, 8), w=seeded(8, 8, grad=True), b=seeded(8, grad=True))
-    reduction = shrink(snapshot, check=f"{file}:lopsided")
+    reduction = shrink(snapshot, check=f"{file}:lopsided", max_checks=40)
     assert {item.name for item in reduction.program.inputs if item.requires_grad} == {"w", "b"}
     assert "lopsided(outcome) is true" in error_of(reduction_script(reduction), beside)
 
@@ -416,7 +416,7 @@ made = []
 for number, check in enumerate(sys.argv[3:]):
     snapshot, out = load(f"{number}.pt"), Path(sys.argv[1], str(number))
     out.mkdir(parents=True)
-    made.append((shrink(snapshot, check=check, out_dir=out, max_checks=25), snapshot, out))
+    made.append((shrink(snapshot, check=check, out_dir=out, max_checks=8), snapshot, out))
 sys.executable = sys.argv[2]  # of the repro's runs
 for reduction, snapshot, out in made:
     render_all(reduction, snapshot, out, times=1)
