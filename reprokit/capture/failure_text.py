@@ -124,6 +124,7 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
         timeline = [StepNumbers(**row) for row in result["timeline"]]
         grown = growth(timeline, failure.get("event", {}).get("quantity"))
         details += [f"{name}  {numbers}" for name, numbers in grown if name.startswith(_SHOWN_NUMBERS)]
+        details += [cause["text"]] if (cause := result.get("cause")) is not None else []
         following = ["shrink" if can_be_shrunk(result) else "show", shown]
         if command and not result["capture"].get("is_noted", True):
             following = ["capture", "--from-step", str(failure["step"]), *command]

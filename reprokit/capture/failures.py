@@ -61,8 +61,18 @@ class Failures:
     training itself was finite: it is saved if nothing else fails until the block ends.
     """
 
-    def __init__(self, session: Session, loop: Loop, place: Place, command: Sequence[str], on: Collection[str]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        loop: Loop,
+        place: Place,
+        command: Sequence[str],
+        on: Collection[str],
+        *,
+        finds_cause: bool = True,
+    ) -> None:
         loop.failures = self
+        self.finds_cause = finds_cause
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
         self.num_failed = 0  # of these files, those of steps that failed

@@ -46,6 +46,7 @@ class Options(TypedDict, total=False):
     on_event: Callable[[TrainingEvent], object] | None
     record: str | None
     on_numbers: Callable[[dict[str, float]], object] | None
+    cause: bool
 
 
 def events_in(on: Collection[str]) -> tuple[EventKind, ...]:

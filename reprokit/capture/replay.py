@@ -159,6 +159,18 @@ class Player:
             self.numbers[id(value)] = number
         return value
 
+    def value(self, number: Number) -> torch.Tensor | None:
+        """What a number stands for now, without a graph that is made for it; ``None`` if that is not known."""
+        known = self.env.get(number, self._contents.get(number, self._tape.saved.get(number)))
+        return known if known is not None else self.alive.get(number)
+
+    def replace(self, number: Number, value: torch.Tensor) -> None:
+        """Let another value stand for a number from here on."""
+        old = self.value(number)
+        if old is not None and old is not value:
+            self.env[number] = value.clone().requires_grad_(old.requires_grad)
+            self.numbers[id(self.env[number])] = number
+
     def keep(self, numbers: Set[Number]) -> None:
         """Let go of everything but what has these numbers."""
         self.env = {number: tensor for number, tensor in self.env.items() if number in numbers}

@@ -22,6 +22,7 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
+from reprokit.capture.experiments import KINDS, find_cause
 from reprokit.capture.fidelity import Made, compiled_mismatch
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
@@ -61,6 +62,7 @@ from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Phase, Program, Ref, Site, iter_refs
 from reprokit.program.trace import InputName
+from reprokit.series.cause import Cause
 from reprokit.series.course import Alarm
 from reprokit.series.events import Finding
 from reprokit.series.story import LayerNumbers
@@ -173,8 +175,22 @@ class Describing:
         """The snapshot of the step, with the story of the layers where the steps before can be played."""
         made = self.made()
         with ignored_errors():  # the user's code may not run again with the state of then; the step is worth a file
-            return replace(made, snapshot=replace(made.snapshot, layers=self.layers(made.snapshot) or None))
+            made = replace(made, snapshot=replace(made.snapshot, layers=self.layers(made.snapshot) or None))
+        with ignored_errors():
+            made = replace(made, snapshot=replace(made.snapshot, cause=self.cause(made.snapshot)))
         return made
+
+    def cause(self, snapshot: Snapshot) -> Cause | None:
+        """What has led to the failure, by playing the steps that are kept again with one thing changed."""
+        loop, world, alarm, last = self.loop, self.loop.world, self.verdict.alarm, snapshot.step
+        is_told = self.verdict.raised is None and snapshot.failure.kind in KINDS
+        if not (loop.failures.finds_cause and is_told and world.is_complete and world.copies and loop.ranks.is_alone):
+            return None
+        if isinstance(alarm, Alarm):  # later steps have shown the event
+            last = alarm.values[-1].step
+        segments = [*loop.tape.segments(), self._steps()[-1]]
+        segments = [segment for segment in segments if segment.ops and segment.mark.step <= last]
+        return find_cause(loop, segments, snapshot, self.verdict.frame)
 
     def made(self) -> Made:
         """The first bad step: in the past if the state is bad, else the one that is running."""

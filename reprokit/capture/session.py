@@ -63,7 +63,8 @@ class Session:
     how much of the user's code is kept. ``on_snapshot`` is called with the path of every file written, when all hooks
     are gone; an exception of it is printed. ``record`` measures norms of gradients and weights: ``auto``, every ``N``
     steps, or ``N:PATTERN`` for some parameters. ``on_numbers`` is called with a dict of the numbers of every step that
-    was measured (at the pace of ``auto`` without ``record``), ``on_event`` with every event.
+    was measured (at the pace of ``auto`` without ``record``), ``on_event`` with every event. Without ``cause`` the
+    steps before a failure are not played again with one thing changed.
     ``snapshots`` are the files written, ``results`` their summaries; ``closing`` is the line that says why there are
     none. With ``verbose`` an error of reprokit's own is printed with its traceback. ``stops`` says whether the loop is
     to stop, ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option has.
@@ -95,6 +96,7 @@ class Session:
         record: str | None = None,
         on_numbers: Callable[[dict[str, float]], object] | None = None,
         on_event: Callable[[TrainingEvent], object] | None = None,
+        cause: bool = True,
     ) -> None:
         asked = check_steps(at_step)
         check_options(after, history, watch, on, source, budget, from_step)
@@ -121,7 +123,7 @@ class Session:
         matter = not {"nonfinite", "skipped"}.isdisjoint(on)
         self._loop = Loop(self._recorder, world, Budget(percent, from_step), watch, matter=matter)
         place = Place(output, directory or current_folder(), name, overwrite, source, part)
-        self._failures = Failures(self, self._loop, place, command, on)
+        self._failures = Failures(self, self._loop, place, command, on, finds_cause=cause)
         self._loop.asked, self._loop.last_step = asked, last_step
         self._loop.choose()
         self.snapshots, self.results = self._failures.snapshots, self._failures.results

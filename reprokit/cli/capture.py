@@ -353,6 +353,13 @@ def _pace(context: click.Context, param: click.Parameter, value: str | None) -> 
     help="Write the numbers of every step that was measured into FILE (run.jsonl); `reprokit timeline` prints them. "
     "Measures at the pace of `--record auto` without `--record`.",
 )
+@click.option(
+    "--no-cause",
+    "cause",
+    flag_value=False,
+    default=True,
+    help="Do not play the steps before a failure again with one thing changed, which takes up to 30 s.",
+)
 @console.source_option("traceback")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")

@@ -89,6 +89,8 @@ def _print_screen(snapshot: Snapshot, file: Path, screen: Console) -> None:
 
     summary, is_healthy = snapshot.summary(), snapshot.failure.kind == HEALTHY
     screen.print(Text(f"{what(summary)}{',' if is_healthy else ' at'} step {snapshot.step}", style="bold"))
+    if snapshot.cause is not None:
+        screen.print(Text(snapshot.cause.text))
     for section in (_source(snapshot, screen.width), _steps(snapshot, screen.width), _facts(snapshot)):
         if section.row_count:
             screen.print()

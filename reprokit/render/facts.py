@@ -225,6 +225,11 @@ def learning_rate(snapshot: Snapshot) -> str:
     return f"The learning rate was {wording.listed(known)}" if known and is_diverging else ""
 
 
+def led_to(snapshot: Snapshot) -> str:
+    """What has led to the failure, as far as playing the steps again has shown."""
+    return redact_text(snapshot.cause.text) if snapshot.cause is not None else ""
+
+
 def story(snapshot: Snapshot) -> str:
     """How the training came to the failure, in a few sentences; empty if no step before was unusual."""
     return redact_text(paragraph(snapshot.story))

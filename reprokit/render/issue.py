@@ -53,7 +53,7 @@ def make_issue(facts: Facts, *, template: str | None = None, context: str = "", 
         "remark": wording.renamed(expectation.remark, facts.names_of_data),
         "rate": _sentences(facts.rate, rows.doubt(snapshot)),
         "origin": _origin(snapshot),
-        "story": rows.story(snapshot),
+        "story": _sentences(rows.led_to(snapshot), rows.story(snapshot)),
         "size": facts.size,
         "matters": "",
         "no_module": no_module,
@@ -87,6 +87,7 @@ def write_summary(facts: Facts, no_module: str = "") -> str:
     beside = f" (with `{'`, `'.join(script.files[1:])}` beside it)" if len(script.files) > 1 else ""
     how = f"`python repro.py`{beside}, {counted(script.num_lines, 'line')}." if not script.reason else ""
     parts = {
+        "cause": rows.led_to(snapshot),
         "where": f"{rows.where(snapshot)}{f', at {line}' if (line := wording.line(snapshot.failure)) else ''}",
         "which": wording.renamed(_sentences(facts.which, facts.given), facts.names_of_data),
         "since": ". ".join(part.removesuffix(".") for part in since if part),

@@ -198,6 +198,7 @@ def sentences(facts: Facts) -> list[str]:
     noticed = f"It was noticed in {rows.noticed_in(snapshot)}." if rows.noticed_in(snapshot) else ""
     bad = f"{rows.how_much(failure)}." if rows.how_much(failure) else ""
     found = [
+        rows.led_to(snapshot),
         rows.story(snapshot),
         happened,
         facts.expectation.observed,

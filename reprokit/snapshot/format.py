@@ -26,6 +26,7 @@ from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program
 from reprokit.program.step import HasProgram, Step
+from reprokit.series.cause import Cause
 from reprokit.series.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.files import replaced, require_file
@@ -150,6 +151,7 @@ class Snapshot:
     layers: list[LayerNumbers] | None = left_out()
     before: StateBefore | None = left_out()
     recorded: list[RecordedStep] | None = left_out()
+    cause: Cause | None = left_out()
 
     @property
     def num_elements(self) -> int:
@@ -169,6 +171,7 @@ class Snapshot:
             "rng": _describe_state(plain_of(self.rng)),
             "timeline": plain_of(self.timeline),
             "story": [plain_of(chapter) for chapter in self.story],
+            **({"cause": self.cause.described()} if self.cause is not None else {}),
             "capture": {k: v for k, v in plain_of(self.settings).items() if k not in Settings.__dataclass_fields__},
         }
 

@@ -1,0 +1,186 @@
+"""What has led to a failure: pairs of loops that fail in the same call for different causes, and what is claimed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import reprokit
+from reprokit.capture.experiments import _Experiments
+from reprokit.series.cause import Reading, divergence, drift, growth, jump, usual_limit
+from reprokit.snapshot.format import Snapshot, load
+
+STEPS = 24
+
+
+class Scale(nn.Module):
+    """Multiplies by the exponential of what a layer gives, and of a number that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        nn.init.constant_(self.layer.weight, 0.1)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.layer(x)) * torch.exp(self.scale)
+
+
+def train(at: Callable[[int, torch.Tensor, torch.optim.Optimizer], object]) -> Scale:
+    """`STEPS` steps; ``at`` may change the batch or the optimizer of each."""
+    model, generator = Scale(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        x = torch.rand(8, 4, generator=generator)
+        at(step, x, optimizer)
+        loss = (model(x) - 5).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def drifting() -> None:
+    """Of the learned number the loss is linear, so it falls by its learning rate in every step; the data are usual."""
+    model, generator = Scale(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD([{"params": [model.scale], "lr": 8.0}, {"params": model.layer.parameters(), "lr": 0.0}])
+    for _ in range(STEPS):
+        loss = (model(torch.rand(8, 4, generator=generator)) * 0).sum() - model.scale
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def diverging() -> None:
+    """A learning rate that suits the first batches, and is ten times too large when the data have grown."""
+    model, generator = nn.Linear(4, 1, bias=False), torch.Generator().manual_seed(1)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for step in range(2 * STEPS):
+        x = torch.rand(8, 4, generator=generator) * min(6.0, 1 + step / 4)
+        loss = (model(x).squeeze(1) - 1).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def carried() -> None:
+    """A state that is handed from step to step grows fourfold in each."""
+    model, state = Scale(), torch.full((8, 4), 1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for _ in range(STEPS):
+        loss = model(state).mean().log1p()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state = 4 * state + 0 * model.layer.weight.detach()
+
+
+def captured(folder: Path, loop: Callable[[], object], **options: object) -> Snapshot:
+    file = folder / "s.pt"
+    with reprokit.capture(file, quiet=True, history=2 * STEPS, **options):  # type: ignore[arg-type]
+        loop()
+    return load(file)
+
+
+def odd_rows(step: int, x: torch.Tensor, _: torch.optim.Optimizer) -> None:
+    if step >= 12:
+        x[2:4] *= 1e4
+
+
+def odd_batch(step: int, x: torch.Tensor, _: torch.optim.Optimizer) -> None:
+    if step >= 12:
+        x *= 1e4
+
+
+def raised_rate(step: int, _: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 1e-2 if step < 12 else 1e3
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind", "words"),
+    [
+        (lambda: train(odd_rows), "data", ("`x`", "in rows 2-3 of step 12", "in its place")),
+        (lambda: train(odd_batch), "data", ("`x`", "in step 12", "in its place")),
+        (lambda: train(raised_rate), "setting", ("`lr` went from 0.01 to 1000 at step 12", "as before")),
+        (diverging, "setting", ("The run diverged", "a learning rate of 0.2", "a tenth of the learning rate")),
+        (drifting, "state", ("`scale` rose by 8 in each of", "`scale` held at")),
+        (carried, "state", ("`state`, which is carried from step to step, grows by 4 times", "in its place")),
+    ],
+)
+def test_cause_is_what_an_experiment_has_shown(
+    tmp_path: Path, loop: Callable[[], object], kind: str, words: tuple[str, ...]
+) -> None:
+    snapshot = captured(tmp_path, loop)
+    assert snapshot.fidelity == "exact" and snapshot.cause is not None
+    told = json.loads(json.dumps(snapshot.summary()))["cause"]
+    assert told["class"] == kind and all(word in told["text"] for word in words), told
+    assert told["interventions"][-1]["removes"] and math.isfinite(told["interventions"][-1]["loss"])
+
+
+def test_nothing_is_claimed_of_a_step_that_is_like_the_others(tmp_path: Path) -> None:
+    def loop() -> None:
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([weight], lr=1e-3)
+        for step in range(STEPS):
+            x = torch.full((4,), float(step != 12))
+            loss = (weight * x).sum().sqrt()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert captured(tmp_path, loop).cause is None
+
+
+def test_no_experiment_runs_when_none_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Experiments, "run", lambda self: pytest.fail("the steps were played again"))
+    assert captured(tmp_path, lambda: train(odd_batch), cause=False).cause is None
+
+
+def test_experiments_leave_the_training_as_it_was(tmp_path: Path) -> None:
+    bare = train(odd_batch)
+    with reprokit.capture(tmp_path / "s.pt", quiet=True, history=2 * STEPS, after="continue"):
+        watched = train(odd_batch)
+    assert load(tmp_path / "s.pt").cause is not None
+    for name, tensor in bare.state_dict().items():
+        assert torch.equal(tensor.nan_to_num(), watched.state_dict()[name].nan_to_num())
+
+
+def readings(*values: float) -> list[Reading]:
+    return [Reading(step, value, value) for step, value in enumerate(values)]
+
+
+def test_jump_is_beyond_all_of_before_in_the_failing_step() -> None:
+    found = jump("x", "batch", readings(1, -2, 1, 30, 40))
+    assert found is not None and (found.since, found.before, found.now) == (3, (-2, 1), (30, 30))
+    assert jump("x", "batch", readings(1, -2, 1, 30, 1)) is None
+    assert jump("x", "batch", readings(0, 0, 0, 30)) is None  # nothing is known of what is usual
+    assert jump("x", "batch", readings(30)) is None
+
+
+def test_drift_goes_the_same_way_by_the_same_amount() -> None:
+    found = drift("s", readings(5, 0, -1, -2, -3, -4, -5))
+    assert found is not None and (found.first, found.by, found.now) == (1, -1.0, (-5, -5))
+    assert drift("s", readings(0, -1, -2, -1, -2, -3, -4)) is None
+    assert drift("s", readings(0, 0, 0, 0, 0, 0, 0)) is None
+
+
+def test_growth_is_by_a_factor_in_every_step() -> None:
+    found = growth("h", readings(9, 1, 2, 4, 8, 16, 32))
+    assert found is not None and found.first == 1 and found.times == pytest.approx(2)
+    assert growth("h", readings(1, 2, 4, 8, 4, 8, 16)) is None
+
+
+def test_divergence_begins_with_the_last_usual_loss() -> None:
+    found = divergence([(0, 5.0), (1, 4.7), (2, 2356.0), (3, 8960.0), (4, 39810.0)])
+    assert found is not None and (found.step, found.usual, found.last_step) == (1, 4.7, 4)
+    assert divergence([(0, 5.0), (1, 4.7), (2, 9.0)]) is None
+    assert divergence([(0, -4.0), (1, -45.0)]) is None
+    assert usual_limit([(0, 5.0), (1, 4.7), (2, 2356.0)]) == pytest.approx(3 * 4.85)
