@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json as json_format
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from traceback import print_exception
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from reprokit.capture import launch, options
 from reprokit.capture.failure_text import Seen, captured_lines, closing_line, shown_path
 from reprokit.capture.options import current_folder, rank_suffix, with_part
 from reprokit.cli import console
-from reprokit.cli.children import Children, plan_in
+from reprokit.cli.children import PLAN, Children
 from reprokit.errors import UsageError, pass_on
 from reprokit.series.events import LineLog, older
 from reprokit.words import counted, json_line
@@ -142,6 +143,18 @@ class Capture:
         """The same in a process that the script has started."""
         return replace(self, part=f".pid{os.getpid()}", json=False)
 
+    def to_json(self) -> str:
+        """The same for a command that the script starts."""
+        return json_format.dumps(asdict(self), default=str)
+
+    @classmethod
+    def of(cls, script: UserScript, text: str) -> Capture:
+        """The capture of a script, as `to_json` has written that of another one."""
+        given = json_format.loads(text)
+        paths = {name: Path(given[name]) if given[name] else None for name in ("output", "numbers")}
+        verbosity = console.Verbosity(given["verbosity"])
+        return cls(**{**given, **paths, "script": script, "folder": Path(given["folder"]), "verbosity": verbosity})
+
     def file(self, path: Path | None) -> Path | None:
         """A file that was asked for, with the rank of the process under torchrun."""
         return path if path is None or os.path.isdir(path) else with_part(path, rank_suffix() or self.part)
@@ -257,11 +270,12 @@ def run_started(folder: Path, words: Sequence[str]) -> int:
     """Run a command that a watched script has started, watched as the script is; unwatched if the script has ended."""
     is_module = words[0] == "-m"
     script = UserScript(words[is_module], is_module, tuple(words[is_module + 1 :]))
-    plan = plan_in(folder)
-    if plan is None:
+    try:
+        text = (folder / PLAN).read_text()
+    except OSError:
         script.run()
         return 0
-    return replace(plan.in_child(), script=script).run(folder)
+    return Capture.of(script, text).in_child().run(folder)
 
 
 def _number_or(kind: type[int] | type[float], **words: int | None) -> Callable[..., float | None]:

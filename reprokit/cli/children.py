@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from reprokit.cli.capture import Capture
 
 STARTED_IN = "--started-in"
-_PLAN = "plan.pickle"  # written by this process, into a folder that only this user can write into
+PLAN = "plan"  # the file with the options of the capture
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(key)).resolve()) + os.sep for key in ("stdlib", "platstdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
@@ -84,7 +83,7 @@ class Children:
     def folder(self) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="reprokit-children-"))
-            (self._folder / _PLAN).write_bytes(pickle.dumps(self._plan))
+            (self._folder / PLAN).write_text(self._plan.to_json())
         return self._folder
 
     def _watch_processes(self, stack: contextlib.ExitStack) -> None:
@@ -151,15 +150,6 @@ class Children:
         if not _is_program_to_watch(words[place:], environment, folder):
             return None
         return [*words[:place], "-m", "reprokit", STARTED_IN, str(self.folder), *words[place:]]
-
-
-def plan_in(folder: Path) -> Capture | None:
-    """The capture of the script that has started this process; ``None`` if that has ended."""
-    try:
-        plan: Capture = pickle.loads((folder / _PLAN).read_bytes())
-    except OSError:
-        return None
-    return plan
 
 
 class WatchedRun:

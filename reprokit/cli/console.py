@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ SECONDS = 900.0  # for a step to be run before anything comes of it
 GRACE = 2.0  # seconds for Python's own code to end
 
 
-class Verbosity(Enum):
+class Verbosity(StrEnum):
     """How much a command prints on stderr. Errors are always printed."""
 
     QUIET = "quiet"
