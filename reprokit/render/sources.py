@@ -17,11 +17,12 @@ from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
 from reprokit.render.literals import MAX_LITERALS, is_same, literal
 from reprokit.render.module import ModuleScript, write_module_script
+from reprokit.render.module_tree import Block, Tree
 from reprokit.render.script import Script, write_script
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.checks.choice import require_reproducible
 from reprokit.shrink.checks.predicate import missing_cause
-from reprokit.shrink.context.tree import Block, initial
+from reprokit.shrink.context.layers import initial, layers_in
 from reprokit.shrink.given import given_input
 from reprokit.shrink.plainness import constant_of, ladder, num_digits
 from reprokit.shrink.reduction import Reduction, fingerprint
@@ -41,7 +42,7 @@ def without_data(reduction: Reduction) -> Reduction:
             hint="look at them without --no-data, and share them only if they may be seen",
         )
     context = reduction.context
-    if context is not None and set(recorded_inputs(context.program, context.tensors)) - set(context.drawn):
+    if context is not None and recorded_inputs(context.program, context.tensors):
         return replace(reduction, context=None)
     return reduction
 
@@ -202,9 +203,8 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
     context = reduction.context
     if context is None:
         return None
-    # Inputs that are drawn, or that a layer starts with, need no numbers.
-    start = initial(context.tree, context.tensors, context.drawn)
-    made = {value for value, tensor in start.items() if is_same(tensor, context.tensors[value])} | set(context.drawn)
+    start = initial(layers_in(context.candidate))
+    made = {value for value, tensor in start.items() if is_same(tensor, context.tensors[value])}
     needing = tuple(item for item in context.program.inputs if item.value not in made)
     if beyond_limit(replace(context.program, inputs=needing), context.tensors):
         return None
@@ -233,7 +233,7 @@ def snapshot_script(snapshot: Snapshot) -> Script:
 def is_minimum_again(reduction: Reduction) -> bool:
     """True if the context has no module and no other call than the minimum."""
     context = reduction.context
-    if context is None or any(isinstance(item, Block) for item in context.tree.root.items):
+    if context is None or any(isinstance(item, Block) for item in Tree.of(context.candidate).root.items):
         return False
     made = [call.target for call in context.program.calls]
     return made == [call.target for call in reduction.program.calls]

@@ -8,7 +8,7 @@ sliced, index tensors are renumbered to stay in range.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -151,7 +151,8 @@ class Problem:
 
     ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones. ``is_exhaustive``
     is given up by a pass that leaves single edits untried because there are too many; ``max_stretches`` is how many are
-    not. ``accepts`` says what else a candidate must be, ``keeps`` which classes of sizes stay as they are.
+    not. ``accepts`` says what else a candidate must be, ``keeps`` which classes of sizes stay as they are, ``fixed``
+    gives the calls that do.
     """
 
     best: Step
@@ -162,6 +163,7 @@ class Problem:
     max_stretches: int = 256
     accepts: Callable[[Step], bool] = lambda candidate: True
     keeps: Callable[[Step, Class], bool] = lambda candidate, group: False
+    fixed: Callable[[Step], Collection[int]] = lambda candidate: ()
 
     def classes(self) -> list[Class]:
         """The classes of sizes of the best candidate that may get smaller."""

@@ -29,8 +29,7 @@ from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, missing_cause
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
-from reprokit.shrink.context.finder import find_context
-from reprokit.shrink.context.tree import Context
+from reprokit.shrink.context.finder import Context, find_context
 from reprokit.shrink.explain import Explanation, explain
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle, OutOfBudget

@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ import torch
 from torch import nn
 
 from reprokit.render.module import MAX_LINES, ModuleScript, write_module_script
-from reprokit.render.sources import context_script
 from reprokit.render.texts import piece_of, verified_piece, write_piece
 from reprokit.render.verify import verify
-from reprokit.shrink.context.tree import Context
+from reprokit.shrink.context.finder import Context
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import models
-from tests.shrink.test_context import CASES, found_for
+from tests.shrink.test_context import CASES, context_of, found_for
 
 
 def script_of(step: Callable[[], Snapshot]) -> ModuleScript:
@@ -60,11 +58,17 @@ NOT_ORDINARY = "# Some inputs or parameters are not ordinary numbers"
     [
         (models.masked_attention, ["class MaskedAttention(nn.Module):", "model = MaskedAttention()"], [NOT_ORDINARY]),
         (models.masked_attention, ["self.query = nn.Linear(", "scores = scores.masked_fill("], []),
-        (models.torch_attention, ["torch.manual_seed(0)"], ["nn.init"]),
+        (
+            models.torch_attention,
+            ["torch.manual_seed(0)", "nn.MultiheadAttention(8, 2, batch_first=True)"],
+            ["nn.init"],
+        ),
         (models.log_gradient, ["self.weight = nn.Parameter(", "assert not torch.isnan(model.weight.grad)"], []),
         (models.huge_input, [NOT_ORDINARY], []),
         (models.distances_within, ["def distances(z):", "distances(z)."], ["loss"]),
-        (models.unrolled, ["def forward(self, x, h):", "h = torch.", "model(x, h)"], []),
+        (models.constant_batch, ["def centred(x):"], ["nn."]),
+        (models.convolutional, ["self.body = nn.Sequential(", "nn.Conv2d(", "nn.BatchNorm2d("], []),
+        (models.looked_up_pair, ["nn.Embedding(", "[0] = 49", ".pow(2)"], []),
     ],
 )
 def test_names_are_those_of_the_users_code(step: Callable[[], Snapshot], held: list[str], absent: list[str]) -> None:
@@ -85,16 +89,19 @@ def test_what_needs_a_side_file_is_not_printed() -> None:
     assert write_module_script(Context(snapshot.program, snapshot.tensors, snapshot.failure)) is None
 
 
-def test_what_layers_start_with_takes_no_numbers() -> None:
-    torch.manual_seed(0)
-    attention = nn.MultiheadAttention(16, 2)
-    snapshot = models.record_model(
-        attention, lambda x, mask: attention(x, x, x, attn_mask=mask)[0], x=torch.zeros(2, 1, 16),
-        mask=torch.ones(2, 2, dtype=torch.bool),
-    )  # fmt: skip
-    context = Context(snapshot.program, snapshot.tensors, snapshot.failure)
-    script = context_script(replace(shrink(models.masked_attention()), context=context))
-    assert script is not None and "nn.MultiheadAttention(16, 2)" in script.text
+@pytest.mark.parametrize(
+    ("layer", "batch"),
+    [
+        (nn.Embedding(4, 3), torch.tensor([1, 7])),
+        (nn.BatchNorm1d(3), torch.ones(1, 3)),
+        (nn.Conv1d(2, 4, 3), torch.ones(1, 5, 9)),
+        (nn.Linear(4, 3), torch.ones(2, 5)),
+    ],
+)
+def test_a_layer_that_raises_is_shown_as_that_layer(layer: nn.Module, batch: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Identity(), layer)
+    script = write_module_script(context_of(models.record_model(model, lambda x: model(x), x=batch)))
+    assert script is not None and f" = nn.{type(layer).__name__}(" in script.text
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +154,6 @@ def test_a_parameter_that_a_layer_is_called_with_belongs_to_the_module_around_it
     assert verify(script.write(tmp_path), 1).fails
 
 
-def test_a_context_that_cannot_be_shown_is_told(reduction: Reduction, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("reprokit.render.texts"), "MAX_LINES", 3)
-        assert str(written(reduction, tmp_path)).endswith("lines, and 3 is the limit")
-
-
 class Growth(nn.Module):
     """The exponential of a sum; no line names what is added."""
 
@@ -178,30 +179,13 @@ def test_an_input_without_a_name_has_one_name_in_a_module_and_where_it_is_called
     assert [text for text in expected if text not in script.text] == []
 
 
-def divided(*, is_in_module: bool = False) -> Snapshot:
-    """Zero divided by zero in the loop itself or in a module."""
-
-    class Ratio(nn.Module):
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return a / b
-
-    ratio = Ratio()
-
-    @torch.no_grad()
-    def step(gradient: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        return ratio(gradient, size) if is_in_module else gradient / size
-
-    return models.record_model(ratio, step, gradient=torch.zeros(4, 3), size=torch.zeros(4, 3))
-
-
 def test_a_context_that_is_the_minimum_again_is_not_written(tmp_path: Path) -> None:
-    reduction = shrink(divided())
-    assert reduction.context is not None and reduction.program.num_calls == 1
-    assert written(reduction, tmp_path) == "it would be `repro.py` again"
+    def step(gradient: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        return gradient / size
 
-
-def test_a_context_with_a_module_is_written(tmp_path: Path) -> None:
-    assert isinstance(written(shrink(divided(is_in_module=True)), tmp_path), dict)
+    small = shrink(models.record_model(nn.Module(), step, gradient=torch.zeros(4, 3), size=torch.zeros(4, 3)))
+    assert small.context is not None and small.program.num_calls == 1
+    assert written(small, tmp_path) == "it would be `repro.py` again"
 
 
 def test_a_piece_that_fails_in_another_way_is_left_out(tmp_path: Path) -> None:

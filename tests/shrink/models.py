@@ -305,47 +305,6 @@ def looked_up_pair() -> Snapshot:
     return record_model(table, step, pairs=torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(1)))
 
 
-class Skip(nn.Module):
-    """A skip connection around a pooling and an upsampling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.ConvTranspose2d(3, 3, 2, stride=2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, self.up(F.max_pool2d(x, 2))], 1)
-
-
-def odd_image() -> Snapshot:
-    """An image of five pixels, which a pooling by two and an upsampling make four."""
-    torch.manual_seed(0)
-    return record_model(model := Skip(), lambda x: model(x).sum(), x=seeded(2, 3, 5, 6))
-
-
-class Unrolled(nn.Module):
-    """A recurrent cell whose state the loop overwrites."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        return torch.sqrt(self.inner(x) + self.outer(h))
-
-
-def unrolled() -> Snapshot:
-    """The state of a recurrent loop; what the cell is given beside it is a part of the batch."""
-    cell = Unrolled()
-
-    @torch.no_grad()
-    def step(seq: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        for t in range(2):
-            h = cell(seq[:, t], h)
-        return h
-
-    return record_model(cell, step, seq=seeded(3, 2, 4) - 30, h=torch.zeros(3, 8))
-
-
 class Causal(nn.Module):
     """Scores by hand under a causal mask that the model keeps, and the padding of a batch."""
 

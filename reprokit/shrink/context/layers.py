@@ -1,7 +1,8 @@
-"""Torch's own layers: the constructor call that gives the layer whose forward made some recorded calls.
+"""Torch's own layers in a piece: the constructor call that gives the layer whose forward made some recorded calls.
 
-The layer is built, given its parameters and run, and must return what was recorded, bit for bit. Sizes are read from
-the weights and the calls, since the arguments noted at capture may have shrunk; the rest is as noted.
+The layer is built, given its parameters and run, and must return what was recorded, bit for bit. Arguments are those
+noted at capture; the layers in `_SIZES` may have shrunk since, so their sizes are read from the weights. Others that do
+not agree are shown as their calls.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,156 +19,21 @@ import torch
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import layer_class, symbol_named
 from reprokit.program.interpreter import Modes
-from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope, iter_refs
+from reprokit.program.ir import Call, ModuleNote, Ref, Scope
+from reprokit.program.step import Step
+from reprokit.shrink.recording import Recording, record
 
 Arguments = dict[str, Any]
-State = Mapping[str, torch.Tensor]
-Shapes = Callable[[int], Sequence[int]]
-RECURRENT = ("RNN", "GRU", "LSTM")
+Scopes = tuple[Scope, ...]
+SEED = 0  # of the script, before it makes its layers
+_COMPOSITE = ("Sequential", "ModuleList", "ModuleDict", "Transformer", "ParametrizationList")
+_SUFFIXES = {torch.float16: ".half()", torch.bfloat16: ".bfloat16()", torch.float64: ".double()"}
+_MOST_OF_ITS_OWN = 2**20  # elements of parameters that the calls do not read
 _REQUIRED = inspect.Parameter.empty
-_RECURRENT_DEFAULTS: Arguments = {
+_RECURRENT: Arguments = {  # their signature names nothing
     "input_size": _REQUIRED, "hidden_size": _REQUIRED, "num_layers": 1, "bias": True, "dropout": 0.0,
     "bidirectional": False, "batch_first": False, "nonlinearity": "tanh", "proj_size": 0,
 }  # fmt: skip
-_COMPOSITE = ("Sequential", "ModuleList", "ModuleDict", "Transformer", "ParametrizationList")
-_SUFFIXES = {torch.float16: ".half()", torch.bfloat16: ".bfloat16()", torch.float64: ".double()"}
-Values = Mapping[int, torch.Tensor]
-_MOST_OF_ITS_OWN = 2**20  # elements that a layer may have beyond those that the calls read
-
-
-def constructor(cls: str, noted: Arguments, calls: Sequence[Call], state: State, shapes: Shapes) -> Arguments:
-    """All constructor arguments by name, sizes as they are now.
-
-    ``noted`` are those at capture, ``state`` the parameters and buffers by name, ``shapes`` returns the shapes of what
-    the calls made. Raises `ValueError` or `LookupError` for calls that are not, or no longer all, those of the layer.
-    """
-    arguments = dict(noted)
-    find = _SIZES.get(cls.rstrip("123d")) or _SIZES.get(cls)
-    if find is not None:
-        arguments.update(find(calls, state))
-    elif cls == "MultiheadAttention":
-        arguments.update(_attention(calls, state, shapes))
-    for name in ("device", "dtype", "kdim", "vdim"):
-        arguments.pop(name, None)
-    return arguments
-
-
-def _linear(calls: Sequence[Call], state: State) -> Arguments:
-    rows, columns = state["weight"].shape
-    return {"in_features": columns, "out_features": rows, "bias": "bias" in state}
-
-
-def _conv(calls: Sequence[Call], state: State) -> Arguments:
-    call, *_ = (call for call in calls if call.name.startswith("conv"))
-    channels, per_group, *kernel = state["weight"].shape
-    stride, padding, dilation, groups = call.args[3:7]
-    found = {"stride": stride, "dilation": dilation, "groups": groups, "kernel_size": tuple(kernel)}
-    sizes = {"in_channels": per_group * groups, "out_channels": channels, "bias": "bias" in state}
-    return {**found, **sizes, **({"padding": padding} if len(calls) == 1 else {})}
-
-
-def _transposed(calls: Sequence[Call], state: State) -> Arguments:
-    stride, padding, output_padding, groups, dilation = calls[-1].args[3:8]
-    channels, per_group, *kernel = state["weight"].shape
-    found = {"stride": stride, "padding": padding, "output_padding": output_padding, "groups": groups}
-    sizes = {"in_channels": channels, "out_channels": per_group * groups, "kernel_size": tuple(kernel)}
-    return {**found, **sizes, "dilation": dilation, "bias": "bias" in state}
-
-
-def _embedding(calls: Sequence[Call], state: State) -> Arguments:
-    rows, columns = state["weight"].shape
-    return {"num_embeddings": rows, "embedding_dim": columns}
-
-
-def _bilinear(calls: Sequence[Call], state: State) -> Arguments:
-    rows, first, second = state["weight"].shape
-    return {"in1_features": first, "in2_features": second, "out_features": rows, "bias": "bias" in state}
-
-
-def _shape_norm(calls: Sequence[Call], state: State) -> Arguments:
-    shape = tuple(calls[-1].args[1])
-    is_affine = {"elementwise_affine": "weight" in state}
-    is_layer_norm = calls[-1].name == "layer_norm"
-    return {"normalized_shape": shape, **is_affine, **({"bias": "bias" in state} if is_layer_norm else {})}
-
-
-def _batch_norm(calls: Sequence[Call], state: State) -> Arguments:
-    sized, *_ = (state[name] for name in ("running_mean", "weight") if name in state)
-    return {"num_features": len(sized), "affine": "weight" in state, "track_running_stats": "running_mean" in state}
-
-
-def _group_norm(calls: Sequence[Call], state: State) -> Arguments:
-    return {"num_groups": calls[-1].args[1], "num_channels": len(state["weight"])} if "weight" in state else {}
-
-
-def _recurrent(calls: Sequence[Call], state: State) -> Arguments:
-    call = calls[-1]
-    place, *_ = (index for index in (2, 3) if isinstance(call.args[index], list))
-    has_biases, num_layers, dropout, _, is_bidirectional = call.args[place + 1 : place + 6]
-    first = state["weight_ih_l0"]
-    found = {"input_size": first.shape[1], "hidden_size": state["weight_hh_l0"].shape[1], "num_layers": num_layers}
-    found |= {"bias": has_biases, "dropout": dropout, "bidirectional": is_bidirectional}
-    if call.name.startswith("rnn_"):
-        found["nonlinearity"] = call.name.removeprefix("rnn_")
-    return {**found, "batch_first": call.args[place + 6] if len(call.args) > place + 6 else False}
-
-
-def _attention(calls: Sequence[Call], state: State, shapes: Shapes) -> Arguments:
-    width = state["in_proj_weight"].shape[1]
-    split, *_ = (call for call in calls if call.name == "view" and len(call.args) == 4)
-    num_heads = width // shapes(split.output_refs()[0])[-1]
-    return {"embed_dim": width, "num_heads": num_heads, "bias": "in_proj_bias" in state, "dropout": 0.0}
-
-
-_SIZES: dict[str, Callable[[Sequence[Call], State], Arguments]] = {
-    "Linear": _linear,
-    "Conv": _conv,
-    "ConvTranspose": _transposed,
-    "Embedding": _embedding,
-    "EmbeddingBag": _embedding,
-    "Bilinear": _bilinear,
-    "LayerNorm": _shape_norm,
-    "RMSNorm": _shape_norm,
-    "BatchNorm": _batch_norm,
-    "InstanceNorm": _batch_norm,
-    "GroupNorm": _group_norm,
-    **dict.fromkeys(RECURRENT, _recurrent),
-}
-
-
-def split(cls: str, arguments: Arguments) -> tuple[tuple[Any, ...], Arguments]:
-    """What a person would write: required arguments by place, others by name if they are not the default."""
-    defaults = _defaults(cls)
-    required = tuple(_short(arguments[name]) for name, default in defaults.items() if default is _REQUIRED)
-    options = {
-        name: _short(value)
-        for name, value in arguments.items()
-        if name not in defaults or not (defaults[name] is _REQUIRED or _is_same_option(value, defaults[name]))
-    }
-    if cls.startswith(("MaxPool", "AvgPool")) and options.get("stride") == required[0]:
-        del options["stride"]
-    return required, options
-
-
-def _defaults(cls: str) -> Arguments:
-    """The defaults of the constructor."""
-    if cls in RECURRENT:
-        return _RECURRENT_DEFAULTS
-    made: Any = layer_class(cls)
-    parameters = inspect.signature(made).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-
-
-def _is_same_option(value: Any, default: Any) -> bool:
-    short = _short(value)
-    return type(short) is type(_short(default)) and bool(short == _short(default))
-
-
-def _short(value: Any) -> Any:
-    """A size that is the same in all dimensions as one number."""
-    if isinstance(value, (list, tuple)) and value and all(item == value[0] for item in value):
-        return value[0] if isinstance(value[0], int) else value
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,36 +48,26 @@ class Layer:
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
     state: Mapping[str, int]
-    positional: tuple[int, ...]
-    keywords: Mapping[str, Any]
-    outputs: Any
     suffix: str = ""
     training: bool = True
+    positional: tuple[int, ...] = ()
+    keywords: Mapping[str, int] = field(default_factory=dict)
+    outputs: Any = None
+
+    @property
+    def made(self) -> tuple[object, ...]:
+        """What tells two layers apart, whatever they are called with."""
+        return self.cls, self.arguments, dict(self.options), dict(self.state)
 
     def build(self) -> torch.nn.Module:
         """The layer with its initial parameters."""
         arguments, options = _real(self.arguments), _real(dict(self.options))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            layer: torch.nn.Module = _class_of(self.cls)(*arguments, **options)
+            layer: torch.nn.Module = getattr(torch.nn, self.cls)(*arguments, **options)
         if self.suffix:
             layer = getattr(layer, self.suffix[1:-2])()
         return layer.train(self.training)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRun:
-    """What was recorded of one run of a layer.
-
-    ``outputs`` are the values that somebody needs of it; ``before`` and ``after`` are what values were when they were
-    first read, and what the calls left. ``error`` is the exception of the last call.
-    """
-
-    calls: Sequence[Call]
-    outputs: Sequence[int]
-    before: Values
-    after: Values
-    error: Exception | None = None
 
 
 def is_layer(scope: Scope, modules: Mapping[str, ModuleNote]) -> bool:
@@ -221,80 +77,201 @@ def is_layer(scope: Scope, modules: Mapping[str, ModuleNote]) -> bool:
     return layer_class(scope.cls) is not None and not is_users and not scope.cls.startswith(_COMPOSITE)
 
 
-def _class_of(name: str) -> Any:
-    found = layer_class(name)
-    if found is None:
-        raise ValueError(f"torch has no layer `{name}`")
+def is_container(scope: Scope) -> bool:
+    """True if a module only runs its children one after the other."""
+    return scope.cls in ("Sequential", "ModuleList", "ModuleDict")
+
+
+def layer_scope(call: Call, modules: Mapping[str, ModuleNote]) -> Scopes | None:
+    """The scopes of a call up to the outermost one that is one of torch's layers."""
+    depth = next((depth for depth, scope in enumerate(call.scope, 1) if is_layer(scope, modules)), None)
+    return call.scope[:depth] if depth is not None else None
+
+
+def layers_in(step: Step) -> dict[Scopes, Layer]:
+    """The layers that a piece can be printed with, by the scopes of their runs, in the order in which they run.
+
+    A layer that another run contradicts, or that shares a parameter with another one, is left out.
+    """
+    program = step.program
+    runs: dict[Scopes, list[int]] = {}
+    for index, call in enumerate(program.calls):
+        if (scopes := layer_scope(call, program.modules)) is not None:
+            runs.setdefault(scopes, []).append(index)
+    recording = record(step, frozenset(itertools.chain(*runs.values())))
+    found: dict[Scopes, Layer] = {}
+    made_of: dict[object, object] = {}  # of a layer's path how it is made, of a parameter the path
+    torn: set[str] = set()
+    for scopes, indexes in runs.items():
+        path, layer = scopes[-1].full_path, _layer_of(step, scopes[-1], indexes, recording)
+        is_same = made_of.setdefault(path, layer and layer.made) == (layer and layer.made)
+        owners = [made_of.setdefault(value, path) for value in layer.state.values()] if layer is not None else []
+        if layer is None or not is_same or any(owner != path for owner in owners):
+            torn.add(path)
+        else:
+            found[scopes] = layer
+    return {scopes: layer for scopes, layer in found.items() if scopes[-1].full_path not in torn}
+
+
+def initial(layers: Mapping[Scopes, Layer]) -> dict[int, torch.Tensor]:
+    """The parameters and buffers of layers that are made one after the other under the seed."""
+    first: dict[str, Layer] = {}
+    for scopes, layer in layers.items():
+        first.setdefault(scopes[-1].full_path, layer)
+    found: dict[int, torch.Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        for layer in first.values():
+            tensors = _tensors_of(layer.build())
+            found.update({value: tensors[name].detach() for name, value in layer.state.items()})
     return found
 
 
-def layer_of(
-    scope: Scope,
-    run: LayerRun,
-    inputs: Mapping[int, Input],
-    note: ModuleNote | None,
-) -> Layer | None:
-    """The layer that does what was recorded of a run, or ``None`` if no layer does."""
-    try:
-        return next(_fitting(scope.cls, run, inputs, note or ModuleNote(scope.cls)), None)
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError):  # the calls are not those of such a layer
+def _layer_of(step: Step, scope: Scope, indexes: Sequence[int], recording: Recording) -> Layer | None:
+    """The layer that does what was recorded of the calls ``indexes``, or ``None`` if no layer does."""
+    program = step.program
+    if recording.error_call is not None and recording.error_call < indexes[-1]:
         return None
-
-
-def _fitting(cls: str, run: LayerRun, inputs: Mapping[int, Input], note: ModuleNote) -> Iterator[Layer]:
-    calls, values = run.calls, run.before
-    state = _state(cls, calls, inputs, note)
-    made = {value for call in calls for value in call.output_refs()}
-    read = dict.fromkeys(v for call in calls for v in call.input_refs() if v not in state.values())
-    states = {call.mode.rng.value for call in calls if call.mode.rng is not None}
-    given = [v for v in read if v not in states and (v not in made or _is_written_before(v, calls))]
-    named = {name: values[value] for name, value in state.items()}
-    arguments = constructor(cls, dict(note.arguments), calls, named, lambda value: run.after[value].shape)
-    dtypes = {values[v].dtype for v in state.values() if values[v].is_floating_point()}
-    suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
-    for positional, keywords in _ways_to_call(cls, given):
-        for shape in _output_shapes(cls, run.outputs) if run.error is None else [None]:
-            required, options = split(cls, arguments)
-            layer = Layer(cls, required, options, state, positional, keywords, shape, suffix, note.training)
-            if _agrees(layer, run):
-                yield layer
-
-
-def _is_written_before(value: int, calls: Sequence[Call]) -> bool:
-    """True if a value that the calls return was there before (they work in place)."""
-    first = next(call for call in calls if value in (*call.input_refs(), *call.output_refs()))
-    return value in first.input_refs()
-
-
-def _state(cls: str, calls: Sequence[Call], inputs: Mapping[int, Input], note: ModuleNote) -> dict[str, int]:
-    """Parameters and buffers by the names that the layer has for them."""
-    known: dict[str, int] = {}
-    names = _state_names(cls)
-    for call in calls:
+    calls = [program.calls[index] for index in indexes]
+    before: dict[int, torch.Tensor] = {}  # what values were when first read
+    given: dict[int, None] = {}
+    made: set[int] = set()
+    for index, call in zip(indexes, calls, strict=True):
         for value in call.input_refs():
-            item = inputs.get(value)
-            if item is not None and item.role in ("parameter", "buffer") and value not in known.values():
-                known[_state_name(item.name, names)] = value
-    return known
+            before.setdefault(value, recording.inputs[index, value])
+            if value not in made and (call.mode.rng is None or value != call.mode.rng.value):
+                given[value] = None
+        made.update(call.output_refs())
+    names = {item.value: item.name for item in program.inputs if item.role in ("parameter", "buffer")}
+    state = {_name_inside(names[value]): value for value in given if value in names}
+    inside = frozenset(indexes)
+    others = (call for index, call in enumerate(program.calls) if index not in inside)
+    read = {value for call in others for value in call.input_refs()} | {ref.value for ref in program.outputs}
+    needed = [value for call in calls for value in call.output_refs() if value in read]
+    note = program.modules.get(scope.label)
+    if note is None or note.cls.rpartition(".")[2] != scope.cls:  # two roots may have modules of one name
+        note = ModuleNote(scope.cls)
+    tensors = {name: before[value] for name, value in state.items()}
+    expected = {
+        value: recording.outputs[value] for value in needed or calls[-1].output_refs() if value in recording.outputs
+    }
+    error = recording.error if recording.error_call == indexes[-1] else None
+    try:
+        required, options = _written(scope.cls, _arguments(scope.cls, note, calls, tensors))
+        dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+        suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
+        layer = Layer(scope.cls, required, options, state, suffix, note.training)
+        if not _has_room(layer, tensors):
+            return None
+        for positional, keywords in _ways_to_call(scope.cls, [value for value in given if value not in state.values()]):
+            layer = replace(layer, positional=positional, keywords=keywords)
+            try:
+                result = _result(layer, before, calls[-1])
+            except Exception as raised:  # a layer that does not fit may fail in as many ways as there are layers
+                if type(raised) is type(error) and str(raised) == str(error):
+                    return layer
+                continue
+            left = dict(expected)
+            outputs = _placed(result, left)
+            if error is None and not left:
+                return replace(layer, outputs=outputs)
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+        pass  # the calls are not those of such a layer, or the arguments are those of another version of torch
+    return None
 
 
-def _state_names(cls: str) -> frozenset[str]:
-    if cls in RECURRENT:
-        return frozenset()
-    return frozenset(("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight",
-                      "in_proj_bias"))  # fmt: skip
-
-
-def _state_name(name: str, known: frozenset[str]) -> str:
-    """A state-dict name inside the layer; a number at its end may only tell two roots apart."""
+def _name_inside(name: str) -> str:
+    """The name that a layer has for a parameter; a number at its end may only tell two roots apart."""
     last = name.rpartition(".")[2]
-    if ".out_proj." in f".{name}":
-        return f"out_proj.{last}"
     bare = last.rpartition("_")[0]
-    return bare if last not in known and bare in known else last
+    own = bare if bare in ("weight", "bias", "running_mean", "running_var") else last
+    return f"out_proj.{own}" if ".out_proj." in f".{name}" else own
 
 
-def _ways_to_call(cls: str, given: Sequence[int]) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:
+def _arguments(cls: str, note: ModuleNote, calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    """All constructor arguments by name: as noted, with sizes as they are now."""
+    found = {name: value for name, value in note.arguments.items() if name not in ("device", "dtype", "kdim", "vdim")}
+    sizes = _SIZES.get(cls.rstrip("123d"))
+    if sizes is not None:
+        found |= sizes(calls, state)
+    if cls == "MultiheadAttention" and all(call.mode.rng is None for call in calls):
+        found["dropout"] = 0.0
+    return found
+
+
+def _conv(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    call, *_ = (call for call in calls if call.name.startswith("conv"))
+    channels, per_group, *kernel = state["weight"].shape
+    groups = call.args[6]
+    found = {"in_channels": per_group * groups, "out_channels": channels, "groups": groups, "bias": "bias" in state}
+    found |= {"kernel_size": tuple(kernel), "stride": call.args[3], "dilation": call.args[5]}
+    return {**found, **({"padding": call.args[4]} if len(calls) == 1 else {})}
+
+
+def _shape_norm(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    found = {"normalized_shape": tuple(calls[-1].args[1]), "elementwise_affine": "weight" in state}
+    return {**found, **({"bias": "bias" in state} if calls[-1].name == "layer_norm" else {})}
+
+
+def _embedding(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    return dict(zip(("num_embeddings", "embedding_dim"), state["weight"].shape, strict=True))
+
+
+def _recurrent(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    """Nothing is noted of these: their constructors take anything."""
+    call = calls[-1]
+    weights, *_ = (place for place, value in enumerate(call.args) if isinstance(value, list))
+    names = ("bias", "num_layers", "dropout", "", "bidirectional", "batch_first")  # the fourth is the mode
+    found = {"input_size": state["weight_ih_l0"].shape[1], "hidden_size": state["weight_hh_l0"].shape[1]}
+    found |= {name: value for name, value in zip(names, call.args[weights + 1 :], strict=False) if name}
+    return found | ({"nonlinearity": call.name.removeprefix("rnn_")} if call.name.startswith("rnn_") else {})
+
+
+_SIZES: dict[str, Callable[[Sequence[Call], Mapping[str, torch.Tensor]], Arguments]] = {
+    "Linear": lambda calls, state: {
+        "in_features": state["weight"].shape[1], "out_features": state["weight"].shape[0], "bias": "bias" in state,
+    },
+    "Conv": _conv,
+    "Embedding": _embedding,
+    "EmbeddingBag": _embedding,
+    "LayerNorm": _shape_norm,
+    "RMSNorm": _shape_norm,
+    "BatchNorm": lambda calls, state: {
+        "num_features": len(state["running_mean" if "running_mean" in state else "weight"]),
+        "affine": "weight" in state, "track_running_stats": "running_mean" in state,
+    },
+    **dict.fromkeys(("RNN", "GRU", "LSTM"), _recurrent),
+    "MultiheadAttention": lambda calls, state: {
+        "embed_dim": state["in_proj_weight"].shape[1], "bias": "in_proj_bias" in state,
+    },
+}  # fmt: skip
+
+
+def _written(cls: str, arguments: Arguments) -> tuple[tuple[Any, ...], Arguments]:
+    """What a person would write: required arguments by place, others by name if they are not the default."""
+    defaults = _RECURRENT
+    if cls not in ("RNN", "GRU", "LSTM"):
+        parameters = inspect.signature(getattr(torch.nn, cls)).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    short = {name: _short(value) for name, value in arguments.items()}
+    required = tuple(short[name] for name, default in defaults.items() if default is _REQUIRED)
+    options = {
+        name: value
+        for name, value in short.items()
+        if defaults.get(name) is not _REQUIRED
+        and not (name in defaults and type(value) is type(_short(defaults[name])) and value == _short(defaults[name]))
+        and not (name == "stride" and "Pool" in cls and value == required[0])
+    }
+    return required, options
+
+
+def _short(value: Any) -> Any:
+    """A size that is the same in all dimensions as one number."""
+    is_even = isinstance(value, (list, tuple)) and value and all(item == value[0] for item in value)
+    return value[0] if is_even and isinstance(value[0], int) else value
+
+
+def _ways_to_call(cls: str, given: Sequence[int]) -> Iterator[tuple[tuple[int, ...], dict[str, int]]]:
     """How the values that the layer was given may have been its arguments."""
     if cls != "MultiheadAttention":
         yield tuple(given), {}
@@ -305,62 +282,41 @@ def _ways_to_call(cls: str, given: Sequence[int]) -> Iterator[tuple[tuple[int, .
             yield places, dict(zip(names, rest, strict=True))
 
 
-def _output_shapes(cls: str, outputs: Sequence[int]) -> Iterator[Any]:
-    """How the values that the layer made may lie in what it returned; ``None`` for a part that nobody needs."""
-    refs = [Ref(value) for value in outputs]
-    if cls in ("RNN", "GRU"):
-        yield from ((refs[0], None), (None, refs[0])) if len(refs) == 1 else [tuple(refs)]
-    elif cls == "LSTM":
-        for places in itertools.combinations(range(3), len(refs)):
-            parts: list[Any] = [None] * 3
-            for place, ref in zip(places, refs, strict=True):
-                parts[place] = ref
-            yield parts[0], (None if len(refs) == 1 and parts[0] else (parts[1], parts[2]))
-    elif cls == "MultiheadAttention":
-        yield from ((refs[0], None), (None, refs[0])) if len(refs) == 1 else [tuple(refs), tuple(reversed(refs))]
-    elif len(refs) == 1:
-        yield refs[0]
-    elif refs:
-        yield tuple(refs)
+def _has_room(layer: Layer, state: Mapping[str, torch.Tensor]) -> bool:
+    """True if a layer has these parameters, and not many beside them."""
+    with torch.device("meta"):
+        own = _tensors_of(layer.build())
+    is_same = all(name in own and (own[name].shape, own[name].dtype) == (t.shape, t.dtype) for name, t in state.items())
+    return is_same and sum(t.numel() for t in own.values()) <= _MOST_OF_ITS_OWN + sum(t.numel() for t in state.values())
 
 
-def _agrees(layer: Layer, run: LayerRun) -> bool:
-    """True if the layer really returns, or raises, what was recorded."""
-    values = run.before
-    try:
-        with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in layer.build().parameters())
-        if size > _MOST_OF_ITS_OWN + sum(values[value].numel() for value in layer.state.values()):
-            return False
-        module = layer.build()
-        given = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        if not layer.state.keys() <= given.keys():
-            return False
-        with torch.no_grad():
-            for name, value in layer.state.items():
-                if given[name].shape != values[value].shape or given[name].dtype != values[value].dtype:
-                    return False
-                given[name].copy_(values[value])
-        arguments = [values[value].clone() for value in layer.positional]
-        if layer.cls == "MultiheadAttention":  # tells the cases apart by identity
-            arguments = [values[value] for value in layer.positional]
-        with Modes() as modes:
-            mode = run.calls[-1].mode
-            modes.enter(mode, values[mode.rng.value] if mode.rng is not None else None)
-            result = module(*arguments, **{name: values[value] for name, value in layer.keywords.items()})
-    except Exception as error:  # a layer that does not fit may fail in as many ways as there are layers
-        return type(error) is type(run.error) and str(error) == str(run.error)
-    return run.error is None and _matches(layer.outputs, result, run.after)
+def _result(layer: Layer, before: Mapping[int, torch.Tensor], last: Call) -> Any:
+    """What the layer returns for what it was given."""
+    module = layer.build()
+    own = _tensors_of(module)
+    with torch.no_grad():
+        for name, value in layer.state.items():
+            own[name].copy_(before[value])
+    copies = {value: before[value].clone() for value in (*layer.positional, *layer.keywords.values())}
+    with Modes() as modes:
+        modes.enter(last.mode, before[last.mode.rng.value] if last.mode.rng is not None else None)
+        return module(*map(copies.get, layer.positional), **{n: copies[v] for n, v in layer.keywords.items()})
 
 
-def _matches(outputs: Any, result: Any, values: Values) -> bool:
-    if outputs is None:
-        return True
-    if isinstance(outputs, Ref):
-        return isinstance(result, torch.Tensor) and same_bits(result, values[outputs.value])
-    if not isinstance(result, (tuple, list)) or len(result) != len(outputs):
-        return False
-    return all(_matches(part, item, values) for part, item in zip(outputs, result, strict=True))
+def _placed(result: Any, left: dict[int, torch.Tensor]) -> Any:
+    """What a layer returned with the numbers of equal values, which are taken from ``left``; ``None`` for others."""
+    if isinstance(result, (tuple, list)):
+        return tuple(_placed(part, left) for part in result)
+    same = (v for v, tensor in left.items() if isinstance(result, torch.Tensor) and same_bits(result, tensor))
+    value = next(same, None)
+    if value is None:
+        return None
+    del left[value]
+    return Ref(value)
+
+
+def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _real(value: Any) -> Any:
@@ -370,13 +326,3 @@ def _real(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_real(item) for item in value)
     return symbol_named(value.name) if hasattr(value, "name") else value
-
-
-def values_read(layer: Layer) -> tuple[int, ...]:
-    """The values given to the layer's forward, without repeats."""
-    return tuple(dict.fromkeys((*layer.positional, *layer.keywords.values())))
-
-
-def values_made(layer: Layer) -> tuple[int, ...]:
-    """The values that it returned and somebody needs."""
-    return tuple(dict.fromkeys(ref.value for ref in iter_refs(layer.outputs)))

@@ -12,11 +12,10 @@ from functools import cached_property
 from reprokit.program.functions import GRAD_WRITES, is_in_place
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Program, Scope, iter_refs
 from reprokit.program.step import Step
-from reprokit.shrink.context.layers import is_layer
+from reprokit.shrink.context.layers import Scopes, is_container, layer_scope
 from reprokit.shrink.leaves import unique_name, without_defaults
 from reprokit.shrink.recording import Excerpt, Recording, record
 
-_OWN_MODULE = 16  # units; of a larger module not all layers fit in a script
 Place = tuple[tuple[Scope, ...], str]
 
 
@@ -36,17 +35,11 @@ class StepGraph:
     @cached_property
     def units(self) -> dict[int, tuple[int, ...]]:
         """The calls that belong together with a call: those of the same run of one of torch's layers."""
-        groups: dict[tuple[Scope, ...], list[int]] = {}
-        found: dict[int, tuple[int, ...]] = {}
+        groups: dict[Scopes | int, list[int]] = {}
         for index, call in enumerate(self.program.calls):
-            layer = self.layer(call)
-            if layer is None or call.target == OPAQUE:
-                found[index] = (index,)
-            else:
-                groups.setdefault(layer, []).append(index)
-        for members in groups.values():
-            found.update(dict.fromkeys(members, tuple(members)))
-        return found
+            layer = layer_scope(call, self.program.modules) if call.target != OPAQUE else None
+            groups.setdefault(index if layer is None else layer, []).append(index)
+        return {index: tuple(members) for members in groups.values() for index in members}
 
     @cached_property
     def _places(self) -> list[Place]:
@@ -57,11 +50,18 @@ class StepGraph:
         return self._places[index]
 
     def _place_of(self, call: Call) -> Place:
-        layer = self.layer(call)
+        layer = layer_scope(call, self.program.modules)
         scope = call.scope if layer is None else layer[:-1]
         while scope and is_container(scope[-1]):
             scope = scope[:-1]
         return scope, call.site.function if not scope and call.site is not None else ""
+
+    def within(self, index: int) -> Callable[[int], bool]:
+        """True if a call runs in the module of another one, or in a child of it; in the loop, in the same function."""
+        scope, function = self.place(index)
+        return lambda other: (
+            self.place(other)[0][: len(scope)] == scope if scope else self.place(other) == (scope, function)
+        )
 
     @cached_property
     def _writers(self) -> dict[int, list[int]]:
@@ -107,42 +107,19 @@ class StepGraph:
         """How much there is to print of these calls: a layer counts once."""
         return len({self.units[index] for index in indexes})
 
-    def size_of(self, place: Place) -> int:
-        """How much a module of the user's does in the whole step."""
-        scope, function = place
-        calls = range(len(self.program.calls))
-        return self.num_units(i for i in calls if self.is_inside(i, place)) if scope or function else len(calls)
-
-    def is_inside(self, index: int, place: Place) -> bool:
-        """True if a call runs in a module or in a child of it; in the loop, in a function."""
-        scope, _ = place
-        other = self.place(index)
-        return other[0][: len(scope)] == scope if scope else other == place
-
-    def is_own_layer(self, scope: tuple[Scope, ...], origin: int) -> bool:
-        """True if a module is one of torch's layers in the origin's own module, if that is not a large one; in the
-        loop, if the loop itself calls the layer."""
-        place = self.place(origin)
-        if not place[0]:
-            return len(scope) == 1 and is_layer(scope[-1], self.program.modules)
-        is_below = len(scope) > len(place[0]) and scope[: len(place[0])] == place[0]
-        between = scope[len(place[0]) : -1]
-        if not is_below or not is_layer(scope[-1], self.program.modules) or not all(map(is_container, between)):
-            return False
-        return self.size_of(place) <= _OWN_MODULE
-
     def connected(self, kept: Iterable[int], origin: int, *, downstream: bool) -> tuple[int, ...]:
         """Of some calls those that the origin depends on through them; with ``downstream`` and leads on."""
-        among = frozenset(kept)
-        everything = len(self.program.calls)
+        among, everything = frozenset(kept), len(self.program.calls)
         later = self.downstream(origin, everything, among.__contains__) if downstream else [origin]
         return tuple(sorted(among.intersection(self.upstream(later, everything, among.__contains__))))
 
-    def upstream(self, starts: Iterable[int], limit: int, is_inside: Callable[[int], bool]) -> list[int]:
+    def upstream(
+        self, starts: Iterable[int], limit: int, is_inside: Callable[[int], bool] = lambda index: True
+    ) -> list[int]:
         """What ``starts`` depend on, nearest first, at most ``limit`` calls, within what is inside."""
         return self._spread(starts, limit, self.producers, is_inside)
 
-    def downstream(self, index: int, limit: int, is_inside: Callable[[int], bool]) -> list[int]:
+    def downstream(self, index: int, limit: int, is_inside: Callable[[int], bool] = lambda index: True) -> list[int]:
         """What depends on a call, nearest first, at most ``limit`` calls, within what is inside."""
         return self._spread([index], limit, self.readers, is_inside)
 
@@ -170,21 +147,8 @@ class StepGraph:
         known = self._recordings.get(is_differentiated)
         if known is None or not wanted <= known.wanted:
             calls = self.program.calls if is_differentiated else self.program.calls[: max(wanted) + 1]
-            known = record(self.whole.with_calls(calls), wanted)
-            self._recordings[is_differentiated] = known
+            known = self._recordings[is_differentiated] = record(self.whole.with_calls(calls), wanted)
         return known
-
-    def layer(self, call: Call) -> tuple[Scope, ...] | None:
-        """The scopes up to the outermost one that is one of torch's layers."""
-        for depth, scope in enumerate(call.scope):
-            if is_layer(scope, self.program.modules):
-                return call.scope[: depth + 1]
-        return None
-
-
-def is_container(scope: Scope) -> bool:
-    """True if a module only runs its children one after the other."""
-    return scope.cls in ("Sequential", "ModuleList", "ModuleDict")
 
 
 def written(call: Call) -> set[int]:
@@ -212,7 +176,17 @@ class StepSlice:
         """The slice on recorded values; ``subject`` is the value that is bad. ``None`` when it cannot be built."""
         wanted = frozenset((*self.kept, *(() if self.update is None else (self.update,))))
         recording = self.step.recording(wanted, is_differentiated=self.is_differentiated)
-        return self._backward(recording) if self.is_differentiated else self._forward(recording, subject)
+        excerpt = self._excerpt(recording)
+        if not self.is_differentiated:
+            if all(not call.mode.grad for call in excerpt.calls):
+                excerpt.calls = [replace(c, mode=replace(c.mode, grad=True, inference=False)) for c in excerpt.calls]
+            return excerpt.candidate(self._shown(subject))
+        leaves = [item.value for item in excerpt.inputs if item.requires_grad]
+        if not excerpt.differentiate(self.outlets()) or not leaves:
+            return None
+        if self.update is not None:
+            excerpt.update(self.update, leaves, is_alone=False)
+        return excerpt.candidate()
 
     def boundary(self) -> dict[int, int]:
         """What is read and not made: each value with the first call that reads it."""
@@ -250,30 +224,12 @@ class StepSlice:
         excerpt.calls += [without_defaults(self.step.program.calls[index]) for index in self.kept]
         return excerpt
 
-    def _forward(self, recording: Recording, subject: int | None) -> Step:
-        excerpt = self._excerpt(recording)
-        calls = excerpt.calls
-        if all(not call.mode.grad for call in calls):
-            calls[:] = [replace(call, mode=replace(call.mode, grad=True, inference=False)) for call in calls]
-        made = {value for call in calls for value in written(call)}
-        chosen = [subject] if subject is not None and subject in made else self.outlets()
-        return excerpt.candidate(self._layer_outputs(chosen))
-
-    def _layer_outputs(self, chosen: list[int]) -> list[int]:
-        """Of a value inside one of torch's layers, what the layer returns."""
-        calls = self.step.program.calls
-        inside = [index for index in self.kept if set(chosen) & written(calls[index])]
-        unit = self.step.units[inside[-1]] if inside else ()
-        if len(unit) < 2:
-            return chosen
-        alone = StepSlice(self.step, unit).outlets()
-        return [value for value in alone if value in self.outlets()] or chosen
-
-    def _backward(self, recording: Recording) -> Step | None:
-        excerpt = self._excerpt(recording)
-        leaves = [item.value for item in excerpt.inputs if item.requires_grad]
-        if not excerpt.differentiate(self.outlets()) or not leaves:
-            return None
-        if self.update is not None:
-            excerpt.update(self.update, leaves, is_alone=False)
-        return excerpt.candidate()
+    def _shown(self, subject: int | None) -> list[int]:
+        """The value that is bad; if it is inside one of torch's layers, what the layer returns."""
+        calls, outlets = self.step.program.calls, self.outlets()
+        writers = [index for index in self.kept if subject in written(calls[index])]
+        if subject is None or not writers:
+            return outlets
+        unit = self.step.units[writers[-1]]
+        returned = [value for value in StepSlice(self.step, unit).outlets() if value in outlets]
+        return returned if len(unit) > 1 and returned else [subject]

@@ -268,6 +268,7 @@ def _removable(problem: Problem) -> list[int]:
     failure = problem.failure
     passes = [index for index, call in enumerate(calls) if call.is_differentiation]
     kept = set(passes if failure.phase == Phase.BACKWARD and len(passes) == 1 else ())
+    kept.update(problem.fixed(problem.best))
     origin = failure.call_index if failure.backward_node != ACCUMULATION else None
     return [index for index in range(len(calls)) if index not in kept and index != origin]
 
