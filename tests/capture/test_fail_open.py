@@ -326,12 +326,10 @@ def check_faults(
     """Put a fault into each function of a module, in the run and at the call that ``runs`` names; how many were met."""
     broken: dict[str, list[str]] = {}
     num_met = 0
-    found = list(functions_of(importlib.import_module(HOME + part)))
-    for label, owner, attribute, function in found[
-        :: 3 if len(found) > 8 else 1
-    ]:  # `benchmarks/faults.py` draws of all
-        nth, loop = runs(function.__code__)
-        if not nth:
+    found = [(item, *runs(item[3].__code__)) for item in functions_of(importlib.import_module(HOME + part))]
+    called = [entry for entry in found if entry[1]]
+    for number, ((label, owner, attribute, function), nth, loop) in enumerate(called):
+        if number % 3 and num_met:  # `benchmarks/faults.py` draws of all
             continue
         (own := folder / label).mkdir()
         with described_once(), fault_in(owner, attribute, function, nth) as fault:
