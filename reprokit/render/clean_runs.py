@@ -5,8 +5,9 @@ itself, and nothing of reprokit can be imported in it or in its children. The fo
 do: its children import the caller's `__main__` and with it reprokit, and it starts in the caller's environment.
 
 Arguments: the folder that holds torch, and a script to run at once. Without a script, each line of JSON on stdin asks
-for runs of one in prepared folders, and each run that ends is reported as a line of JSON on stdout. The end of stdin
-ends the server, and SIGTERM ends it with all that runs there.
+for runs of one, each in a new folder whose subfolder ``work`` has copies of the script's files and nothing else, and
+each run that ends is reported as a line of JSON on stdout. The end of stdin ends the server, and SIGTERM ends it with
+all that runs there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -40,10 +42,14 @@ def serve() -> None:
                 while waiting and len(running) < job["at_once"]:
                     is_fresh = len(waiting) == len(job["folders"])
                     folder = waiting.pop(0)
+                    os.makedirs(os.path.join(folder, "work"))
+                    for file in job["files"]:
+                        shutil.copy(file, os.path.join(folder, "work"))
                     running[start(folder, job, is_fresh=is_fresh)] = folder
                 child, status = os.wait()
                 folder = running.pop(child)
                 kill_group(child)  # what the run may have left behind
+                shutil.rmtree(os.path.join(folder, "work"), ignore_errors=True)
                 code = os.waitstatus_to_exitcode(status)
                 ended = {"exit_code": None if code == -signal.SIGALRM else code}
                 print(json.dumps({"job": job["number"], "folder": folder, **ended}), flush=True)

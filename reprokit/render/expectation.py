@@ -83,31 +83,25 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     observed, recorded = wording.observed(failure, is_constant=is_constant), wording.message(snapshot.failure)
     if recorded and recorded != wording.message(failure):
         observed = f"{observed.removesuffix('.')}. In training it was: {recorded}."
-    name, expected, remark = (
-        wording.code_span(failure.call or wording.short_call(failure)),
-        wording.expected(failure),
-        "",
-    )
-    as_defined = f"For what it is given, {name} does what it is defined to do"
-    is_of_library = owner not in (OWN, TORCH) and failure.kind in ("nan", "inf")
     if snapshot.failure.cause is not None:
         return _of_cause(snapshot, snapshot.failure.cause, observed, owner, whom)
-    if is_constant:
-        expected = "A finite number in its place."
-    elif is_out_of_memory(failure):
-        expected = "The call returns, which needs as much free memory as the message says."
-    elif is_refusal(failure):
-        expected = f"Arguments that {name} accepts. {as_defined}: it refuses, and says what is wrong."
-    elif rule is not None and rule.expected:
-        expected = f"{expected.removesuffix('.')}, which needs {rule.expected}. {as_defined}. {redact_text(why)}"
-    elif rule is not None:
-        expected = f"{expected} {redact_text(why)}"
+    name, remark = wording.code_span(failure.call or wording.short_call(failure)), ""
+    as_defined = f"For what it is given, {name} does what it is defined to do"
     if is_out_of_memory(failure):
+        expected = "The call returns, which needs as much free memory as the message says."
         remark = f"Why it needs so much memory is a question about {whom}."
     elif is_refusal(failure):
+        expected = f"Arguments that {name} accepts. {as_defined}: it refuses, and says what is wrong."
         remark = f"Why it is given these arguments is a question about {whom}."
-    elif not is_of_torch if rule is not None else is_of_library:
-        remark = _remark(snapshot, reduction, whom)
+    else:
+        expected = "A finite number in its place." if is_constant else wording.expected(failure)
+        if rule is not None and rule.expected and not is_constant:
+            expected = f"{expected.removesuffix('.')}, which needs {rule.expected}. {as_defined}. {redact_text(why)}"
+        elif rule is not None and not is_constant:
+            expected = f"{expected} {redact_text(why)}"
+        is_of_library = owner not in (OWN, TORCH) and failure.kind in ("nan", "inf")
+        if not is_of_torch if rule is not None else is_of_library:
+            remark = _remark(snapshot, reduction, whom)
     return Expectation(redact_text(words[:1].lower() + words[1:]), observed, expected, remark, owner)
 
 

@@ -9,7 +9,6 @@ both on one line, or one right after the other. Tensors that no short expression
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -197,8 +196,8 @@ def write_step(call: Call, leaf: Leaf, opt: str, tensors: Tensors) -> Iterator[a
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:
                 yield assign(ast.Attribute(leaf(param), "grad"), leaf(grad))
-    defaults = optimizer_defaults(cls)
-    unusual = [{n: v for n, v in o.items() if n in defaults and not _is_equal(v, defaults[n])} for o in groups[2]]
+    defaults = {name: _identity(value) for name, value in _make(cls).defaults.items()}
+    unusual = [{n: v for n, v in o.items() if defaults.get(n, _identity(v)) != _identity(v)} for o in groups[2]]
     given = [options if _is_accepted(cls, options, tensors) else {} for options in unusual]
     if len(given) == 1:
         made = source.call(cls, [argument(groups[0][0], leaf)], {n: argument(v, leaf) for n, v in given[0].items()})
@@ -218,10 +217,9 @@ def write_step(call: Call, leaf: Leaf, opt: str, tensors: Tensors) -> Iterator[a
     yield ast.Expr(method(optimizer, "step"))
 
 
-def _is_equal(value: Any, default: Any) -> bool:
-    if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple)):
-        return list(value) == list(default)
-    return type(value) is type(default) and bool(value == default)
+def _identity(value: Any) -> Any:
+    """Equal for options that are the same: ``0`` is not ``False``, and a list may be a tuple."""
+    return ("several", *value) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 def _is_accepted(cls: str, options: Mapping[str, Any], tensors: Tensors) -> bool:
@@ -231,11 +229,6 @@ def _is_accepted(cls: str, options: Mapping[str, Any], tensors: Tensors) -> bool
     except (ValueError, TypeError, RuntimeError):
         return False
     return True
-
-
-@functools.cache
-def optimizer_defaults(cls: str) -> Mapping[str, Any]:
-    return dict(_make(cls).defaults)
 
 
 def _make(cls: str, **options: Any) -> Any:

@@ -161,10 +161,12 @@ class CleanProcesses:
         self._reports[number] = []
         if self._server is not None:
             assert self._server.stdin is not None
+            folder = self._folder()
             job = {
                 "number": number,
                 "name": script.name,
-                "folders": [str(_prepared(script, self._folder())) for _ in range(times)],
+                "files": [str(file) for file in (script, *side_files(script))],
+                "folders": [str(folder / str(place)) for place in range(times)],
                 "at_once": max(1, min(2, os.cpu_count() or 1)),
                 "seconds": seconds,
                 "fresh": _command(script.name),
@@ -185,7 +187,10 @@ class CleanProcesses:
             found = json.loads(line)
             self._reports[found["job"]].append(_run_in(Path(found["folder"]), found["exit_code"]))
         while len(runs) < times:
-            folder = _prepared(script, self._folder())
+            folder = self._folder()
+            (folder / "work").mkdir()
+            for file in (script, *side_files(script)):
+                shutil.copy(file, folder / "work")
             with open(folder / "stdout", "wb") as output, open(folder / "stderr", "wb") as errors:
                 exit_code = None
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -198,19 +203,12 @@ class CleanProcesses:
                         stderr=errors,
                         timeout=seconds,
                     ).returncode
+            shutil.rmtree(folder / "work", ignore_errors=True)
             runs.append(_run_in(folder, exit_code))
         return runs
 
     def _folder(self) -> Path:
         return Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-")))
-
-
-def _prepared(script: Path, folder: Path) -> Path:
-    """The folder, whose subfolder ``work`` has copies of the script and of what it names, and nothing else."""
-    (folder / "work").mkdir()
-    for path in (script, *side_files(script)):
-        shutil.copy(path, folder / "work")
-    return folder
 
 
 def _run_in(folder: Path, exit_code: int | None) -> CleanRun:
