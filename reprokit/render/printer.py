@@ -322,17 +322,15 @@ def write_program(
     *,
     keep: Iterable[int] = (),
     given: Mapping[int, str] | None = None,
-    written: Mapping[int, Literal] | None = None,
     nouns: Mapping[int, str] | None = None,
     reserved: Iterable[str] = (),
     aside: Iterable[int] = (),
 ) -> Code:
     """The program in Python; ``keep`` lists values that must have a variable at the end.
 
-    Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
-    expression than their numbers. ``nouns`` are variables that values, and inputs without a name of their own, had in
-    the user's code (none if empty); one is used again once the value before is done with. ``reserved`` are names to
-    stay away from, inputs in ``aside`` go to the side file whatever they are.
+    Inputs in ``given`` are there already under some name and get no line. ``nouns`` are variables that values, and
+    inputs without a name of their own, had in the user's code (none if empty); one is used again once the value before
+    is done with. ``reserved`` are names to stay away from, inputs in ``aside`` go to the side file whatever they are.
     """
     # A conversion that returned the very tensor that it was given changes nothing.
     calls = (call for call in program.calls if call.name not in _CONVERSIONS or call.outputs not in call.args[:1])
@@ -341,7 +339,7 @@ def write_program(
     for value, name in (given or {}).items():
         known.adopt(value, name)
     words = {value: word for value, word in {**names.result_words(program), **(nouns or {})}.items() if word}
-    return _Printer(program, tensors, frozenset(keep), known, written or {}, words, frozenset(aside)).print()
+    return _Printer(program, tensors, frozenset(keep), known, words, frozenset(aside)).print()
 
 
 @dataclass
@@ -350,7 +348,6 @@ class _Printer:
     tensors: Tensors
     keep: frozenset[int]
     names: Identifiers
-    written: Mapping[int, Literal]
     nouns: Mapping[int, str]
     aside: frozenset[int]
     side: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -390,9 +387,7 @@ class _Printer:
 
     def _input(self, item: Input) -> ast.stmt | None:
         """The line that makes an input, ``None`` when it reads best where it is used."""
-        found = self.written.get(item.value)
-        if found is None and item.value not in self.aside:
-            found = literal(self.tensors[item.value])
+        found = literal(self.tensors[item.value]) if item.value not in self.aside else None
         if found is not None and self._is_inlinable_input(item, found):
             self.inlined[item.value] = expression(found.text)
             return None

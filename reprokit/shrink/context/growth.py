@@ -160,7 +160,10 @@ def own_calls(whole: StepGraph, origin: int) -> Callable[[Step], list[int]]:
     def find(candidate: Step) -> list[int]:
         step, calls = StepGraph(candidate), candidate.program.calls
         own = (index for index in range(len(calls)) if step.place(index) == place)
-        return [index for index in own if has_layers or calls[index].scope == place[0]]
+        return [index for index in own if calls[index].scope == place[0] or is_layer_kept(calls[index])]
+
+    def is_layer_kept(call: Call) -> bool:
+        return has_layers and (bool(place[0]) or len(call.scope) == 1)  # in the loop those that it calls itself
 
     return find
 
