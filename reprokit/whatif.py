@@ -39,12 +39,12 @@ from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.shrink import apart
 from reprokit.shrink.apart import NotObserved, Observe, Report, RunLimits, Task, peak_bytes
+from reprokit.shrink.checks.check import Check, Ruling
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.predicate import FUNCTION
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.reduction import Answered, Reduction, WhatIfResult
-from reprokit.shrink.signature import Ruling, SignatureCheck
 from reprokit.snapshot.format import Snapshot
 
 AS_IT_IS = "as_it_is"
@@ -190,7 +190,7 @@ class Trials:
     ``checks`` holds the check of every program by its digest.
     """
 
-    checks: Mapping[str, SignatureCheck]
+    checks: Mapping[str, Check]
 
     def __call__(self, plain: Step, key: str) -> Trial:
         """The trial; whatever else goes wrong is a reason why the variant cannot be run."""
@@ -201,7 +201,7 @@ class Trials:
                 changed = variant.change(plain)
                 with variant.around():
                     if key == ANOMALY:
-                        return _in_anomaly_mode(plain, any(c.signature.kind == EXCEPTION for c in self.checks.values()))
+                        return _in_anomaly_mode(plain, any(c.failure.kind == EXCEPTION for c in self.checks.values()))
                     check = self.checks[plain.digest]
                     return (
                         _compiled(changed, check, variant.backend)
@@ -224,7 +224,7 @@ def exception_line(kind: str, message: str) -> str:
     return text if len(text) <= _MAX_WORDS else text[: _MAX_WORDS - 3] + "..."
 
 
-def _eager(changed: Step, plain: Step, check: SignatureCheck, variant: Variant) -> Trial:
+def _eager(changed: Step, plain: Step, check: Check, variant: Variant) -> Trial:
     failure = check.observe(changed)
     trial = _judged(failure, changed, plain, check)
     if trial.answer is Answer.CANNOT_RUN:
@@ -249,10 +249,10 @@ def _in_anomaly_mode(step: Step, is_about_exceptions: bool) -> Trial:
     return Trial(Answer.SAME if is_same else Answer.OTHER, one_line(error))
 
 
-def _judged(failure: Failure | None, changed: Step, plain: Step, check: SignatureCheck) -> Trial:
+def _judged(failure: Failure | None, changed: Step, plain: Step, check: Check) -> Trial:
     if failure is None:
         return Trial(Answer.PASSES)
-    if check.judge(failure, changed) is Ruling.SAME:
+    if check.judge(failure) is Ruling.SAME:
         spoiled = _spoiled(plain, changed)
         if spoiled is not None:
             return Trial(Answer.OTHER, f"`{spoiled}` is not finite any more when the program begins")
@@ -260,7 +260,7 @@ def _judged(failure: Failure | None, changed: Step, plain: Step, check: Signatur
     if failure.exception is None:
         return Trial(Answer.OTHER, _words(failure))
     words = exception_line(*failure.exception)
-    is_about_exceptions = check.signature.kind == EXCEPTION
+    is_about_exceptions = check.failure.kind == EXCEPTION
     is_missing = any(part.lower() in failure.exception[1].lower() for part in _UNSUPPORTED)
     return Trial(Answer.OTHER if is_about_exceptions and not is_missing else Answer.CANNOT_RUN, words)
 
@@ -283,10 +283,10 @@ def _words(failure: Failure) -> str:
     return f"{failure.kind} {origin}{where}"
 
 
-def _compiled(candidate: Step, check: SignatureCheck, backend: str) -> Trial:
+def _compiled(candidate: Step, check: Check, backend: str) -> Trial:
     if isinstance(check, MismatchCheck) and isinstance(check.reference, Compiled):
         return _compared(candidate, check, backend)
-    if check.signature.kind not in ("nan", "inf", EXCEPTION):
+    if check.failure.kind not in ("nan", "inf", EXCEPTION):
         raise Unsuitable(f"`{check.spec}` is not a failure that a compiled program is checked for")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes of its own would outlive this one
     program = candidate.program
@@ -352,7 +352,7 @@ SECONDS = 10.0
 _LEAST_BYTES = 4 << 30
 _LEAST_SECONDS = 0.2  # less is not worth a process
 
-Subjects = Mapping[str, tuple[Step, SignatureCheck]]
+Subjects = Mapping[str, tuple[Step, Check]]
 OnTrial = Callable[[str, Variant, Trial], None]
 
 
@@ -426,7 +426,7 @@ class _Table:
         """Run everything that there is time for."""
         quick = [job for job in self._jobs() if not job[1].is_slow]
         slow = [job for job in self._jobs() if job[1].is_slow]
-        compares = any(check.signature.kind == MISMATCH for _, check in self.subjects.values())
+        compares = any(check.failure.kind == MISMATCH for _, check in self.subjects.values())
         for job in () if compares else quick:
             self._run([job])
         if slow and apart.can_fork():  # what every compiled variant loads, once, for its forked children
@@ -444,7 +444,7 @@ class _Table:
         """What there is to run; the whole table of one subject comes before the next one's."""
         for name, (candidate, check) in self.subjects.items():
             for variant in self.variants:
-                is_asked = not variant.is_of_mismatch or check.signature.kind == MISMATCH
+                is_asked = not variant.is_of_mismatch or check.failure.kind == MISMATCH
                 if variant.key == ANOMALY:  # one run says the same of all subjects
                     is_asked = self.step is not None and name == next(iter(self.subjects))
                 if is_asked and variant.is_of_interest(candidate):
@@ -491,7 +491,7 @@ class _Table:
                 yield Answered(variant.key, variant.name, trial.answer.value, trial.detail, trial.seconds)
 
 
-def check_of(candidate: Step, failure: Failure, spec: str | None, given: str | None) -> SignatureCheck:
+def check_of(candidate: Step, failure: Failure, spec: str | None, given: str | None) -> Check:
     """The check that knows the failure of a program."""
     if failure.kind == FUNCTION and given is None:
         raise UsageError(
@@ -499,4 +499,4 @@ def check_of(candidate: Step, failure: Failure, spec: str | None, given: str | N
             hint="the table is made by `reprokit shrink --check`",
         )
     check = choose_check(spec, Snapshot(candidate.program, dict(candidate.tensors), failure, 0, 0, ""))
-    return check if check.is_settled else check.adopted(failure, candidate)
+    return check if check.wanted is not None else check.adopted(failure, candidate)

@@ -112,9 +112,7 @@ class Failure:
     that fits, if anybody asked for it: one that looks at the origin's operands only.
     ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already, or when only the
     whole step shows the failure. ``input_name`` is the input that was bad already, or the one that the origin wrote the
-    bad value into besides its results (``running_var``). ``is_overflow``: the result, or the derivative, in float64 is
-    a number that the dtype cannot hold. ``spectrum``: the matrix whose decomposition was differentiated has values that
-    are ``repeated`` or ``zero``. Only a check that asks for these two looks.
+    bad value into besides its results (``running_var``).
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
     ``cause`` is the origin of the NaN or infinity without which the call would not have raised its exception.
@@ -141,8 +139,8 @@ class Failure:
     input_name: Name | None = None
     exception: tuple[Name, Text] | None = None
     drop: Drop | None = None
-    is_overflow: bool = False
-    spectrum: Annotated[str, one_of("", "zero", "repeated")] = ""
+    is_overflow: bool | None = left_out()  # read from files of 0.1.0; `rule` says it now, as for the next one
+    spectrum: Annotated[str, one_of("", "zero", "repeated")] | None = left_out()
     cause: Failure | None = None
     event: Predicate | None = left_out()
     marker: Name | None = left_out()

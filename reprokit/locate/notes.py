@@ -42,11 +42,11 @@ def failure_of_call(program: Program, index: int, phase: Phase, way: str, **more
     """The failure whose origin is call number ``index``; ``more`` are further fields."""
     call = program.calls[index]
     fields = {"kind": kind_of(way), "call": display_name(call.target), "module": module_of(call), "site": call.site}
-    operand = _operand(call, phase, more.get("value"))
+    operand = operand_of(call, phase, more.get("value"))
     return Failure(phase=phase, way=way, call_index=index, operand=operand, **fields | more)
 
 
-def _operand(call: Call, phase: Phase, value: int | None) -> str | None:
+def operand_of(call: Call, phase: Phase, value: int | None) -> str | None:
     """Where ``value`` stands in the arguments; ``None`` for a result, and for the arguments of a second derivative."""
     is_result = phase is Phase.FORWARD and value in call.output_refs()
     if value is None or is_result or call.is_differentiation or phase is Phase.OPTIMIZER:

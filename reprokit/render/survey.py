@@ -27,12 +27,12 @@ from reprokit.locate.ranges import Range, ends_of, measure, range_text
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
 from reprokit.program.dataflow import calls_after, needed_calls
+from reprokit.program.dataflow import written_by as written_values
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import OPAQUE, Call, Ref
 from reprokit.program.observe import Trace
 from reprokit.render.names import labels
 from reprokit.render.printer import call_text
-from reprokit.shrink.exact import written_by as written_values
 from reprokit.snapshot.format import Snapshot
 
 MAX_ROWS, MAX_COLUMNS = 24, 64

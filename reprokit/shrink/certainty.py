@@ -15,9 +15,9 @@ from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
 from reprokit.program.step import Step
 from reprokit.shrink.apart import Task
+from reprokit.shrink.checks.check import Check, Ruling
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
-from reprokit.shrink.signature import Ruling, SignatureCheck
 
 MEASURED_RUNS = 30
 REPLAYS = 5  # one bad run among them tells a flaky failure
@@ -29,14 +29,14 @@ _SLOW_REPLAY = 0.4  # seconds; five such runs would be half of the time to a fir
 class Majority:
     """A check of a flaky failure: observes until most of five runs have failed as wanted, or can no longer do so."""
 
-    once: SignatureCheck
+    once: Check
 
     def __call__(self, candidate: Step) -> Failure | None:
         """A run that failed as wanted if most did, otherwise one that did not."""
         seen: dict[bool, list[Failure | None]] = {True: [], False: []}
         while True:
             found = self.once(candidate)
-            alike = seen[self.once.judge(found, candidate) is Ruling.SAME]
+            alike = seen[self.once.judge(found) is Ruling.SAME]
             alike.append(found)
             if len(alike) > REPLAYS // 2:
                 return found
@@ -53,7 +53,7 @@ class Certainty:
 
     oracle: Oracle
     isolation: Isolation
-    check: SignatureCheck
+    check: Check
     settings: Settings
     is_own_check: bool
     failure: Failure
@@ -68,16 +68,16 @@ class Certainty:
         others fail, too.
         """
         seen = self._runs(whole, REPLAYS, first)
-        if not self.check.is_settled:
+        if self.check.wanted is None:
             self._adopt(seen, whole)
-        failed = self._num_same(seen, whole)
+        failed = self._num_same(seen)
         if 0 < failed < len(seen):
             seen = seen[len(first) :]  # these would raise the rate
             seen += self._runs(whole, MEASURED_RUNS - len(seen))
-            failed = self._num_same(seen, whole)
+            failed = self._num_same(seen)
         self.reproduces = f"{failed}/{len(seen)}"
         on_rate(failed, len(seen))
-        found = next((f for f in (*first, *seen) if f is not None and self._num_same([f], whole)), None)
+        found = next((f for f in (*first, *seen) if f is not None and self._num_same([f])), None)
         if found is None:
             raise NotReproduced(
                 "the snapshot does not fail again",
@@ -106,7 +106,7 @@ class Certainty:
         if self.is_flaky:
             majority = self.isolation.task
             self.isolation.change(Task.of(self.check, self.settings))
-            failed = self._num_same([self.isolation.report(best).observation for _ in range(MEASURED_RUNS)], best)
+            failed = self._num_same([self.isolation.report(best).observation for _ in range(MEASURED_RUNS)])
             self.isolation.change(majority)
             self.notes.append(f"the result fails in {failed}/{MEASURED_RUNS} runs")
             if not failed:
@@ -124,9 +124,6 @@ class Certainty:
         while len(seen) < times:
             started = time.monotonic()
             seen.append(self.oracle.failure(whole))
-            complaint = self.check.complaint(seen[-1])
-            if complaint is not None:
-                raise complaint
             self.seconds = time.monotonic() - started
             if len(seen) >= MIN_REPLAYS and times == REPLAYS and self.seconds > _SLOW_REPLAY:
                 break
@@ -146,8 +143,8 @@ class Certainty:
         if self.is_own_check:
             self.isolation.change(Task.of(self.check, self.settings))
 
-    def _num_same(self, seen: Sequence[Failure | None], candidate: Step) -> int:
-        return sum(self.check.judge(found, candidate) is Ruling.SAME for found in seen)
+    def _num_same(self, seen: Sequence[Failure | None]) -> int:
+        return sum(self.check.judge(found) is Ruling.SAME for found in seen)
 
 
 def _told(outcomes: list[Failure | None]) -> str:

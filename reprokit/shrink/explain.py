@@ -17,12 +17,12 @@ from reprokit.grammar import Count, Name, left_out
 from reprokit.program.dataflow import contents
 from reprokit.program.ir import Call, Input
 from reprokit.program.step import Step, is_number
+from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
 from reprokit.shrink.oracle import OutOfBudget
 from reprokit.shrink.plainness import constant_of, shortened
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.safety import is_safe, trusts_arguments
-from reprokit.shrink.signature import Ruling
 
 _MAX_ELEMENTS = 16  # each may cost a bisection
 _PLAIN = (0.0, 1.0, -1.0, 0.5)
@@ -198,7 +198,7 @@ class _Trials:
 
     def verdict(self, candidate: Step, change: str) -> Ruling:
         """The verdict on a variant; invalid, which says nothing, when it may not be run."""
-        is_fit = is_safe(candidate.program, candidate.shapes) and self._oracle.predicate.is_clean(candidate)
+        is_fit = is_safe(candidate.program, candidate.shapes) and self._oracle.predicate.allows(candidate)
         if self.is_over or self._oracle.checks >= self._limit or not is_fit:
             return Ruling.INVALID
         try:

@@ -1,7 +1,7 @@
 """The oracle: does this candidate still fail the same way? Every answer is a real execution.
 
 A verdict is remembered by the candidate's content, so the same candidate is never run twice. What is looked at and how
-it is judged (`SignatureCheck`) and where candidates run (`Isolation`) are seams. Time and number of checks are
+it is judged (`Check`) and where candidates run (`Isolation`) are seams. Time and number of checks are
 bounded. When several candidates run at once, those after the first success are neither counted nor reported, so the log
 does not depend on it.
 """
@@ -18,8 +18,8 @@ from functools import partial
 from reprokit.locate.failure import Failure
 from reprokit.program.step import Step
 from reprokit.shrink.apart import Report
+from reprokit.shrink.checks.check import Check, Ruling
 from reprokit.shrink.isolation import Isolation
-from reprokit.shrink.signature import Ruling, Signature, SignatureCheck
 
 
 class OutOfBudget(Exception):
@@ -37,7 +37,7 @@ class Oracle:
     ``start`` is the whole program with its failure, which may be too large to digest in passing.
     """
 
-    predicate: SignatureCheck
+    predicate: Check
     isolation: Isolation
     max_time: float = math.inf
     max_checks: float = math.inf
@@ -47,11 +47,6 @@ class Oracle:
     _known: dict[str, Ruling] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
-
-    @property
-    def signature(self) -> Signature:
-        """What must stay the same."""
-        return self.predicate.signature
 
     def check(self, candidate: Step, change: str = "") -> Ruling:
         """The verdict on a candidate; raises `OutOfBudget` when no more checks are allowed."""
@@ -78,7 +73,7 @@ class Oracle:
     def verdict_without_a_run(self, candidate: Step) -> Ruling | None:
         """The verdict on a candidate that need not run: it did already, or is bad from the start."""
         known = self._known.get(candidate.digest)
-        if known is None and not self.predicate.is_clean(candidate):
+        if known is None and not self.predicate.allows(candidate):
             return Ruling.OTHER
         return known
 
@@ -143,7 +138,7 @@ class Oracle:
     def _judge(self, candidate: Step, report: Report) -> Ruling:
         if report.error is not None:
             return Ruling.INVALID
-        verdict = self.predicate.judge(report.observation, candidate)
+        verdict = self.predicate.judge(report.observation)
         if verdict is Ruling.SAME and report.observation is not None:
             self.remember(candidate, report.observation)
         return verdict

@@ -25,6 +25,7 @@ from reprokit.program.step import Step
 from reprokit.shrink import View
 from reprokit.shrink.apart import Observe, RunLimits, Task
 from reprokit.shrink.certainty import Certainty
+from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, missing_cause
@@ -39,7 +40,6 @@ from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes, simplify
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reduction import LogRow, Origin, Reduction, Size, origin_of
-from reprokit.shrink.signature import Ruling
 from reprokit.snapshot.files import REDUCTION_FILE
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import counted
@@ -209,12 +209,12 @@ class _Run:
     def _needed(self, whole: Step) -> tuple[Step, list[Failure | None]]:
         """The calls that the failure depends on, if they show it without the rest of the step, and the run for that."""
         certainty = self.certainty
-        sliced = slice_to(whole, certainty.failure) if certainty.check.is_settled else None
+        sliced = slice_to(whole, certainty.failure) if certainty.check.wanted is not None else None
         if sliced is None:
             return whole, []
         candidate, failure = sliced
         report = certainty.isolation.report(candidate)
-        if report.error is not None or certainty.check.judge(report.observation, candidate) is not Ruling.SAME:
+        if report.error is not None or certainty.check.judge(report.observation) is not Ruling.SAME:
             certainty.isolation.forget_limits()  # those of the slice are too tight for the whole step
             return whole, []
         certainty.failure = failure
@@ -235,7 +235,7 @@ class _Run:
             return None
         candidate = Step.of(earlier)
         failure = self.oracle.failure(candidate)
-        if failure is None or self.oracle.predicate.judge(failure, candidate) is not Ruling.SAME:
+        if failure is None or self.oracle.predicate.judge(failure) is not Ruling.SAME:
             raise NotReproduced(
                 "the earlier reduction does not fail any more, while the snapshot does",
                 hint="shrink the snapshot again, into another folder with -o or over this one with -f",
@@ -319,7 +319,7 @@ class _Run:
             {item.value: best.tensors[item.value] for item in best.program.inputs},
             failure if failure is not None else self.certainty.failure,
             Size(self.snapshot.program.num_calls, self.snapshot.num_elements),
-            self.certainty.check.summary(),
+            self.certainty.check.signed(),
             checks=self.checks,
             verdicts={verdict.value: self.verdicts[verdict.value] for verdict in Ruling},
             seconds=self.seconds or time.monotonic() - self.started,

@@ -17,9 +17,9 @@ from reprokit.program.dataflow import contents, raw_bytes
 from reprokit.program.ir import Program
 from reprokit.program.step import Step
 from reprokit.rules.diagnosis import Diagnosis
+from reprokit.shrink.checks.check import Signed
 from reprokit.shrink.context.finder import Context
 from reprokit.shrink.explain import Nearest, VariedPart
-from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import (
     Snapshot,
     StoredProgram,

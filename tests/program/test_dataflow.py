@@ -100,7 +100,7 @@ def test_a_part_gives_what_the_whole_gives(name: str, monkeypatch: pytest.Monkey
             part = results(snapshot.program, snapshot.tensors, only)
             assert part == {key: whole[key] for key in part}
     texts = texts_of(snapshot)
-    for module in ("locate.blame", "render.survey", "shrink.exact"):
+    for module in ("locate.blame", "render.survey"):
         monkeypatch.setattr(import_module(f"reprokit.{module}"), "needed_calls", lambda calls, ends: None)
     assert texts == texts_of(snapshot)
 

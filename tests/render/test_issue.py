@@ -25,8 +25,8 @@ from reprokit.render.sources import snapshot_script
 from reprokit.render.templates import find_template, template_names
 from reprokit.render.texts import write_zip
 from reprokit.rules.match import diagnose
+from reprokit.shrink.checks.check import Signed
 from reprokit.shrink.reduction import Reduction, Size
-from reprokit.shrink.signature import Signed
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot, save
 from reprokit.snapshot.source import SourceState

@@ -14,10 +14,16 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.step import Step
+from reprokit.rules.match import with_rule
 from reprokit.shrink.checks.recorded import NonfiniteCheck
 
 FEW_CALLS = 3
-observe = NonfiniteCheck()
+
+
+def observe(candidate: Step) -> Failure | None:
+    """The failure with its local rule, without knowing which one is wanted."""
+    found = NonfiniteCheck()(candidate)
+    return with_rule(found, candidate) if found is not None else None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.plainness import seed_of
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
-from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import models
 
@@ -57,7 +56,7 @@ def test_a_context_fails_the_same_way_with_ordinary_inputs(step: Callable[[], Sn
     context = found_for(step)
     failure = locate(context.program, context.tensors)
     assert failure is not None
-    assert same(Signature.of(failure, context.program), Signature.of(snapshot.failure, snapshot.program))
+    assert failure.key() == snapshot.failure.key()
     assert context.is_ordinary
     assert all(is_ordinary(tensor) for tensor in context.tensors.values())
     assert context.program.num_calls <= snapshot.program.num_calls

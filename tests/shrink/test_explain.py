@@ -13,11 +13,11 @@ from reprokit.locate.blame import locate
 from reprokit.program.ir import Program
 from reprokit.program.step import Step
 from reprokit.shrink import explain as explaining
+from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.explain import Nearest
 from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.reduction import Reduction
-from reprokit.shrink.signature import Ruling
 from tests.shrink import failing
 from tests.shrink.failing import minimum_of
 from tests.shrink.views import Lines
@@ -134,7 +134,7 @@ def test_a_run_that_raises_is_no_pass(tmp_path: Path) -> None:
     check = check.adopted(found, whole)
     target = next(item.value for item in whole.program.inputs if item.name == "target")
     out_of_bounds = whole.with_tensors({target: torch.tensor([2])})
-    assert check.judge(check(out_of_bounds), out_of_bounds) is Ruling.INVALID
+    assert check.judge(check(out_of_bounds)) is Ruling.INVALID
 
 
 def test_sizes_and_places_are_no_constants() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,8 @@ from reprokit.program.interpreter import Settings
 from reprokit.program.step import Step
 from reprokit.shrink.apart import Report
 from reprokit.shrink.certainty import Certainty
+from reprokit.shrink.checks.check import Check
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.signature import Signature, SignatureCheck
 from reprokit.snapshot.format import Snapshot, save
 from tests.shrink import failing
 from tests.shrink.failing import seeded, traced
@@ -51,10 +51,10 @@ def snapshot_of_growth() -> Snapshot:
 
 
 @dataclass(frozen=True)
-class ScriptedCheck(SignatureCheck):
+class ScriptedCheck(Check):
     """A check whose observations are known beforehand."""
 
-    wanted: Signature | None = field(default_factory=lambda: Signature.of(FAILS, EMPTY.program))
+    wanted: Failure | None = FAILS
     outcomes: Any = ()
 
     def recognises(self, failure: Failure) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from reprokit.errors import ReprokitError
+from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.step import Step
@@ -32,11 +33,11 @@ from reprokit.shrink.apart import (
     pack_report,
     unpack_report,
 )
+from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.checks.recorded import NonfiniteCheck
 from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.signature import Ruling, Signature
 from reprokit.snapshot.format import Snapshot
 from tests.conftest import ROOT
 from tests.shrink import failing
@@ -80,7 +81,7 @@ def test_whatever_a_candidate_does_is_reported() -> None:
 
 @needs_fork
 def test_verdicts_of_candidates_that_crash_or_hang() -> None:
-    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation())
+    oracle = Oracle(NonfiniteCheck(Failure("forward", "nan", call="torch.log")), isolation())
     verdicts = [oracle.check(candidate(number)) for number in (0, 1, 2, 3)]
     assert verdicts == [Ruling.SAME, Ruling.PASSES, Ruling.INVALID, Ruling.INVALID]
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import reprokit
 from reprokit.locate.blame import locate
+from reprokit.locate.failure import Key
 from reprokit.shrink.reduction import Reduction
-from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, load
 from tests.shrink.failing import ending_of, minimum_of
 from tests.shrink.test_minimal import assert_minimal
@@ -178,10 +178,10 @@ def captured(case: Callable[[], None], folder: Path) -> Snapshot:
     return load(session.snapshots[0])
 
 
-def signature_of(found: Snapshot | Reduction) -> Signature:
+def key_of(found: Snapshot | Reduction) -> Key:
     failure = locate(found.program, found.tensors)
     assert failure is not None
-    return Signature.of(failure, found.program)
+    return failure.key()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -192,7 +192,7 @@ def test_captured_failures_become_what_an_expert_would_write(name: str, tmp_path
     assert (snapshot.failure.call, snapshot.failure.backward_node) == (call, node)
     reduction = minimum_of(snapshot)
     summary = reduction.summary()
-    assert same(signature_of(reduction), signature_of(snapshot))
+    assert key_of(reduction) == key_of(snapshot)
     assert (summary["calls"], summary["elements"], summary["one_minimal"]) == (calls, elements, True)
     assert summary["checks"] <= checks
     assert ending_of(reduction) == ending

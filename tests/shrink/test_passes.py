@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from reprokit.program.step import Step
 from reprokit.shrink import reducer
+from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.order import is_smaller
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import PASSES, shrink
-from reprokit.shrink.signature import Ruling
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing
 from tests.shrink.views import Lines

@@ -18,14 +18,13 @@ from torch.nn import functional as F
 
 from reprokit.errors import Flaky, GivenInput, NotReproduced
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Failure, Key
 from reprokit.program.ir import Program
 from reprokit.program.step import Step
 from reprokit.shrink.order import size_key, value_key
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import PASSES, REDUCTION_FILE, SearchStopped
 from reprokit.shrink.reduction import LogRow, Reduction, load
-from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing
 from tests.shrink.failing import minimum_of
@@ -60,12 +59,12 @@ SIZES = {
 }
 
 
-def signature_of(found: Snapshot | Reduction) -> Signature:
+def key_of(found: Snapshot | Reduction) -> Key:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         failure = locate(found.program, found.tensors)
     assert failure is not None
-    return Signature.of(failure, found.program)
+    return failure.key()
 
 
 def is_alike(first: Reduction, second: Reduction) -> bool:
@@ -82,7 +81,7 @@ def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
     snapshot = step()
     reduction = minimum_of(snapshot)
     summary = reduction.summary()
-    assert same(signature_of(reduction), signature_of(snapshot))
+    assert key_of(reduction) == key_of(snapshot)
     calls, elements, checks = SIZES[step]
     assert (summary["calls"], summary["elements"]) == (calls, elements)
     assert summary["checks"] <= checks
@@ -197,7 +196,7 @@ def test_eight_bit_floats_with_which_torch_hardly_computes(dtype: torch.dtype) -
     with pytest.MonkeyPatch.context() as patch:  # the tensors themselves meet every pass
         patch.setattr(import_module("reprokit.shrink.reducer"), "cuts", lambda candidate, failure: iter(()))
         reduction = minimum_of(snapshot)
-    assert same(signature_of(reduction), signature_of(snapshot))
+    assert key_of(reduction) == key_of(snapshot)
     assert reduction.one_minimal
 
 
@@ -254,7 +253,7 @@ def test_an_interrupted_reduction_leaves_the_best_and_goes_on(tmp_path: Path) ->
 def test_a_spent_budget_is_not_a_proof(tmp_path: Path) -> None:
     reduction = minimum_of(failing.masked_softmax(), max_time=1e-9, out_dir=tmp_path)
     assert not reduction.one_minimal
-    assert signature_of(reduction) == signature_of(failing.masked_softmax())
+    assert key_of(reduction) == key_of(failing.masked_softmax())
     assert load(tmp_path / REDUCTION_FILE).program.num_calls == reduction.program.num_calls
 
 
@@ -368,7 +367,7 @@ def test_any_chain_that_fails_shrinks_to_something_smaller_that_fails_alike(
     except AssertionError:
         return  # nothing goes wrong
     reduction = minimum_of(snapshot)
-    assert same(signature_of(reduction), signature_of(snapshot))
+    assert key_of(reduction) == key_of(snapshot)
     assert reduction.one_minimal
     before = Step.of(snapshot)
     assert size_key(Step.of(reduction))[:2] <= size_key(before)[:2]

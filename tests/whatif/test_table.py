@@ -16,8 +16,8 @@ from reprokit.program.interpreter import Settings
 from reprokit.program.step import Step
 from reprokit.render.findings import WORDS
 from reprokit.shrink import reduction as reductions
+from reprokit.shrink.checks.check import Signed
 from reprokit.shrink.reduction import Reduction, Size, WhatIfResult
-from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import Snapshot, read_file, save, write_file
 from reprokit.whatif import AS_IT_IS, BY_KEY, VARIANTS, Variant
 from tests.shrink import failing

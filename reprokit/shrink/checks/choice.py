@@ -11,14 +11,14 @@ from reprokit.locate.failure import EVENTS, HEALTHY, Failure
 from reprokit.locate.failure import EXCEPTION as RAISED
 from reprokit.program.step import Step
 from reprokit.shrink import spec as specs
+from reprokit.shrink.checks.check import Check
 from reprokit.shrink.checks.mismatch import Double, MismatchCheck, OtherDevice
 from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, jumped_rate, odd_rows
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
-from reprokit.shrink.signature import SignatureCheck
 from reprokit.snapshot.format import Snapshot
 
 
-def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
+def choose_check(text: str | None, snapshot: Snapshot) -> Check:
     """The check, with the recorded failure adopted where the snapshot recorded one of its kind.
 
     Raises `UsageError` for a check that does not exist or that this machine cannot make, `NotReproduced` for a failure
@@ -55,7 +55,7 @@ def require_reproducible(snapshot: Snapshot) -> None:
         )
 
 
-def _made(spec: specs.Spec) -> SignatureCheck:
+def _made(spec: specs.Spec) -> Check:
     if spec.kind == specs.NONFINITE:
         return NonfiniteCheck()
     if spec.kind == specs.EXCEPTION:

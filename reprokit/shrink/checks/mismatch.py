@@ -19,7 +19,7 @@ from reprokit.program.convert import default_dtype, in_dtype, on_device
 from reprokit.program.interpreter import Outcome, run
 from reprokit.program.ir import Phase
 from reprokit.program.step import HasProgram, Step
-from reprokit.shrink.signature import Ruling, SignatureCheck
+from reprokit.shrink.checks.check import Check, Ruling
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class OtherDevice:
 
 
 @dataclass(frozen=True)
-class MismatchCheck(SignatureCheck):
+class MismatchCheck(Check):
     """A difference from a reference. ``way`` of its failures is the reference's name, and whether numbers differ or one
     side has a NaN or infinity in their place: these are different failures."""
 
@@ -97,8 +97,8 @@ class MismatchCheck(SignatureCheck):
         """This check for the failure of a whole program."""
         return replace(super().adopted(failure, whole), way=failure.way)
 
-    def judge(self, observation: Failure | None, candidate: Step) -> Ruling:
+    def judge(self, found: Failure | None) -> Ruling:
         """Like any check, and different numbers stay different numbers."""
-        verdict = super().judge(observation, candidate)
-        is_other_way = observation is not None and observation.way != self.way
-        return Ruling.OTHER if verdict is Ruling.SAME and is_other_way else verdict
+        ruling = super().judge(found)
+        is_other_way = found is not None and found.way != self.way
+        return Ruling.OTHER if ruling is Ruling.SAME and is_other_way else ruling

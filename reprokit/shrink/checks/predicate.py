@@ -22,28 +22,28 @@ import torch
 from reprokit.compare.compiled import variable_of
 from reprokit.compare.difference import results_of
 from reprokit.compare.quantity import observed
-from reprokit.errors import ReprokitError, UsageError
+from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Phase, Program
 from reprokit.program.step import Step
 from reprokit.rules.steps import rate_jump
+from reprokit.shrink.checks.check import Check, Ruling
 from reprokit.shrink.plainness import largest_of
-from reprokit.shrink.signature import Ruling, SignatureCheck
 from reprokit.snapshot.format import Snapshot
 
 _Rows = list[list[float]]
 
 
 @dataclass(frozen=True)
-class PredicateCheck(SignatureCheck):
+class PredicateCheck(Check):
     """An event of a run. ``event`` is the failure with the predicate; ``rows`` are the odd rows of inputs of the batch
-    by value number, ``rate`` is the learning rate that jumped. ``given`` are the inputs of the whole step."""
+    by value number, ``rate`` is the learning rate that jumped. ``inputs`` are those of the whole step."""
 
     event: Failure | None = None
     rows: Mapping[int, _Rows] = field(default_factory=dict)
     rate: float | None = None
-    given: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is an event."""
@@ -62,20 +62,20 @@ class PredicateCheck(SignatureCheck):
 
     def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for a whole step."""
-        given = frozenset(item.value for item in whole.program.inputs)
-        return replace(super().adopted(failure, whole), event=failure, given=given)
+        inputs = frozenset(item.value for item in whole.program.inputs)
+        return replace(super().adopted(failure, whole), event=failure, inputs=inputs)
 
-    def is_clean(self, candidate: Step) -> bool:
-        """True if a candidate keeps the cause, and computes the quantity from inputs of the whole step; an update is
+    def allows(self, step: Step) -> bool:
+        """True if a step keeps the cause, and computes the quantity from inputs of the whole step; an update is
         computed from parameters and gradients alone."""
-        given = {item.value for item in candidate.program.inputs}
+        given = {item.value for item in step.program.inputs}
         has_rows = all(
-            value in given and any(row in rows for row in _rows_of(candidate.tensors[value]))
+            value in given and any(row in rows for row in _rows_of(step.tensors[value]))
             for value, rows in self.rows.items()
         )
-        is_computed = given <= self.given and given.isdisjoint(results_of(candidate.program))
-        has_rate = self.rate is not None and self.rate in _rates(candidate.program)
-        return (has_rate or (is_computed and has_rows and self.rate is None)) and super().is_clean(candidate)
+        is_computed = given <= self.inputs and given.isdisjoint(results_of(step.program))
+        has_rate = self.rate is not None and self.rate in _rates(step.program)
+        return (has_rate or (is_computed and has_rows and self.rate is None)) and super().allows(step)
 
 
 def missing_cause(snapshot: Snapshot) -> str:
@@ -147,7 +147,7 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
-class FunctionCheck(SignatureCheck):
+class FunctionCheck(Check):
     """``FILE.py:function``. ``largest`` bounds what candidates are given; ``may_raise``: the snapshot raises too."""
 
     file: Path = Path()
@@ -178,40 +178,35 @@ class FunctionCheck(SignatureCheck):
             Phase.FORWARD, FUNCTION, self.spec, None if verdict is Ruling.SAME else verdict.value, exception=raised
         )
 
-    def complaint(self, observation: Failure | None) -> ReprokitError | None:
-        """The function has to have a verdict on the recorded step."""
-        if observation is None or observation.call != NO_VERDICT:
-            return None
-        return UsageError(
-            f"`{self.spec}` has no verdict on the recorded step: {observation.way}",
-            hint="it is called with .outputs, .loss, .gradients (by name) and .exception, and returns True, False, "
-            f"or one of {', '.join(_WORDS)}",
-        )
-
     def recognises(self, failure: Failure) -> bool:
-        """True if the function said so, not that it saw another failure."""
+        """True if the function said so, not that it saw another failure; `UsageError` if it said nothing."""
+        if failure.call == NO_VERDICT:
+            raise UsageError(
+                f"`{self.spec}` has no verdict on the recorded step: {failure.way}",
+                hint="it is called with .outputs, .loss, .gradients (by name) and .exception, and returns True, False, "
+                f"or one of {', '.join(_WORDS)}",
+            )
         return failure.call is None
 
     def adopted(self, failure: Failure, whole: Step) -> Self:
-        """This check for a whole program; what it raised may have any words."""
-        made = super().adopted(failure, whole)
-        wanted = replace(made.signature, exception=None)
-        return replace(made, wanted=wanted, largest=_largest_given(whole), may_raise=failure.exception is not None)
+        """This check for a whole step; what it raised may have any words."""
+        made = super().adopted(replace(failure, exception=None), whole)
+        return replace(made, largest=_largest_given(whole), may_raise=failure.exception is not None)
 
-    def judge(self, observation: Failure | None, candidate: Step) -> Ruling:
+    def judge(self, found: Failure | None) -> Ruling:
         """An exception is a crash unless the snapshot raised one too."""
-        if observation is None:
+        if found is None:
             return Ruling.PASSES
-        is_crash = observation.exception is not None and not self.may_raise
-        if is_crash or observation.call in (NO_VERDICT, Ruling.INVALID.value):
+        is_crash = found.exception is not None and not self.may_raise
+        if is_crash or found.call in (NO_VERDICT, Ruling.INVALID.value):
             return Ruling.INVALID
-        return super().judge(replace(observation, exception=None), candidate)
+        return super().judge(replace(found, exception=None))
 
-    def is_clean(self, candidate: Step) -> bool:
+    def allows(self, step: Step) -> bool:
         """Nothing bad is given, nothing too large, and no result."""
-        given = {item.value for item in candidate.program.inputs}
-        is_computed = self.may_raise or not given.intersection(results_of(candidate.program))
-        return is_computed and _largest_given(candidate) <= self.largest and super().is_clean(candidate)
+        given = {item.value for item in step.program.inputs}
+        is_computed = self.may_raise or not given.intersection(results_of(step.program))
+        return is_computed and _largest_given(step) <= self.largest and super().allows(step)
 
 
 def outcome_of(candidate: Step) -> StepOutcome:

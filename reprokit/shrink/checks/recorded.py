@@ -12,38 +12,26 @@ from typing import Self
 from reprokit.errors import NotReproduced
 from reprokit.locate.blame import exception_failure, locate, locate_exception
 from reprokit.locate.failure import EXCEPTION, Failure, is_vacuous
-from reprokit.locate.ways import MINUS, PLUS, ways_of
+from reprokit.locate.notes import operand_of
+from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.interpreter import run
 from reprokit.program.ir import OPAQUE, Phase, Program
 from reprokit.program.step import Step
-from reprokit.shrink.exact import origin_of
+from reprokit.rules.match import with_rule
+from reprokit.shrink.checks.check import Check, given_by
 from reprokit.shrink.given import given_input
 from reprokit.shrink.recording import record
-from reprokit.shrink.signature import (
-    ALL_WAYS,
-    Given,
-    Signature,
-    SignatureCheck,
-    Signed,
-    given_by,
-    is_clean,
-    ways_given,
-)
 
 _OUT_OF_MEMORY = re.compile("tried to allocate|out of memory|invalid buffer size", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class NonfiniteCheck(SignatureCheck):
-    """NaN or infinity with the same origin, kind and phase.
+class NonfiniteCheck(Check):
+    """NaN or infinity with the same origin, kind, phase and local rule.
 
-    Both infinities are one kind, so for an infinity both are forbidden in inputs, unless the snapshot itself was given
-    the other one (a mask filled with ``-inf``). ``given`` are the inputs and constants of the snapshot that are bad: a
-    NaN that marks a missing label, parameters that an earlier step ruined. ``through`` is `Failure.through`.
+    The rule is of the origin's operands: a result too large for its dtype does not become a sum that overflows on the
+    way, and a matrix with repeated singular values none of lower rank (test_same.py).
     """
-
-    given: Given = frozenset()
-    through: int | None = None
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is a value that is not finite."""
@@ -54,21 +42,22 @@ class NonfiniteCheck(SignatureCheck):
         """``nonfinite``."""
         return "nonfinite"
 
-    def observe(self, candidate: Step) -> Failure | None:
-        """Follow what is bad to its origin; a program that is only given a bad value to start from shows nothing.
-
-        A result that is too large for its dtype stays one, and does not become a sum that overflows on the way. A
-        matrix with repeated singular values does not become one of lower rank.
-        """
-        is_gradient = self.wanted is not None and self.wanted.backward_node is not None
-        found = locate(candidate.program, candidate.tensors, looks_into_backward=is_gradient, through=self.through)
-        if found is None or is_vacuous(found, candidate.program):
+    def observe(self, step: Step) -> Failure | None:
+        """Follow what is bad to its origin; a program that is only given a bad value to start from shows nothing."""
+        wanted = self.wanted
+        through = wanted.through if wanted is not None else None
+        is_gradient = wanted is not None and wanted.backward_node is not None
+        found = locate(step.program, step.tensors, looks_into_backward=is_gradient, through=through)
+        if found is None or is_vacuous(found, step.program):
             return None
-        is_compared = self.wanted is not None and (self.wanted.is_overflow or self.wanted.spectrum)
-        return _compared(found, candidate) if is_compared else found
+        return with_rule(found, step, wanted.rule) if wanted is not None and wanted.rule is not None else found
 
     def adopted(self, failure: Failure, whole: Step) -> Self:
-        """This check for the failure of a whole program; `NotReproduced` if no call of it computes that."""
+        """This check for the failure of a whole step; `NotReproduced` if no call of it computes that.
+
+        A new NaN is never fine. Of an infinity both signs are forbidden, unless the snapshot was given the other one (a
+        mask filled with ``-inf``); in any other failure a new infinity is a legal value.
+        """
         if is_vacuous(failure, whole.program):
             raise NotReproduced(
                 f"no recorded call computes `{failure.input_name}`, so there is nothing to reduce",
@@ -76,34 +65,16 @@ class NonfiniteCheck(SignatureCheck):
             )
         if failure.is_given:
             raise given_input(failure, whole.program, whole.tensors)
-        given = given_by(whole.program, whole.tensors)
+        if failure.operand is None and failure.call_index is not None:  # files of 0.1.0 do not say it
+            call = whole.program.calls[failure.call_index]
+            failure = replace(failure, operand=operand_of(call, failure.phase, failure.value))
+        given, forbidden = given_by(whole), {NAN}
         if failure.through is not None:  # what the origin reads may become an input
             read = record(whole, frozenset({failure.call_index or 0})).inputs
             given |= {(value, way) for (_, value), tensor in read.items() for way in ways_of(tensor)}
-        forbidden = frozenset({failure.way})
-        if failure.kind == "inf":
-            forbidden |= {PLUS, MINUS} - {way for _, way in given}
-        wanted = Signature.of(_compared(failure, whole), whole.program)
-        return replace(self, wanted=wanted, forbidden=forbidden - {""}, given=given, through=failure.through)
-
-    def is_clean(self, candidate: Step) -> bool:
-        """True if nothing is bad that was not bad in the snapshot; an incoming gradient has to be finite."""
-        return is_clean(candidate.program, candidate.tensors, self.signature, self.forbidden, self.given)
-
-    def summary(self) -> Signed:
-        """The signature alone: this check is the default."""
-        return self.signature.summary()
-
-
-def _compared(failure: Failure, candidate: Step) -> Failure:
-    """The failure with its `Failure.is_overflow` and `Failure.spectrum` filled in."""
-    if failure.phase != Phase.FORWARD and not failure.is_derivative:
-        return failure
-    origin = origin_of(candidate.program, candidate.tensors, failure)
-    if origin is None:
-        return failure
-    spectrum = origin.spectrum if failure.is_derivative else ""
-    return replace(failure, is_overflow=origin.is_overflow(failure), spectrum=spectrum)
+        if failure.kind == "inf" and failure.phase != Phase.BACKWARD:
+            forbidden |= {failure.way} | ({PLUS, MINUS} - {way for _, way in given})
+        return replace(self, wanted=with_rule(failure, whole), given=given, forbidden=frozenset(forbidden))
 
 
 def _hint(failure: Failure, program: Program) -> str:
@@ -123,7 +94,7 @@ def _hint(failure: Failure, program: Program) -> str:
 
 
 @dataclass(frozen=True)
-class ExceptionCheck(SignatureCheck):
+class ExceptionCheck(Check):
     """An exception of a call, whatever values are bad before it."""
 
     def recognises(self, failure: Failure) -> bool:
@@ -136,9 +107,9 @@ class ExceptionCheck(SignatureCheck):
         return "exception"
 
     def adopted(self, failure: Failure, whole: Step) -> Self:
-        """This check for the failure of a whole program; what makes the bad value behind the exception stays.
+        """This check for the failure of a whole step; `NotReproduced` for a refused allocation.
 
-        Raises `NotReproduced` for a refused allocation.
+        What makes the bad value behind the exception stays; without one, what the call reads may become an input.
         """
         if is_out_of_memory(failure):
             raise NotReproduced(
@@ -146,20 +117,17 @@ class ExceptionCheck(SignatureCheck):
                 hint="look at what is held at the failing line, on a GPU with `torch.cuda.memory_summary()`",
             )
         check = super().adopted(failure, whole)
-        if failure.cause is None:
+        if failure.cause is not None or failure.call_index is None:
             return check
-        return replace(check, forbidden=ALL_WAYS - ways_given(whole.program, whole.tensors))
+        read = record(whole, frozenset({failure.call_index})).inputs.values()
+        return replace(check, forbidden=check.forbidden.difference(*map(ways_of, read)))
 
-    def observe(self, candidate: Step) -> Failure | None:
+    def observe(self, step: Step) -> Failure | None:
         """Run until a call raises."""
         if self.wanted is not None and self.wanted.cause is not None:
-            return locate_exception(candidate.program, candidate.tensors)
-        outcome = run(candidate.program, candidate.tensors, keep=frozenset())
-        return exception_failure(candidate.program, outcome) if outcome.error is not None else None
-
-    def summary(self) -> Signed:
-        """The signature alone: its kind says which check it is."""
-        return self.signature.summary()
+            return locate_exception(step.program, step.tensors)
+        outcome = run(step.program, step.tensors, keep=frozenset())
+        return exception_failure(step.program, outcome) if outcome.error is not None else None
 
 
 def is_out_of_memory(failure: Failure) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from reprokit.grammar import Count
 from reprokit.locate.failure import Failure
 from reprokit.program.step import Step
+from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.context.growth import (
     chosen_slice,
     ending_earlier,
@@ -35,7 +36,6 @@ from reprokit.shrink.passes.sizes import shrink_sizes
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.plainness import NUM_SEEDS, filled, seed_of, state_of_seed
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.signature import Ruling
 from reprokit.snapshot.format import StoredProgram, StoredTensors
 
 # The sizes of a large piece would take the whole budget; a number, so that seconds do not decide the result.

@@ -15,13 +15,13 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.dataflow import BACKWARDS, contents, needed_calls
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase, Ref, iter_refs
 from reprokit.program.step import Step, is_number
+from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.context.step import StepGraph, StepSlice
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.passes.cut import cuts
 from reprokit.shrink.problem import Class
 from reprokit.shrink.recording import record
 from reprokit.shrink.safety import RECURRENT
-from reprokit.shrink.signature import Ruling
 
 _LIMIT = 1e3
 _LIMITS = {torch.float16: 128.0}

@@ -18,13 +18,13 @@ import torch
 
 from reprokit.program.ir import Call, Ref, iter_refs
 from reprokit.program.step import Step
+from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.oracle import Proposal
 from reprokit.shrink.passes.setting import with_seeds
 from reprokit.shrink.plainness import filled, ladder, largest_of, sign_of
 from reprokit.shrink.problem import Class, InputAxis, Problem, bad_index, focus, shrink_to
 from reprokit.shrink.safety import GATES, RECURRENT, place_of_weights
-from reprokit.shrink.signature import Ruling
 
 _NUM_SEEDS = 4  # each costs a check
 _LARGE = {torch.float16: 10.0}  # in other formats 1e3
