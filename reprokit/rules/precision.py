@@ -318,8 +318,7 @@ PRECISION = [
                Fix("clamp the argument of {call} from above", clamp(max="log_max"))]),
     Rule("learning-rate-divergence", "The numbers had been growing before",
         tier="context", confidence="likely", when=[loss_was_growing],
-        why="The failure is the end of a longer story: {what} had been growing for some steps before it. The origin "
-            "is only the first call that could not hold the numbers any more.",
+        why="The failure may be the end of a longer story: {what} had been growing for some steps before it.",
         seen=["the {what} went from {low:.4g} at step {from_step} to {high:.4g} at step {to_step}{lr}"],
         advice="Lower the learning rate, warm it up, or clip gradients (to a lower norm if they are clipped already).",
         links="pytorch/examples/pull/223"),
