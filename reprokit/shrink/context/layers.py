@@ -19,7 +19,7 @@ import torch
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import layer_class, symbol_named
 from reprokit.program.interpreter import Modes
-from reprokit.program.ir import Call, ModuleNote, Ref, Scope
+from reprokit.program.ir import Call, ModuleNote, Program, Ref, Scope
 from reprokit.program.step import Step
 from reprokit.shrink.recording import Recording, record
 
@@ -127,56 +127,74 @@ def initial(layers: Mapping[Scopes, Layer]) -> dict[int, torch.Tensor]:
     return found
 
 
-def _layer_of(step: Step, scope: Scope, indexes: Sequence[int], recording: Recording) -> Layer | None:
-    """The layer that does what was recorded of the calls ``indexes``, or ``None`` if no layer does."""
-    program = step.program
-    if recording.error_call is not None and recording.error_call < indexes[-1]:
-        return None
-    calls = [program.calls[index] for index in indexes]
-    before: dict[int, torch.Tensor] = {}  # what values were when first read
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What was recorded of one run of a layer: ``before`` is what values were when first read, ``given`` those that the
+    calls did not make, ``needed`` what others read of their results, ``error`` what the last call raised."""
+
+    calls: Sequence[Call]
+    before: Mapping[int, torch.Tensor]
+    given: Sequence[int]
+    needed: Mapping[int, torch.Tensor]
+    error: Exception | None
+
+
+def _recorded(program: Program, indexes: Sequence[int], recording: Recording) -> _Run:
+    before: dict[int, torch.Tensor] = {}
     given: dict[int, None] = {}
     made: set[int] = set()
+    calls = [program.calls[index] for index in indexes]
     for index, call in zip(indexes, calls, strict=True):
         for value in call.input_refs():
             before.setdefault(value, recording.inputs[index, value])
             if value not in made and (call.mode.rng is None or value != call.mode.rng.value):
                 given[value] = None
         made.update(call.output_refs())
-    names = {item.value: item.name for item in program.inputs if item.role in ("parameter", "buffer")}
-    state = {_name_inside(names[value]): value for value in given if value in names}
     inside = frozenset(indexes)
     others = (call for index, call in enumerate(program.calls) if index not in inside)
     read = {value for call in others for value in call.input_refs()} | {ref.value for ref in program.outputs}
-    needed = [value for call in calls for value in call.output_refs() if value in read]
+    needed = [value for call in calls for value in call.output_refs() if value in read] or calls[-1].output_refs()
+    results = {value: recording.outputs[value] for value in needed if value in recording.outputs}
+    return _Run(calls, before, list(given), results, recording.error if recording.error_call == indexes[-1] else None)
+
+
+def _layer_of(step: Step, scope: Scope, indexes: Sequence[int], recording: Recording) -> Layer | None:
+    """The layer that does what was recorded of the calls ``indexes``, or ``None`` if no layer does."""
+    program = step.program
+    if recording.error_call is not None and recording.error_call < indexes[-1]:
+        return None
+    run = _recorded(program, indexes, recording)
+    names = {item.value: item.name for item in program.inputs if item.role in ("parameter", "buffer")}
+    state = {_name_inside(names[value]): value for value in run.given if value in names}
+    tensors = {name: run.before[value] for name, value in state.items()}
     note = program.modules.get(scope.label)
     if note is None or note.cls.rpartition(".")[2] != scope.cls:  # two roots may have modules of one name
         note = ModuleNote(scope.cls)
-    tensors = {name: before[value] for name, value in state.items()}
-    expected = {
-        value: recording.outputs[value] for value in needed or calls[-1].output_refs() if value in recording.outputs
-    }
-    error = recording.error if recording.error_call == indexes[-1] else None
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
     try:
-        required, options = _written(scope.cls, _arguments(scope.cls, note, calls, tensors))
-        dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-        suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
+        required, options = _written(scope.cls, _arguments(scope.cls, note, run.calls, tensors))
         layer = Layer(scope.cls, required, options, state, suffix, note.training)
-        if not _has_room(layer, tensors):
-            return None
-        for positional, keywords in _ways_to_call(scope.cls, [value for value in given if value not in state.values()]):
-            layer = replace(layer, positional=positional, keywords=keywords)
-            try:
-                result = _result(layer, before, calls[-1])
-            except Exception as raised:  # a layer that does not fit may fail in as many ways as there are layers
-                if type(raised) is type(error) and str(raised) == str(error):
-                    return layer
-                continue
-            left = dict(expected)
-            outputs = _placed(result, left)
-            if error is None and not left:
-                return replace(layer, outputs=outputs)
+        return _called(layer, run) if _has_room(layer, tensors) else None
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, RuntimeError):
-        pass  # the calls are not those of such a layer, or the arguments are those of another version of torch
+        return None  # the calls are not those of such a layer, or the arguments are those of another version of torch
+
+
+def _called(layer: Layer, run: _Run) -> Layer | None:
+    """The layer with what it was called with, if it then returns, or raises, what was recorded."""
+    given = [value for value in run.given if value not in layer.state.values()]
+    for positional, keywords in _ways_to_call(layer.cls, given):
+        found = replace(layer, positional=positional, keywords=keywords)
+        try:
+            result = _result(found, run.before, run.calls[-1])
+        except Exception as raised:  # a layer that does not fit may fail in as many ways as there are layers
+            if type(raised) is type(run.error) and str(raised) == str(run.error):
+                return found
+            continue
+        left = dict(run.needed)
+        outputs = _placed(result, left)
+        if run.error is None and not left:
+            return replace(found, outputs=outputs)
     return None
 
 
