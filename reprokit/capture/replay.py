@@ -530,7 +530,7 @@ class Replay:
     ) -> None:
         self.segments = _with_carried(tape, segments)
         self.together = together
-        self.number = self.index = self.num_compared = 0
+        self.number = self.index = 0
         self.other_losses: list[str] = []
         self.world = world
         self.player: Player
@@ -590,8 +590,15 @@ class Replay:
             leaves.update((id(leaf), leaf) for leaf in leaves_in(segment.ops, self._alive))
         return list(leaves.values())
 
-    def play(self, observer: PlayObserver | None = None, end: tuple[int, int] | None = None) -> bool:
-        """Play on to the call at ``end`` (a step and an index), or all; true if the ``observer`` has stopped it."""
+    def play(
+        self,
+        observer: PlayObserver | None = None,
+        end: tuple[int, int] | None = None,
+        *,
+        to_next_loss: bool = False,
+    ) -> bool:
+        """Play on to the call at ``end`` (a step and an index), or all; true if the ``observer`` has stopped it, or the
+        next loss was seen."""
         observer, player, last = observer or PlayObserver(), self.player, end or (len(self.segments), 0)
         with quiet_hooks(self.world.modules, self.leaves()), Modes() as modes:
             while (self.number, self.index) < last:
@@ -608,12 +615,16 @@ class Replay:
                     if op.kind is Backward and op.note.losses:
                         starts = [player.tensor(n) for n in starts_of(op.args, op.kwargs) if isinstance(n, Number)]
                         self._compare(zip(op.note.losses, starts, strict=False))
+                        if to_next_loss:
+                            return True
                     if observer.before(self, op):
                         return True
                     player.play(op)
                     self.index += 1
                     if op.kind is CompiledStep and op.note.seen:
                         self._compare([(op.note.seen[place], new) for place, new in self.seen(op).items()])
+                        if to_next_loss:
+                            return True
                     elif op.kind is Backward and self.together is not None:
                         op.note.averaged = averaged_gradients(self.world.modules)
                     if observer.after(self, op):
@@ -630,7 +641,6 @@ class Replay:
     def _compare(self, pairs: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """Note which losses of a step are others than in training."""
         what = f"the loss of step {self.segment.mark.step}"
-        self.num_compared += 1
         self.other_losses += [describe_mismatch(what, old, new) for old, new in pairs if not is_same(old, new)]
 
     def seen(self, op: Op) -> dict[int, torch.Tensor]:
@@ -677,27 +687,14 @@ class Replay:
         """Go on as training did: true if the next loss it saw, or the parameters that it ended with, are the same."""
         if case.pending is not None and case.pending.note.losses:
             return True  # that loss was bad in training too
-        num_other, ahead = len(self.other_losses), _NextLoss(self.num_compared)
-        self.play(ahead)
-        if self.num_compared > ahead.num_compared:
+        num_other = len(self.other_losses)
+        if self.play(to_next_loss=True):
             return len(self.other_losses) == num_other
         changed = [t for t in self.world.changing() if t.requires_grad and id(t) in self._live]
         if all(same_bits(self._live[id(tensor)], tensor) for tensor in changed):
             return True
         self._notes.append("playing the steps since the last copy did not lead to the parameters that training has")
         return False
-
-
-class _NextLoss(PlayObserver):
-    """Stops at the next loss that was compared."""
-
-    def __init__(self, num_compared: int) -> None:
-        self.num_compared = num_compared
-
-    def before(self, replay: Replay, op: Op) -> bool:
-        return replay.num_compared > self.num_compared
-
-    after = before
 
 
 # -- the first bad step --------------------------------------------------------------------------------------------

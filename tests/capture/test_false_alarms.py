@@ -149,22 +149,6 @@ def teacher_with_nan_rows() -> list[torch.Tensor]:
 
 
 @healthy
-def nan_in_a_metric_only() -> list[torch.Tensor]:
-    model, optimizer = training()
-    log: list[float] = []
-    for _, x, y in batches():
-        logits = model(x)
-        predicted = logits.detach().argmax(1)
-        hits = ((predicted == 5) & (y == 5)).sum()
-        precision = hits / (predicted == 5).sum()
-        spread = logits[:1].std(0, correction=0) / logits[:1].std(0, correction=0)
-        log += [float(precision), spread.mean().item()]
-        update(optimizer, F.cross_entropy(logits, y))
-    assert all(math.isnan(value) for value in log)
-    return ending(model)
-
-
-@healthy
 def ctc_losses_that_are_infinite_by_design() -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Linear(4, 5)
@@ -278,20 +262,3 @@ def test_a_capture_inside_another_one_does_not_watch(tmp_path: Path, capsys: pyt
 
 
 # -- what loops do beside the step ----------------------------------------------------------------------------------
-
-
-@healthy
-def a_line_search() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-    for _, x, y in batches():
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = classify(model, x, y)  # noqa: B023
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    return ending(model)

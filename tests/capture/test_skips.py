@@ -208,26 +208,6 @@ def test_a_failure_after_a_skipped_step_is_saved(tmp_path: Path) -> None:
         check_saved(loop, tmp_path / watch, 5, "optimizer", watch=watch, history=50)
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-def test_zeros_in_another_tensor_skip_nothing(watch: str, tmp_path: Path) -> None:
-    """The loss is NaN by a term without gradient, so that no gradient tells."""
-
-    def loop() -> list[torch.Tensor]:
-        model, total = plain_net(), torch.zeros(1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step, x, y in batches():
-            loss = classify(model, x, y)
-            if step == BAD_STEP:
-                loss = loss + (loss.detach() - 100).log()
-            optimizer.zero_grad()
-            loss.backward()
-            total.zero_()
-            optimizer.step()
-        return []
-
-    check_saved(loop, tmp_path, BAD_STEP, "forward", watch=watch)
-
-
 SKIPS_BY: dict[str, Callable[[nn.Module, torch.Tensor], bool]] = {
     "before_backward": lambda model, loss: False,
     "clip": lambda model, loss: bool(loss.backward()) or GRADIENT_TESTS["clip"](model),
@@ -386,21 +366,6 @@ def test_a_bad_loss_of_which_an_update_is_made(loop: Loop, tmp_path: Path) -> No
     check_saved(loop, tmp_path, BAD_STEP, "forward")
 
 
-def weights_made_anew() -> list[torch.Tensor]:
-    """Nothing is ever written, so there are no steps; the loop is stopped all the same."""
-    weight = torch.full((4, 2), 0.1, requires_grad=True)
-    for step, x, y in batches(50):
-        assert step < BAD_STEP + 3
-        divided_loss(x @ weight, y, step == BAD_STEP).backward()
-        assert weight.grad is not None
-        weight = (weight - 0.1 * weight.grad).detach().requires_grad_()
-    return []
-
-
-def test_weights_that_are_made_anew(tmp_path: Path) -> None:
-    check_saved(weights_made_anew, tmp_path, 0, "forward")
-
-
 def validation_with_a_graph() -> list[torch.Tensor]:
     """A script that reads a bad loss of its evaluation, for which it has forgotten `no_grad`."""
     model = net()
@@ -410,19 +375,6 @@ def validation_with_a_graph() -> list[torch.Tensor]:
         update(optimizer, loss)
     empty = F.cross_entropy(model(x)[:0], y[:0])
     assert math.isnan(empty.item())
-    return ending(model)
-
-
-def a_part_of_the_loss_is_left_out() -> list[torch.Tensor]:
-    """The mean over an empty class is NaN, and the loop leaves it out of its sum."""
-    model, optimizer = plain_training()
-    for _, x, y in batches():
-        logits = model(x)
-        parts = [F.cross_entropy(logits[y == k], y[y == k]) for k in range(3) if k < 2]
-        parts += [logits[y == 7].mean(), logits[y == 8].mean()]
-        loss = sum(part for part in parts if not torch.isnan(part))
-        assert isinstance(loss, torch.Tensor)
-        update(optimizer, loss)
     return ending(model)
 
 
@@ -467,7 +419,6 @@ def test_a_skipped_step_with_a_penalty_on_the_input(
 
 OTHERS = [
     validation_with_a_graph,
-    a_part_of_the_loss_is_left_out,
     with_a_bad_metric,
     left_out_in_the_last_step,
 ]

@@ -188,7 +188,7 @@ class Switched(nn.Module):
         torch.manual_seed(0)
         self.first, self.norm, self.head = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)
         self.turn, self.is_on = turn, is_on
-        self.flag, self.mode, self.pair, self.num_calls = False, "soft", (0, 1), 0
+        self.flag, self.num_calls = False, 0
         self.settings, self.seen = SimpleNamespace(power=1.0), []
         self.drop = nn.Dropout(0.0)
 
@@ -219,11 +219,8 @@ def switch(name: str, on: Any, off: Any = None) -> tuple[Callable[[Switched, boo
 
 NOTED = {
     "flag": switch("flag", True, False),
-    "string": switch("mode", "hard", "soft"),
-    "tuple": switch("pair", (1, 0), (0, 1)),
     "number of a submodule": switch("drop.p", 1e-9, 0.0),
     "training mode of a submodule": switch("norm.training", False, True),
-    "attribute that is new": switch("norm.hard", 1),
     "settings": switch("settings.power", 0.5, 1.0),
     "count of its own calls": (lambda model, is_on: None, lambda model: model.num_calls > 5),
     "function": (
@@ -255,7 +252,7 @@ def test_steps_of_the_past_are_played_with_their_own_attributes(name: str, tmp_p
     snapshot = check_caught(switched(*NOTED[name], made), tmp_path)
     assert (where(snapshot), fidelity(snapshot)) == ((5, "backward", "torch.Tensor.sqrt"), EXACT)
     plain, watched = (list(vars(model)) for model in made)
-    assert plain == watched and made[0].mode == made[1].mode and made[0].pair == made[1].pair
+    assert plain == watched and made[0].seen == made[1].seen
 
 
 UNKNOWN = {
