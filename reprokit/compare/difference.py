@@ -21,6 +21,7 @@ from reprokit.errors import ReprokitError
 from reprokit.locate.blame import exception_failure
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.notes import starts_of
+from reprokit.locate.ways import place_of
 from reprokit.program.dataflow import contents, copy_of
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
@@ -160,7 +161,7 @@ def _difference(
         return None
     gaps = torch.where(bad, (one - other).abs() if is_finite else torch.ones_like(one), -1.0)
     worst = int(gaps.argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), bad.shape)) if bad.dim() else ()
+    place = place_of(worst, bad.shape)
     num_bad = int((bad.any(dim=-1) if actual.is_complex() else bad).sum())
     return Difference(value, is_gradient, is_finite, place[: actual.dim()], num_bad, actual.numel())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -46,10 +46,19 @@ def ways_of(tensor: torch.Tensor) -> Ways:
         mask = bad_mask(values, way)
         number = int(mask.count_nonzero())
         if number:
-            place = torch.unravel_index(mask.reshape(-1).to(torch.uint8).argmax(), mask.shape)
-            first[way] = tuple(int(index) for index in place[: tensor.dim()])
+            place = place_of(int(mask.reshape(-1).to(torch.uint8).argmax()), mask.shape)
+            first[way] = place[: tensor.dim()]
             count[way] = number * times
     return Ways.of(first, count, tensor.numel())
+
+
+def place_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The indexes of an element by its number; `torch.unravel_index` imports sympy, seconds in every forked child."""
+    place: list[int] = []
+    for size in reversed(shape):
+        index, rest = divmod(index, size)
+        place.insert(0, rest)
+    return tuple(place)
 
 
 def _once(values: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from reprokit.grammar import Count, Name, left_out
+from reprokit.locate.ways import place_of
 from reprokit.program.dataflow import contents
 from reprokit.program.ir import Call, Input
 from reprokit.program.step import Step, is_number
@@ -99,10 +100,9 @@ def _elements(best: Step, item: Input, may_index: bool) -> Iterator[Change]:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
         return
     for index in range(min(tensor.numel(), _MAX_ELEMENTS)):
-        place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
-        at = ProgramPart(item.name, tuple(place))
-        apply = partial(_with_element, best, item.value, tuple(place))
-        yield Change(item.name, at, tensor[tuple(place)].item(), tensor.dtype, may_index, apply)
+        place = place_of(index, tensor.shape)
+        apply = partial(_with_element, best, item.value, place)
+        yield Change(item.name, ProgramPart(item.name, place), tensor[place].item(), tensor.dtype, may_index, apply)
 
 
 def _with_element(best: Step, value: int, place: tuple[int, ...], number: float | int | bool) -> Step:
