@@ -25,14 +25,14 @@ import torch
 from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import TracedPlayer, describe_mismatch, is_close, is_same
 from reprokit.compare.compiled import Compiled, run_compiled
-from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, LoneCalls, Reference, compare, mismatch
+from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, Reference, compare, first_difference
 from reprokit.compare.quantity import observed
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.dataflow import prepared, same_bits
 from reprokit.program.interpreter import Settings, determinism, run
-from reprokit.program.ir import Input, Phase
+from reprokit.program.ir import Input
 from reprokit.snapshot.format import Snapshot, load, save
 from reprokit.snapshot.source import Source, private
 
@@ -207,13 +207,9 @@ def compiled_mismatch(replayed: TracedPlayer, compilers: Sequence[Compiled]) -> 
             _without_preparation(replayed)
         for compiler in dict.fromkeys(found for one in compilers for found in (one.simpler, one)):
             with ignored_errors():  # compilers fail in as many ways as there are
-                way = compiler.name + NOT_FINITE
-                found = compare(replayed, compiler, way)
-                if not isinstance(found, Difference):
+                failure = first_difference(replayed, compiler, compiler.name + NOT_FINITE, seconds=_SECONDS)
+                if failure is None or failure.kind != MISMATCH:
                     continue
-                phase = Phase.BACKWARD if found.is_gradient else Phase.FORWARD
-                blamed = LoneCalls(compiler, replayed.program, None, way, _SECONDS).of(replayed)
-                failure = blamed or mismatch(found, compiler, phase)
                 values = run_compiled(replayed, frozenset(replayed.seen), compiler.compiler).values
                 pairs = [(old, values[value]) for value, old in replayed.seen.items() if value in values]
                 replayed.mismatches = [describe_mismatch("the loss", *pair) for pair in pairs if not is_same(*pair)]

@@ -11,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from reprokit.compare.quantity import at_call
 from reprokit.errors import ReprokitError
 from reprokit.locate.blame import exception_failure
-from reprokit.locate.failure import Failure, module_of
+from reprokit.locate.failure import Failure
 from reprokit.locate.notes import starts_of
 from reprokit.locate.ways import place_of
-from reprokit.program.dataflow import contents, copy_of
+from reprokit.program.dataflow import contents
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import (
@@ -35,9 +36,10 @@ from reprokit.program.ir import (
     Program,
     Ref,
     Symbol,
+    iter_leaves,
     iter_refs,
-    map_leaves,
 )
+from reprokit.program.observe import Trace, copied
 from reprokit.program.step import HasProgram, Step
 
 MARGIN = 10.0  # how many times larger than the noise of eager runs a difference has to be
@@ -105,14 +107,9 @@ def results_of(program: Program) -> list[int]:
 def halves_in(program: Program, tensors: Tensors) -> frozenset[torch.dtype]:
     """The half-precision formats that a program computes in: inputs, casts, arguments and autocast."""
     found = {tensors[item.value].dtype for item in program.inputs}
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, Symbol) and leaf.name in _HALVES:
-            found.add(_HALVES[leaf.name])
-        return leaf
-
     for call in program.calls:
-        map_leaves((call.args, dict(call.kwargs)), look)
+        named = iter_leaves((call.args, call.kwargs), Symbol)
+        found.update(_HALVES[symbol.name] for symbol in named if symbol.name in _HALVES)
         found.update(_HALVES[name] for _, name in call.mode.autocast if name in _HALVES)
         found.update(dtype for target, dtype in _CASTS.items() if target == call.target)
     return frozenset(found & set(_HALVES.values()))
@@ -123,26 +120,6 @@ def tolerances(dtype: torch.dtype, halves: frozenset[torch.dtype]) -> tuple[floa
     if dtype not in _TOLERANCES:
         return _EXACT
     return max(_TOLERANCES[known] for known in (dtype, *halves))
-
-
-def differences(actual: Outcome, expected: Outcome, halves: frozenset[torch.dtype]) -> Iterator[Difference]:
-    """Every result that differs beyond its tolerances, values before gradients."""
-    kinds = (False, actual.values, expected.values), (True, actual.gradients, expected.gradients)
-    for is_gradient, one, other in kinds:
-        for value, tensor in one.items():
-            if value not in other:
-                raise Incomparable(f"value {value} is missing")
-            found = _difference(value, is_gradient, tensor, other[value], tolerances(tensor.dtype, halves))
-            if found is not None:
-                yield found
-
-
-def is_above_noise(found: Difference, actual: Outcome, expected: Outcome, eager: Sequence[Outcome]) -> bool:
-    """True if the largest difference is clearly larger than any between eager runs of the same program."""
-    outcomes = (actual, expected, *eager)
-    one, other, *runs = [(item.gradients if found.is_gradient else item.values)[found.value] for item in outcomes]
-    noise = max((_largest(first, second) for first in runs for second in runs), default=0.0)
-    return _largest(one, other) > MARGIN * noise
 
 
 def _difference(
@@ -184,7 +161,8 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 def compare(step: HasProgram, reference: Reference, way: str | None = None) -> Difference | Failure | None:
     """The first result that differs (in this ``way`` of a failure), an exception, or ``None``.
 
-    Raises `Incomparable` when the reference alone cannot be run.
+    Values come before gradients. The largest difference of a result has to be clearly larger than any between eager
+    runs. Raises `Incomparable` when the reference alone cannot be run.
     """
     program = step.program
     keep = frozenset(results_of(program))
@@ -200,12 +178,27 @@ def compare(step: HasProgram, reference: Reference, way: str | None = None) -> D
         if outcome.error is not None:
             return exception_failure(program, outcome) if outcome.error_call is not None else None
     halves = halves_in(program, step.tensors)
-    found = list(differences(_ordered(actual, program), _ordered(expected, program), halves))
-    found = [one for one in found if way is None or way_of(one, reference) == way]
-    if not found:
-        return None
-    eager = _eager_runs(step, keep)
-    return next((one for one in found if is_above_noise(one, actual, expected, eager)), None)
+    places = [(value, False) for value in results_of(program)] + [(item.value, True) for item in program.inputs]
+    eager: list[Outcome] | None = None
+    for value, is_gradient in places:
+        one, other = (_result(outcome, value, is_gradient) for outcome in (actual, expected))
+        if one is None:
+            continue
+        if other is None:
+            raise Incomparable(f"value {value} is missing")
+        found = _difference(value, is_gradient, one, other, tolerances(one.dtype, halves))
+        if found is None or way not in (None, way_of(found, reference)):
+            continue
+        eager = _eager_runs(step, keep) if eager is None else eager
+        runs = [result for outcome in eager if (result := _result(outcome, value, is_gradient)) is not None]
+        noise = max((_largest(first, second) for first in runs for second in runs), default=0.0)
+        if _largest(one, other) > MARGIN * noise:
+            return found
+    return None
+
+
+def _result(outcome: Outcome, value: int, is_gradient: bool) -> torch.Tensor | None:
+    return (outcome.gradients if is_gradient else outcome.values).get(value)
 
 
 def _eager_runs(step: HasProgram, keep: frozenset[int]) -> list[Outcome]:
@@ -222,82 +215,80 @@ def _eager_runs(step: HasProgram, keep: frozenset[int]) -> list[Outcome]:
     return outcomes
 
 
-def _ordered(outcome: Outcome, program: Program) -> Outcome:
-    """The outcome with its values in the order in which results are looked at, which a set does not keep."""
-    values = {value: outcome.values[value] for value in results_of(program) if value in outcome.values}
-    gradients = {i.value: outcome.gradients[i.value] for i in program.inputs if i.value in outcome.gradients}
-    return Outcome(values, gradients, outcome.inputs)
-
-
 def way_of(found: Difference, reference: Reference) -> str:
     """The way of a failure: the reference, and whether numbers differ or one side has a NaN or infinity."""
     return reference.name if found.is_finite else reference.name + NOT_FINITE
+
+
+def first_difference(
+    step: HasProgram,
+    reference: Reference,
+    way: str | None = None,
+    *,
+    is_whole: bool = False,
+    target: str | None = None,
+    seconds: float = math.inf,
+) -> Failure | None:
+    """The first call whose own result differs although it was given identical inputs, else the whole program's failure.
+
+    ``way`` as in `compare`. With ``is_whole`` no call is looked at by itself, with ``target`` only calls of that name,
+    after ``seconds`` none any more.
+    """
+    found = compare(step, reference, way)
+    if not isinstance(found, Difference):
+        return found
+    if not is_whole:
+        alone = _LoneCalls(step.program, reference, way, target, time.monotonic() + seconds)
+        with contextlib.suppress(_Stop):
+            alone.run(step.tensors)
+        if alone.found is not None:
+            return alone.found
+    return _failure(found, reference, Phase.BACKWARD if found.is_gradient else Phase.FORWARD)
 
 
 class _Stop(Exception):
     """Ends the run at the first call that is to blame."""
 
 
-@dataclass
-class LoneCalls:
-    """An observer of an eager run that compares every call by itself; with ``target`` only calls of that name.
+class _LoneCalls(Trace[torch.Tensor]):
+    """Observes an eager run, and compares every call by itself."""
 
-    A difference of another ``way`` is none. After ``seconds`` no more calls are looked at.
-    """
-
-    reference: Reference
-    program: Program
-    target: str | None
-    way: str | None = None
-    seconds: float = math.inf
-    found: Failure | None = None
-    _given: dict[int, torch.Tensor] = field(default_factory=dict)
-    _ends: float = math.inf
-
-    def of(self, step: HasProgram) -> Failure | None:
-        """The first call that differs although its inputs are identical."""
-        self._ends = time.monotonic() + self.seconds
-        with contextlib.suppress(_Stop):
-            run(step.program, step.tensors, observer=self, keep=frozenset())
-        return self.found
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Copy what the call reads."""
-        self._given = {v: copy_of(values[v].detach()) for v in call.input_refs()} if self._is_asked(call) else {}
+    def __init__(
+        self, program: Program, reference: Reference, way: str | None, target: str | None, ends: float
+    ) -> None:
+        super().__init__(program, copied, {n for n, call in enumerate(program.calls) if _is_comparable(call, target)})
+        self.found: Failure | None = None
+        self._reference, self._way, self._ends = reference, way, ends
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Compare the call alone."""
-        if not self._is_asked(call):
+        given = self.reads.pop(index, None)
+        self._known.clear()  # one call's operands are held at a time
+        if given is None or time.monotonic() > self._ends:
             return
-        outputs = tuple(Ref(value) for value in call.output_refs())
-        inputs = tuple(Input(value, f"v{value}") for value in self._given)
-        alone = Step(Program((call,), inputs, outputs), self._given)
+        inputs = tuple(Input(value, f"v{value}") for value in given)
+        alone = Step(Program((call,), inputs, tuple(map(Ref, call.output_refs()))), given)
         try:
-            found = compare(alone, self.reference, self.way)
+            found = compare(alone, self._reference, self._way)
         except Exception:  # what the reference cannot do with one call says nothing about that call
             return
         if isinstance(found, Difference):
-            self.found = mismatch(found, self.reference, Phase.FORWARD, index, call)
+            self.found = at_call(_failure(found, self._reference, Phase.FORWARD), self.program, index)
             raise _Stop
 
-    def _is_asked(self, call: Call) -> bool:
-        is_special = call.is_differentiation or call.is_optimizer_step or call.target in (ZERO_GRAD, OPAQUE)
-        if time.monotonic() > self._ends or is_special or call.mode.rng is not None or not call.output_refs():
-            return False
-        return self.target is None or display_name(call.target) == self.target
+
+def _is_comparable(call: Call, target: str | None) -> bool:
+    is_special = call.is_differentiation or call.is_optimizer_step or call.target in (ZERO_GRAD, OPAQUE)
+    if is_special or call.mode.rng is not None or not call.output_refs():
+        return False
+    return target is None or display_name(call.target) == target
 
 
-def mismatch(
-    found: Difference, reference: Reference, phase: Phase, index: int | None = None, call: Call | None = None
-) -> Failure:
+def _failure(found: Difference, reference: Reference, phase: Phase) -> Failure:
     return Failure(
         phase,
         MISMATCH,
         way_of(found, reference),
-        display_name(call.target) if call is not None else None,
-        index,
-        module=module_of(call) if call is not None else None,
-        site=call.site if call is not None else None,
         value=found.value,
         element=found.element,
         num_bad=found.num_bad,

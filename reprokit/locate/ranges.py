@@ -25,7 +25,6 @@ from reprokit.words import json_line
 if TYPE_CHECKING:
     from rich.console import Group
 
-_ONE_BYTE = 1  # formats of one byte have next to no functions of their own
 _PLAIN = (1e-12, 1e12)  # magnitudes whose squares, summed over 2**40 elements, are normal float32 numbers
 
 
@@ -140,7 +139,6 @@ def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = Fal
         **(_moments(magnitudes if numbers.is_complex() else numbers, high) if moments else {}),
         zeros=num_zero / (magnitudes.numel() + num_nan + num_inf),
         histogram=_histogram(magnitudes if numbers.is_complex() else numbers) if histogram and is_float else None,
-        ends=None,
     )
 
 
@@ -183,7 +181,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
         plain = plain.to_dense()
     if not (plain.is_floating_point() or plain.is_complex()):
         plain = plain.double()  # the smallest integer has no positive counterpart of its own type
-    elif plain.element_size() == _ONE_BYTE:
+    elif plain.element_size() == 1:  # such formats have next to no functions of their own
         plain = plain.float()
     return plain
 
@@ -238,9 +236,8 @@ FIELDS = (
 )
 HISTOGRAM_FIELDS = ("kurtosis", "histogram")  # behind the others, if the rows were measured with histograms
 HEADINGS = ("tensor", "|min|", "|max|", "mean", "std", "norm", "zeros", "dtype", "headroom")
-_NORM = HEADINGS.index("norm")  # which is left out where the terminal is narrow
 _MARKS = 40
-_LEAST_NAME = 14  # columns of the terminal; longer names are folded where there is no room
+_LEAST_NAME = 14  # columns of the terminal; longer names are cut where there is no room
 NEAR_LIMIT = 1.0  # doublings of headroom: one more layer of the same gain overflows
 
 
@@ -327,37 +324,26 @@ def table(rows: Sequence[FrameRow], room: int) -> Group:
     """Frames for a terminal of ``room`` columns; bad rows are red and marked with ``!``, those near their limit yellow
     with ``~``. A histogram is a line below its row."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     widths = [max(map(len, column)) for column in zip(HEADINGS, *(row.cells() for row in rows), strict=True)]
-    is_narrow = _LEAST_NAME + sum(widths[1:]) + len(widths) + 1 > room
-    shown = [place for place in range(len(HEADINGS)) if place != _NORM or not is_narrow]
-    widths[0] = max(_LEAST_NAME, min(widths[0], room - sum(widths[place] for place in shown[1:]) - len(shown) - 1))
+    widths[0] = max(_LEAST_NAME, min(widths[0], room - sum(widths[1:]) - len(widths) - 1))
 
-    def grid(found: Sequence[FrameRow], heading: Sequence[str] = ()) -> Table:
-        made = Table.grid(padding=(0, 1))
-        made.add_column(min_width=1)
-        for place in shown:
-            name = HEADINGS[place]
-            justify: Any = "left" if name in ("tensor", "dtype") else "right"
-            made.add_column(width=widths[place], justify=justify, no_wrap=name != "tensor", overflow="fold")
-        if heading:
-            made.add_row("", *(heading[place] for place in shown), style="dim")
-        for row in found:
-            style = "red" if row.is_bad else "yellow" if row.is_near_limit else ""
-            mark = "!" if row.is_bad else "~" if row.is_near_limit else ""
-            cells = row.cells()
-            made.add_row(Text(mark), *(Text(cells[place]) for place in shown), style=style)
-        return made
+    def line(cells: Sequence[str], mark: str, style: str) -> Text:
+        label = cells[0] if len(cells[0]) <= widths[0] else f"{cells[0][: widths[0] - 1]}…"
+        aligned = (
+            cell.ljust(width) if heading in ("tensor", "dtype") else cell.rjust(width)
+            for heading, cell, width in zip(HEADINGS, (label, *cells[1:]), widths, strict=True)
+        )
+        return Text(f"{mark:1} {' '.join(aligned)}", style)
 
-    parts: list[Text | Table] = [grid((), HEADINGS)]
+    parts = [line(HEADINGS, "", "dim")]
     for title, found in frames(rows):
         parts.append(Text(f"\n{title}", style="bold"))
-        for has_bars, part in itertools.groupby(found, lambda row: row.range.histogram is not None):
-            for rows_of_grid in ([row] for row in part) if has_bars else [list(part)]:
-                parts.append(grid(rows_of_grid))
-                parts += [Text(f"    {row.bars()}", style="dim") for row in rows_of_grid if row.bars()]
+        for row in found:
+            mark, style = ("!", "red") if row.is_bad else ("~", "yellow") if row.is_near_limit else ("", "")
+            parts.append(line(row.cells(), mark, style))
+            parts += [Text(f"    {row.bars()}", style="dim")] if row.bars() else []
     return Group(*parts)
 
 

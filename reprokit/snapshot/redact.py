@@ -6,9 +6,8 @@ secrets: a variable may be called ``token`` or ``key``. E-mail addresses and hom
 gives the same as once. What other programs take as a password (``-p``, ``-u user:password``, cookies, netrc) is not
 known here.
 
-``key_shapes.toml`` has the formats of keys, taken from a maintained set of rules (`tests/snapshot/key_shapes.py` writes
-it). A key of any other service is a long run in which small letters, capitals and digits take turns as in no word or
-identifier.
+``key_shapes.toml`` has the formats of keys, taken from a maintained set of rules. A key of any other service is a long
+run in which small letters, capitals and digits take turns as in no word or identifier.
 """
 
 from __future__ import annotations

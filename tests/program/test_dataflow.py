@@ -3,24 +3,16 @@ of a step that runs alone gives the same bits as in the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from reprokit.program.dataflow import needed_calls, prepared
-from reprokit.program.interpreter import determinism, run
-from reprokit.program.ir import Call, Program
-from reprokit.render.facts import Facts
-from reprokit.render.issue import make_issue
-from reprokit.render.report import write_report
-from reprokit.render.sources import snapshot_script
-from reprokit.rules.match import diagnose
+from reprokit.program.dataflow import needed_calls, prepared, raw_bytes
+from reprokit.program.observe import Trace
 from tests.locate.mechanisms import CASES
-from tests.render.programs import VERIFIED
 from tests.shrink import failing
 
 
@@ -65,47 +57,18 @@ def test_what_was_prepared_has_no_gradient_and_nothing_writes_it() -> None:
     assert [program.calls[index].name for index in prepared(program, of_loop)] == ["cos", "add", "mul"]
 
 
-class _Results:
-    """Keeps the bytes of every result."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[int, int], bytes] = {}
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Nothing yet."""
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        for value in call.output_refs():
-            if values[value].layout is torch.strided:
-                self.found[index, value] = (
-                    values[value].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                )
-
-
-def results(program: Program, tensors: Mapping[int, torch.Tensor], only: list[int] | None) -> dict[Any, bytes]:
-    seen = _Results()
-    run(program, tensors, observer=seen, keep=frozenset(), only=only)
-    return seen.found
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
-def test_a_part_gives_what_the_whole_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits, and the same texts and diagnosis as from runs of all calls."""
+@pytest.mark.parametrize("name", ["where-trap", "mean-of-nothing", "all-targets-ignored", "repeated-eigenvalues"])
+def test_a_part_gives_what_the_whole_gives(name: str) -> None:
     snapshot = CASES[name]()
-    with determinism(snapshot.settings):
-        whole = results(snapshot.program, snapshot.tensors, None)
-        for end in range(len(snapshot.program.calls)):
-            only = needed_calls(snapshot.program.calls, {end})
-            part = results(snapshot.program, snapshot.tensors, only)
-            assert part == {key: whole[key] for key in part}
-    texts = texts_of(snapshot)
-    for module in ("locate.blame", "render.survey"):
-        monkeypatch.setattr(import_module(f"reprokit.{module}"), "needed_calls", lambda calls, ends: None)
-    assert texts == texts_of(snapshot)
+    calls = snapshot.program.calls
+    whole = Trace(snapshot.program, raw)
+    whole.run(snapshot.tensors)
+    for end in range(len(calls)):
+        part = Trace(snapshot.program, raw)
+        part.run(snapshot.tensors, only=needed_calls(calls, {end}))
+        assert part.writes == {index: whole.writes[index] for index in part.writes}
 
 
-def texts_of(snapshot: failing.Snapshot) -> list[object]:
-    script = snapshot_script(snapshot)
-    texts = (make_issue(Facts(snapshot, script, VERIFIED)).text, write_report(Facts(snapshot, script, VERIFIED)))
-    return [diagnose(snapshot), *texts]
+def raw(tensor: torch.Tensor) -> bytes:
+    return raw_bytes(tensor.detach().contiguous())

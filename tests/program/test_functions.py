@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -53,15 +51,6 @@ def test_a_function_with_several_names_has_its_documented_one() -> None:
         assert chosen in (documented or several)
         functional = [name for name in documented if name.startswith("torch.nn.functional.")]
         assert not functional or chosen in functional
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [(torch.mm, "torch.mm"), (torch.spmm, "torch.mm"), (torch.hspmm, "torch.hspmm"), (torch.sspaddmm, "torch.sspaddmm"),
-     (torch.conv1d, "torch.nn.functional.conv1d"), (torch.add, "torch.add"), (torch.abs, "torch.abs")],
-)  # fmt: skip
-def test_canonical_names(function: Callable[..., object], name: str) -> None:
-    assert name_of(function) == name
 
 
 def test_operators_are_displayed_by_their_function() -> None:

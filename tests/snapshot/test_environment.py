@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
@@ -18,11 +16,6 @@ import torch
 from reprokit.grammar import plain_of, read
 from reprokit.snapshot import environment
 from reprokit.snapshot.environment import Environment, collect_environment, collect_switches
-
-
-@pytest.fixture
-def described_in_one_text() -> None:
-    """Each test has the system asked anew."""
 
 
 def test_versions_and_text_are_plain_data(tmp_path: Path) -> None:
@@ -40,12 +33,6 @@ def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_collect_env_here", lambda found: is_over.wait(60) or found.append("too late"))
     assert collect_environment(timeout=0.05).collect_env == ""
     is_over.set()
-
-
-def test_without_a_working_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for executable in ("", "/nowhere/python", "/bin/false"):
-        monkeypatch.setattr(sys, "executable", executable)
-        assert environment._collect_env_elsewhere(60) == ""
 
 
 def test_modules_beside_the_script_do_not_shadow_torch_and_no_device_is_started(
@@ -83,15 +70,3 @@ def test_switches_that_torch_refuses_to_tell(run_python: Callable[..., subproces
     """
     result = run_python("-c", textwrap.dedent(code))
     assert result.returncode == 0, result.stderr
-
-
-def test_packages_are_those_that_pip_lists_and_no_variable_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils import collect_env
-
-    monkeypatch.delenv("PIP_DISABLE_PIP_VERSION_CHECK", raising=False)
-    collected = collect_environment().collect_env
-    assert "PIP_DISABLE_PIP_VERSION_CHECK" not in os.environ
-    assert f"[pip3] torch=={torch.__version__}" in collected
-    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")  # as torch does
-    listed = collect_env.get_pip_packages(collect_env.run)[1].splitlines()
-    assert sorted(environment._packages(collect_env, None)[1].splitlines()) == sorted(listed)

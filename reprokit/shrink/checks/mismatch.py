@@ -12,12 +12,11 @@ from typing import Self
 
 import torch
 
-from reprokit.compare.difference import MISMATCH, LoneCalls, Reference, compare, mismatch
+from reprokit.compare.difference import MISMATCH, Reference, first_difference
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.convert import default_dtype, in_dtype, on_device
 from reprokit.program.interpreter import Outcome, run
-from reprokit.program.ir import Phase
 from reprokit.program.step import HasProgram, Step
 from reprokit.shrink.checks.check import Check, Ruling
 
@@ -81,17 +80,9 @@ class MismatchCheck(Check):
 
     def observe(self, candidate: Step) -> Failure | None:
         """Compare the whole program, then single calls."""
-        program = candidate.program
-        found = compare(candidate, self.reference, self.way or None)
-        if isinstance(found, Failure) or found is None:
-            return found
         target = self.wanted.call if self.wanted is not None else None
-        if self.wanted is None or target is not None:
-            blamed = LoneCalls(self.reference, program, target, self.way or None).of(candidate)
-            if blamed is not None:
-                return blamed
-        phase = Phase.BACKWARD if found.is_gradient else Phase.FORWARD
-        return mismatch(found, self.reference, phase)
+        is_whole = self.wanted is not None and target is None
+        return first_difference(candidate, self.reference, self.way or None, is_whole=is_whole, target=target)
 
     def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for the failure of a whole program."""
