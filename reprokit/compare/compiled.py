@@ -39,11 +39,15 @@ class CompiledProgram:
     """A program whose stretches are compiled when they first run, and kept for later runs."""
 
     def __init__(self, program: Program, keep: frozenset[int], backend: Backend) -> None:
-        self._program, self._keep, self._backend = program, keep, backend
+        self._program, self._keep = program, keep
+        self._stretches: list[tuple[Call, _Stretch | None]] = []
         calls = [call for call in program.calls if call.target != OPAQUE]
         groups = groupby(enumerate(calls), key=lambda item: item[1].mode if _is_compilable(item[1]) else item[0])
-        self._stretches = [[call for _, call in group] for _, group in groups]
-        self._compiled: dict[int, _CompiledStretch] = {}
+        later = set(keep)
+        for stretch in reversed([[call for _, call in group] for _, group in groups]):
+            compiled = _Stretch.of(stretch, later, backend) if _is_compilable(stretch[0]) else None
+            self._stretches.insert(0, (stretch[0], compiled))
+            later.update(value for call in stretch for value in call.input_refs())
 
     def run(self, tensors: Mapping[int, torch.Tensor]) -> Outcome:
         """Run on copies, like `program.run.run`, but raise what a call raises."""
@@ -52,19 +56,13 @@ class CompiledProgram:
             values[item.value].requires_grad_(item.requires_grad)
         outcome = Outcome(inputs=dict(values))
         with Modes() as modes:
-            for number, stretch in enumerate(self._stretches):
-                mode = stretch[0].mode
-                modes.enter(mode, values[mode.rng.value] if mode.rng is not None else None)
-                if _is_compilable(stretch[0]):
-                    if number not in self._compiled:
-                        later = {
-                            v for calls in self._stretches[number + 1 :] for call in calls for v in call.input_refs()
-                        }
-                        made = _CompiledStretch.of(stretch, later | self._keep, values, self._backend)
-                        self._compiled[number] = made
-                    self._compiled[number].run(values)
+            for call, compiled in self._stretches:
+                modes.enter(call.mode, values[call.mode.rng.value] if call.mode.rng is not None else None)
+                if compiled is not None:
+                    results = compiled.function(*(values[value] for value in compiled.given))
+                    values.update(zip(compiled.wanted, results, strict=True))
                 else:
-                    assign(stretch[0].outputs, execute(stretch[0], *bind_arguments(stretch[0], values)), values)
+                    assign(call.outputs, execute(call, *bind_arguments(call, values)), values)
         outcome.values = {value: values[value] for value in self._keep if value in values}
         outcome.gradients = {
             v: t.grad for v, t in outcome.inputs.items() if t.is_leaf and t.requires_grad and t.grad is not None
@@ -84,28 +82,22 @@ def _is_compilable(call: Call) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _CompiledStretch:
-    """A compiled function of the values ``given`` that returns the values ``wanted``."""
+class _Stretch:
+    """A compiled function of the values ``given`` that returns the values ``wanted``, which are read ``later``."""
 
     function: Callable[..., tuple[torch.Tensor, ...]]
     given: list[int]
     wanted: list[int]
 
     @classmethod
-    def of(
-        cls, calls: Sequence[Call], later: set[int], values: Mapping[int, torch.Tensor], backend: Backend
-    ) -> _CompiledStretch:
-        """Calls that return what is read later."""
-        made = dict.fromkeys(value for call in calls for value in call.output_refs())
-        given = [value for value in dict.fromkeys(v for call in calls for v in call.input_refs()) if value in values]
+    def of(cls, calls: Sequence[Call], later: set[int], backend: Backend) -> _Stretch:
+        made, given = dict[int, None](), dict[int, None]()
+        for call in calls:
+            given.update(dict.fromkeys(value for value in call.input_refs() if value not in made))
+            made.update(dict.fromkeys(call.output_refs()))
         wanted = [value for value in made if value in later]
-        function = torch.compile(_own_code(_graph(calls, given, wanted)), backend=backend, dynamic=False)
-        return cls(function, given, wanted)
-
-    def run(self, values: dict[int, torch.Tensor]) -> None:
-        """Run it on the values, and add what it returns."""
-        results = self.function(*(values[value] for value in self.given))
-        values.update(zip(self.wanted, results, strict=True))
+        function = torch.compile(_own_code(_graph(calls, list(given), wanted)), backend=backend, dynamic=False)
+        return cls(function, list(given), wanted)
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:

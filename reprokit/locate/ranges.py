@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from reprokit.locate.ways import local_part
+from reprokit.program.dataflow import contents
 from reprokit.words import json_line
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = Fal
         **(_moments(magnitudes if numbers.is_complex() else numbers, high) if moments else {}),
         zeros=num_zero / (magnitudes.numel() + num_nan + num_inf),
         histogram=_histogram(magnitudes if numbers.is_complex() else numbers) if histogram and is_float else None,
+        ends=None,
     )
 
 
@@ -175,15 +177,8 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
     plain = local_part(tensor.detach())
     if plain.is_meta or plain.numel() == 0:
         return None
-    if plain.is_quantized:
-        plain = plain.dequantize()
-    if plain.layout is not torch.strided:
-        plain = plain.to_dense()
-    if not (plain.is_floating_point() or plain.is_complex()):
-        plain = plain.double()  # the smallest integer has no positive counterpart of its own type
-    elif plain.element_size() == 1:  # such formats have next to no functions of their own
-        plain = plain.float()
-    return plain
+    plain = contents(plain)  # the smallest integer has no positive counterpart of its own type
+    return plain if plain.is_floating_point() or plain.is_complex() else plain.double()
 
 
 def _moments(numbers: torch.Tensor, high: float) -> dict[str, float]:

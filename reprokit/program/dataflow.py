@@ -258,20 +258,15 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if shape, dtype and every bit agree; a NaN equals any NaN at the same place, 0.0 does not equal -0.0."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    a, b = _numbers(first), _numbers(second).to(first.device)
+    a, b = (contents(tensor).contiguous() for tensor in (first, second.to(first.device)))
+    if a.is_complex():
+        a, b = torch.view_as_real(a).reshape(-1), torch.view_as_real(b).reshape(-1)
     if a.numel() == 0:
         return True
     differ = (a.view(torch.uint8) != b.view(torch.uint8)).view(a.numel(), -1).any(dim=1)
     if not a.dtype.is_floating_point:
         return not bool(differ.any())
     return bool((a[differ].double().isnan() & b[differ].double().isnan()).all())
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in one dimension, real and imaginary parts as elements of their own."""
-    plain = tensor.detach()
-    dense = (plain if plain.layout is torch.strided else plain.to_dense()).resolve_conj().resolve_neg().contiguous()
-    return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
 
 
 def is_bad(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,6 @@ here raises; what cannot be found out is left out.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import operator
 import os
@@ -15,10 +14,9 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from reprokit.grammar import Line, Name, Scalar, Text
 from reprokit.snapshot.redact import redact_text, select_variables
 
 COLLECT_SECONDS = 30.0
+_NEAR_TORCH = ("torch", "numpy", "triton", "optree", "onnx", "mypy", "flake8", "nvidia-", "cuda", "intel-", "mkl")
 _LIBRARIES = ("accelerate", "deepspeed", "lightning", "numpy", "pytorch_lightning", "transformers", "triton")
 
 
@@ -123,23 +122,16 @@ def _collect_env_here(found: list[str]) -> None:
         assert spec is not None and spec.loader is not None, "torch has this module"
         module = importlib.util.module_from_spec(spec)  # a copy: only ours does not ask pip
         spec.loader.exec_module(module)
-        module.get_pip_packages = functools.partial(_packages, module)  # type: ignore[attr-defined]
+        module.get_pip_packages = _packages  # type: ignore[attr-defined]
         found.append(module.get_pretty_env_info())
 
 
-def _packages(module: ModuleType, run_lambda: object, patterns: Collection[str] | None = None) -> tuple[str, str]:
-    """The installed packages near torch, as ``collect_env`` takes them from ``pip list --format=freeze``.
-
-    pip takes half a second, and torch sets a variable of the environment for it.
-    """
-    if patterns is None:  # not every torch from 2.6 on has all of these
-        names = (f"{kind}_PATTERNS" for kind in ("PIP", "COMMON", "NVIDIA", "ONEAPI"))
-        patterns = {pattern for name in names for pattern in getattr(module, name, ())}
-    found: dict[str, str] = {}
-    for package in metadata.distributions():
-        found.setdefault(str(package.name), f"{package.name}=={package.version}")
-    lines = [found[name] for name in sorted(found, key=str.lower)]
-    return "pip3", "\n".join(line for line in lines if any(pattern in line for pattern in patterns))
+def _packages(*_: object, **__: object) -> tuple[str, str]:
+    """The installed packages near torch; pip takes half a second, and torch sets a variable of the environment for
+    it."""
+    found = {package.name: f"{package.name}=={package.version}" for package in metadata.distributions()}
+    lines = (found[name] for name in sorted(found, key=str.lower))
+    return "pip3", "\n".join(line for line in lines if any(part in line for part in _NEAR_TORCH))
 
 
 def _collect_env_elsewhere(timeout: float) -> str:
