@@ -30,7 +30,7 @@ from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
 from reprokit.program.dataflow import calls_behind, needed_calls
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
-from reprokit.program.ir import OPAQUE, Call, Phase, Program, Ref, Scope, iter_refs
+from reprokit.program.ir import AUTOGRAD_GRAD, OPAQUE, Call, Input, Phase, Program, Ref, Scope, iter_refs
 from reprokit.program.observe import Trace, copied
 
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
@@ -220,12 +220,17 @@ def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tens
     """A bad value around one call that ends the run."""
     if call.is_differentiation and not after:
         return _bad_rewritten(notes, index) or _bad_start(notes, index, call, values)
-    if call.is_differentiation and call.target != "torch.autograd.grad":
-        return _bad_leaf(notes, index)
+    if call.is_differentiation and call.target != AUTOGRAD_GRAD:
+        grads = ((value, ways_of(leaf.grad)) for value, leaf in notes.leaves.items() if leaf.grad is not None)
+        return _first_bad(grads, index, is_gradient=True)
+    if call.is_optimizer_step and after:
+        parameters = dict.fromkeys(ref.value for ref in iter_refs(call.kwargs["params"]))
+        return _first_bad(((value, ways_of(values[value])) for value in parameters), index + 1)
     if call.is_optimizer_step:
-        return _bad_parameter(notes, index, call, values) if after else _bad_rewritten(notes, index)
-    if call.target in GRAD_WRITES and after:
-        return _bad_assigned(notes, index, call)
+        return _bad_rewritten(notes, index)
+    if call.target in GRAD_WRITES and after:  # a gradient that the loop itself puts in place
+        given = (ref.value for ref in iter_refs(call.args[1:]))
+        return _first_bad(((value, notes.reads[index].get(value, CLEAN)) for value in given), index)
     return None
 
 
@@ -236,28 +241,17 @@ def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.
         ways: frozenset[str] = notes.reads[index].get(value, CLEAN)
         if _given_gradients(call):
             ways &= {NAN}  # not a loss: an infinity in it may be wanted, and the gradient decides
-        if ways and not _is_overflow_of_scaler(notes, index, value):
-            return BadValue(value, _worst(ways), index)
+        writer = notes.writer(value, index)
+        is_scaled = writer is not None and GRAD_SCALER in notes.program.calls[writer].scope
+        if ways and not (is_scaled and not any(notes.reads[writer or 0].values())):
+            return BadValue(value, _worst(ways), index)  # a good loss times the scaler's factor may overflow
     return None
-
-
-def _is_overflow_of_scaler(notes: Notes, index: int, value: int) -> bool:
-    """True if the bad loss is only a good loss times a grad scaler's factor, which is allowed to overflow."""
-    writer = notes.writer(value, index)
-    if writer is None or GRAD_SCALER not in notes.program.calls[writer].scope:
-        return False
-    return not any(notes.reads[writer].values())
 
 
 def _first_bad(
     given: Iterable[tuple[int, frozenset[str]]], index: int, *, is_gradient: bool = False
 ) -> BadValue | None:
     return next((BadValue(value, _worst(ways), index, is_gradient) for value, ways in given if ways), None)
-
-
-def _bad_leaf(notes: Notes, index: int) -> BadValue | None:
-    grads = ((value, ways_of(leaf.grad)) for value, leaf in notes.leaves.items() if leaf.grad is not None)
-    return _first_bad(grads, index, is_gradient=True)
 
 
 def _bad_rewritten(notes: Notes, before: int) -> BadValue | None:
@@ -271,49 +265,32 @@ def _bad_rewritten(notes: Notes, before: int) -> BadValue | None:
     return None
 
 
-def _bad_assigned(notes: Notes, index: int, call: Call) -> BadValue | None:
-    """A gradient that the loop itself put in place."""
-    given = ((ref.value, notes.reads[index].get(ref.value, CLEAN)) for ref in iter_refs(call.args[1:]))
-    return _first_bad(given, index)
-
-
-def _bad_parameter(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> BadValue | None:
-    parameters = dict.fromkeys(ref.value for group in call.kwargs["params"] for ref in group)
-    return _first_bad(((value, ways_of(values[value])) for value in parameters), index + 1)
-
-
 def _at_end(program: Program, notes: Notes, outcome: Outcome) -> BadValue | None:
     end = len(program.calls)
     outputs = (ref.value for ref in program.outputs if ref.value in outcome.values)
-    states = (
-        item.value
-        for item in program.inputs
-        if (item.role in ("parameter", "buffer") or item.requires_grad) and notes.writer(item.value, end) is not None
-    )
+    states = [item.value for item in program.inputs if _is_updated(notes, item, end)]
     return (
         _bad_rewritten(notes, end)
         or _first_bad(((value, ways_of(outcome.values[value])) for value in outputs), end)
         or _first_bad(((value, ways_of(outcome.inputs[value])) for value in states), end)
-        or _first_bad(((value, ways_of(outcome.inputs[value])) for value in _updated_by_hand(notes)), end)
     )
 
 
-def _updated_by_hand(notes: Notes) -> Iterator[int]:
-    """Inputs that the loop's own update has written: `torch.func` also trains tensors without `requires_grad`."""
-    calls = notes.program.calls
-    for item in notes.program.inputs:
-        writer = notes.writer(item.value, len(calls))
-        if writer is not None and calls[writer].phase == Phase.OPTIMIZER:
-            yield item.value
+def _is_updated(notes: Notes, item: Input, end: int) -> bool:
+    """True for a trained or kept input that was written; `torch.func` also trains tensors without `requires_grad`."""
+    writer = notes.writer(item.value, end)
+    is_state = item.role in ("parameter", "buffer") or item.requires_grad
+    return writer is not None and (is_state or notes.program.calls[writer].phase is Phase.OPTIMIZER)
 
 
 def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: BadValue) -> Failure:
     """Blame a bad gradient on a node, or on the forward when the node only passed on a NaN that was there before."""
     blame = blame_gradient(program, tensors, found, notes.inner)
     walk = _Walk(program, tensors, notes)
-    given = _bad_given(program, notes, found.index) if blame.was_given else None
-    if given is not None:
-        return walk.blame(*given, found.index)
+    for value in _given_gradients(program.calls[found.index]) if blame.was_given else ():
+        ways = notes.reads[found.index].get(value)
+        if ways and notes.writer(value, found.index) is not None:  # the program computed it by itself
+            return walk.blame(value, _worst(ways), found.index)
     for earlier in _nan_around(notes, walk, blame.failure.call_index):
         if not _is_given(program, earlier):
             return _dropped(notes, blame, earlier, found.index, is_given=False) or earlier
@@ -372,15 +349,6 @@ def _dropped(notes: Notes, blame: Blame, origin: Failure, end: int, *, is_given:
     return replace(own or moved, drop=drop)
 
 
-def _bad_given(program: Program, notes: Notes, index: int) -> tuple[int, str] | None:
-    """A bad gradient that the program computed by itself and started a differentiation with."""
-    for value in _given_gradients(program.calls[index]):
-        ways = notes.reads[index].get(value)
-        if ways and notes.writer(value, index) is not None:
-            return value, _worst(ways)
-    return None
-
-
 class _Walk:
     """Follows a bad value back to its origin, at the most to the value ``through`` if that leads to an input."""
 
@@ -403,7 +371,10 @@ class _Walk:
                 continue
             if index is None:
                 origin = self._blame_input(value, way, at)
-                return self._through_call(passed, origin.input_name) if passed is not None else origin
+                if passed is None:
+                    return origin
+                read = self._program.calls[passed.call_index or 0].input_refs()  # one alone shows not what drops it
+                return replace(passed, marker=origin.input_name, operand=f"{len(read)} operands")
             if value == self._through and passed is None:
                 passed = self._blame_call(index, value, way)
             step = self._culprit(index, way)
@@ -428,11 +399,6 @@ class _Walk:
                 if way in ways and not self.is_wanted(result, way, earlier + 1):
                     return earlier, result
         return index, value
-
-    def _through_call(self, passed: Failure, marker: str | None) -> Failure:
-        """The failure of the call that lets a marker through; with one operand it shows nothing of what drops it."""
-        read = self._program.calls[passed.call_index or 0].input_refs()
-        return replace(passed, marker=marker, operand=f"{len(read)} operands")
 
     def _culprit(self, index: int, way: str) -> tuple[int, str] | None:
         """The input of a call that explains why its output is bad in this way."""
@@ -503,21 +469,18 @@ class _Walk:
 
     def _blame_call(self, index: int, value: int, way: str) -> Failure:
         call = self._program.calls[index]
-        if call.target == "torch.autograd.grad":
+        if call.target == AUTOGRAD_GRAD:
             found = BadValue(value, way, index, is_gradient=True)
             return _blame_gradient(self._program, self._tensors, self.notes, found)
         if call.target == GRAD_READ:
-            found = BadValue(call.input_refs()[0], way, self._last_differentiation(index), is_gradient=True)
+            last = max(n for n, earlier in enumerate(self._program.calls[:index]) if earlier.is_differentiation)
+            found = BadValue(call.input_refs()[0], way, last, is_gradient=True)
             return _blame_gradient(self._program, self._tensors, self.notes, found)
         failure = failure_of_call(self._program, index, phase_of(call), way, value=value)
         if failure.phase == Phase.FORWARD and value not in call.output_refs():
             written = (item.name for item in self._program.inputs if item.value == value)
             failure = replace(failure, input_name=next(written, None))
         return _with_place(failure, self.notes, index, value, way)
-
-    def _last_differentiation(self, before: int) -> int:
-        """The differentiation that left what is read from a ``.grad``."""
-        return max(i for i, call in enumerate(self._program.calls[:before]) if call.is_differentiation)
 
     def _maker(self, value: int) -> int | None:
         """The call that made an input and was not followed."""
@@ -574,7 +537,7 @@ def exception_failure(program: Program, outcome: Outcome) -> Failure:
 
 def _given_gradients(call: Call) -> list[int]:
     """The value numbers of the gradients that a differentiation is handed to start with."""
-    position = 2 if call.target == "torch.autograd.grad" else 1
+    position = 2 if call.target == AUTOGRAD_GRAD else 1
     by_position = call.args[position] if len(call.args) > position else None
     by_name = [call.kwargs.get(name) for name in ("gradient", "grad_tensors", "grad_outputs")]
     return [ref.value for ref in iter_refs((by_position, by_name))]
