@@ -7,6 +7,7 @@ import torch
 from reprokit.locate.spelling import short_name, slot_of
 from reprokit.program.ir import iter_refs
 from reprokit.rules.edits import (
+    AWAY_FROM_ZERO,
     away_from_zero,
     biased,
     clamp,
@@ -93,18 +94,15 @@ DIVISION = [
         why="Values are divided by their own spread or size (`{maker}`). That is zero, as it is where all are equal "
             "or all are zero, and 0 / 0 is NaN.",
         seen=["{count} of {total} elements divide 0 by a spread of 0"],
-        advice="Add an eps to the spread, or leave constant samples out.", expected="a divisor that is never zero",
-        fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="eps")),
-               Fix("divide by one where the divisor is zero", away_from_zero())]),
+        advice="Add an eps to the spread, or leave constant samples out.",
+        expected="a divisor that is never zero", fixes=AWAY_FROM_ZERO),
     Rule("normalise-zero-vector", "A zero vector divided by its own length", kinds="nan", phases="forward", calls="div",
         when=[ZERO_BY_ZERO, follows("norm vector_norm sqrt", "denominator", through="div mul")],
         why="A vector is divided by its length (`{maker}`). Where all its elements are zero, so is the length, and 0 "
             "/ 0 is NaN.",
         seen=["{count} of {total} elements divide 0 by a length of 0"],
         advice="Use `F.normalize`, which bounds the length from below, or add an eps.",
-        expected="a divisor that is never zero",
-        fixes=[Fix("keep the length above a small number", clamp("denominator", min="eps")),
-               Fix("divide by one where the length is zero", away_from_zero())]),
+        expected="a divisor that is never zero", fixes=AWAY_FROM_ZERO),
     Rule("exponentials-underflowed", "A sum of exponentials that all underflowed",
         kinds="nan", phases="forward", calls="div",
         when=[ZERO_BY_ZERO, follows("exp exp2 softmax sigmoid", "denominator", through="sum add")],
@@ -121,9 +119,7 @@ DIVISION = [
         seen=["{count} of {total} elements divide 0 by 0"],
         advice="Say what the quotient should be there: keep the divisor above a small number, or choose the limit "
                "with a safe `where`.",
-        expected="a divisor that is never zero",
-        fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="eps")),
-               Fix("divide by one where the divisor is zero", away_from_zero())]),
+        expected="a divisor that is never zero", fixes=AWAY_FROM_ZERO),
     Rule("division-by-zero", "Division by zero", kinds="inf", phases="forward optimizer", calls="div reciprocal",
         is_local=True, when=[meet(numerator=dict(not_equal=0.0), denominator=dict(equal=0.0))],
         why="Something that is not zero is divided by zero, which is infinite; normalising it afterwards gives inf / "
@@ -131,8 +127,7 @@ DIVISION = [
         seen=["{count} of {total} elements divide a number that is not 0 by 0"],
         advice="Keep the divisor away from zero, or give the elements with a zero divisor a value of their own.",
         expected="a divisor that is never zero", links="fcakyon/balanced-loss/pull/12",
-        fixes=[Fix("keep the divisor above a small number", clamp("denominator", min="eps")),
-               Fix("divide by one where the divisor is zero", away_from_zero())]),
+        fixes=AWAY_FROM_ZERO),
     Rule("weight-norm-of-zero", "Weight normalisation of a weight that is zero",
         phases="forward backward", calls="weight_norm", is_local=True, when=[weight_row_is_zero],
         why="Weight normalisation divides every row of the weight by its length. A row that was pruned or initialised "

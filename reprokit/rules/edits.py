@@ -24,7 +24,7 @@ from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Device, Mode, Program, Ref, Symbol, map_leaves
 from reprokit.program.observe import Trace
 from reprokit.program.step import Step
-from reprokit.rules.rule import Edited, OfScene, of_scene
+from reprokit.rules.rule import Edited, Fix, OfScene, of_scene
 from reprokit.rules.scene import Scene
 
 P = ParamSpec("P")
@@ -310,3 +310,11 @@ def step_in(scene: Scene, dtype: torch.dtype) -> Edited | None:
     tensors = {value: t.to(dtype) if t.dtype is torch.float16 else t for value, t in scene.tensors.items()}
     has_half = any(tensor.dtype is torch.float16 for tensor in scene.tensors.values())
     return Edited(Step(program, tensors), is_local=False) if has_half or program != scene.program else None
+
+
+AWAY_FROM_ZERO = [
+    Fix("keep the divisor above a small number", clamp("denominator", min="eps")),
+    Fix("divide by one where the divisor is zero", away_from_zero()),
+]
+IN_FLOAT32 = Fix("use float32 in place of float16", step_in(torch.float32))
+WIDER = [Fix("use bfloat16 in place of float16", step_in(torch.bfloat16)), IN_FLOAT32]

@@ -8,7 +8,7 @@ import torch
 
 from reprokit.locate.domains import SPECTRA, spectrum_of
 from reprokit.locate.spelling import short_name
-from reprokit.rules.edits import away_from_zero, clamp, inside, jitter, plus
+from reprokit.rules.edits import AWAY_FROM_ZERO, clamp, inside, jitter, plus
 from reprokit.rules.predicates import danger, has, is_dangerous, places
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
 from reprokit.rules.scene import Scene
@@ -123,8 +123,7 @@ GRADIENTS = [
         seen=["{count} of {total} logarithms or divisions are at zero or below"],
         advice="Clamp the argument or the divisor away from zero before the call.",
         expected="an argument or a divisor away from zero", links="pytorch/pytorch/issues/108618",
-        fixes=[Fix("clamp the divisor away from zero", clamp("denominator", min="eps")),
-               Fix("divide by one where the divisor is zero", away_from_zero()),
+        fixes=[*AWAY_FROM_ZERO,
                Fix("clamp the argument of {call} away from zero", clamp("logarithm", min="eps"))]),
     Rule("logsumexp-gradient", "The gradient of a log-sum-exp over nothing but -inf",
         phases="backward", calls="logsumexp logcumsumexp logaddexp",

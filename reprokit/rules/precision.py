@@ -12,6 +12,9 @@ from reprokit.locate.domains import DOMAINS
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import HALVES, largest_finite
 from reprokit.rules.edits import (
+    AWAY_FROM_ZERO,
+    IN_FLOAT32,
+    WIDER,
     away_from_zero,
     call_in_float32,
     clamp,
@@ -19,7 +22,6 @@ from reprokit.rules.edits import (
     result_at_most,
     set_argument,
     set_option,
-    step_in,
 )
 from reprokit.rules.predicates import (
     ZERO_BY_ZERO,
@@ -222,9 +224,7 @@ PRECISION = [
               "{count} of {total} of its elements are beyond {limit:.6g}"],
         advice="Scale the operand down (unscaled input data?), do this call in float32, or use bfloat16.",
         expected="operands small enough for the dtype",
-        fixes=[Fix("do this {call} in float32", call_in_float32()),
-               Fix("use bfloat16 in place of float16", step_in(torch.bfloat16)),
-               Fix("use float32 in place of float16", step_in(torch.float32))]),
+        fixes=[Fix("do this {call} in float32", call_in_float32()), *WIDER]),
     Rule("half-overflow", "Half precision overflow", phases="forward", is_local=True, when=[overflows(halves=True)],
         why="`{call}` in {dtype} gives a number beyond the largest one of that type ({limit:.6g}), so it becomes "
             "infinite, and NaN soon after.",
@@ -235,10 +235,8 @@ PRECISION = [
                "float32.",
         expected="operands small enough for the dtype",
         links="huggingface/transformers/issues/5651 pytorch/pytorch/issues/40497",
-        fixes=[Fix("do this {call} in float32", call_in_float32()),
-               Fix("use bfloat16 in place of float16", step_in(torch.bfloat16)),
-               Fix("clamp the result of {call} to the largest number of its dtype", result_at_most()),
-               Fix("use float32 in place of float16", step_in(torch.float32))]),
+        fixes=[Fix("do this {call} in float32", call_in_float32()), WIDER[0],
+               Fix("clamp the result of {call} to the largest number of its dtype", result_at_most()), WIDER[1]]),
     Rule("half-normalize-eps", "An eps that half precision rounds to zero",
         phases="forward backward", calls="normalize cosine_similarity layer_norm group_norm rms_norm instance_norm",
         is_of_torch=True, when=[loses_eps_argument],
@@ -275,7 +273,7 @@ PRECISION = [
         links="pytorch/pytorch/issues/8860",
         fixes=[Fix("give the optimizer an eps that half precision can hold", set_option("eps", 1e-4),
                    "torch.optim.{optimizer}(params, eps=1e-4)"),
-               Fix("use float32 in place of float16", step_in(torch.float32))]),
+               IN_FLOAT32]),
     Rule("optimizer-eps-zero", "The optimizer has no eps",
         phases="optimizer", when=[optimizer_option("eps", equal=0.0)],
         why="The optimizer divides by the root of the squared gradients plus `eps`. With an eps of 0 a gradient of "
@@ -294,8 +292,7 @@ PRECISION = [
             "gradient has been zero all along has size zero, and 0 / 0 is NaN.",
         seen=["{count} of {total} elements divide a gradient of 0 by a size of 0"],
         advice="Add an eps to the divisor of the update.", links="kozistr/pytorch_optimizer/issues/120",
-        fixes=[Fix("keep the divisor of the update above a small number", clamp("denominator", min="eps")),
-               Fix("divide by one where the size is zero", away_from_zero())]),
+        fixes=AWAY_FROM_ZERO),
     Rule("exp-overflow", "An exponential that overflows",
         phases="forward", calls="exp expm1 exp2 sinh cosh", is_local=True, when=[is_dangerous, turns_bad],
         why="exp(x) goes beyond the largest {dtype} number ({limit:.4g}) as soon as x is above its logarithm (88.7 "
