@@ -8,8 +8,8 @@ import torch
 
 from reprokit.locate.domains import SPECTRA, spectrum_of
 from reprokit.locate.spelling import short_name
-from reprokit.rules.edits import AWAY_FROM_ZERO, clamp, inside, jitter, plus
-from reprokit.rules.predicates import danger, has, is_dangerous, places
+from reprokit.rules.edits import AWAY_FROM_ZERO, clamp, inside, jitter, plus, set_argument
+from reprokit.rules.predicates import danger, has, has_row_of, is_dangerous, places
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
 from reprokit.rules.scene import Scene
 
@@ -134,6 +134,13 @@ GRADIENTS = [
         advice="Use a large negative number in place of `-inf`, so that differences stay defined.",
         expected="a finite score in every row", links="pytorch/pytorch/issues/31829",
         fixes=[Fix("put a large negative number in place of -inf before {call}", clamp(min=-1e4))]),
+    Rule("cosine-similarity-gradient", "The gradient of a cosine similarity with a zero vector",
+        phases="backward", calls="cosine_similarity normalize", when=[has_row_of(0.0)],
+        why="A vector of length zero has no direction. `{call}` divides by the small `eps` there, so the gradient is "
+            "as large as 1 / eps, and overflows once it is multiplied on.",
+        seen=["{count} of {total} vectors are zero throughout"],
+        advice="Give `eps` a larger value, or leave zero vectors out.",
+        fixes=[Fix("give {call} a larger eps", set_argument("eps", 1e-3))]),
     Rule("repeated-eigenvalues", "The gradient of eigenvectors or singular vectors that are not unique",
         phases="backward", calls="eigh eig svd", is_local=True, when=[has_equal_values],
         why="The vectors of equal {values} can be turned into each other, so they have no derivative: it holds 1 / (a "

@@ -225,6 +225,9 @@ CASES: dict[str, Make] = {
     ),
     "half-operand-overflow": step(lambda x, w: autocast_linear(x, w).sum(), x=torch.full((1, 4), 7e4),
                                   w=torch.full((1, 4), 1e-3)),
+    "cosine-similarity-gradient": step(
+        lambda x, y: (F.cosine_similarity(x, y, eps=1e-36) * 1e8).sum(), x=torch.zeros(1, 3).requires_grad_(),
+        y=torch.ones(1, 3)),
     "half-overflow": step(lambda x, w: F.linear(x, w).sum(), x=torch.full((1, 4), 300.0).half(),
                           w=torch.full((1, 4), 300.0).half()),
     "half-normalize-eps": step(lambda x: F.normalize(x, dim=1).sum(), x=torch.zeros(1, 3).half()),
