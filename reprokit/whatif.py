@@ -38,12 +38,11 @@ from reprokit.program.interpreter import Outcome, Settings, determinism, run
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.shrink import apart
-from reprokit.shrink.apart import NotObserved, Observe, Report, RunLimits, Task, peak_bytes
+from reprokit.shrink.apart import Isolation, NotObserved, Report, RunLimits, Task, peak_bytes
 from reprokit.shrink.checks.check import Check, Ruling
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.predicate import FUNCTION
-from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.reduction import Answered, Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot
 
@@ -183,33 +182,21 @@ class Trial:
     seconds: float | None = None
 
 
-@dataclass(frozen=True)
-class Trials:
-    """Runs a step in a variant, which goes by its key. Picklable, as it goes to other processes.
-
-    ``checks`` holds the check of every program by its digest.
-    """
-
-    checks: Mapping[str, Check]
-
-    def __call__(self, plain: Step, key: str) -> Trial:
-        """The trial; whatever else goes wrong is a reason why the variant cannot be run."""
-        variant = BY_KEY[key]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                changed = variant.change(plain)
-                with variant.around():
-                    if key == ANOMALY:
-                        return _in_anomaly_mode(plain, any(c.failure.kind == EXCEPTION for c in self.checks.values()))
-                    check = self.checks[plain.digest]
-                    return (
-                        _compiled(changed, check, variant.backend)
-                        if variant.backend
-                        else _eager(changed, plain, check, variant)
-                    )
-            except Exception as error:  # what cannot be converted, compiled or moved fails in as many ways
-                return Trial(Answer.CANNOT_RUN, str(error) if isinstance(error, Unsuitable) else one_line(error))
+def trial_of(plain: Step, check: Check, key: str) -> Trial:
+    """Run a step in a variant; whatever else goes wrong is a reason why the variant cannot be run."""
+    variant = BY_KEY[key]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            changed = variant.change(plain)
+            with variant.around():
+                if key == ANOMALY:
+                    return _in_anomaly_mode(plain, check.failure.kind == EXCEPTION)
+                if variant.backend:
+                    return _compiled(changed, check, variant.backend)
+                return _eager(changed, plain, check)
+        except Exception as error:  # what cannot be converted, compiled or moved fails in as many ways
+            return Trial(Answer.CANNOT_RUN, str(error) if isinstance(error, Unsuitable) else one_line(error))
 
 
 def one_line(error: Exception) -> str:
@@ -224,7 +211,7 @@ def exception_line(kind: str, message: str) -> str:
     return text if len(text) <= _MAX_WORDS else text[: _MAX_WORDS - 3] + "..."
 
 
-def _eager(changed: Step, plain: Step, check: Check, variant: Variant) -> Trial:
+def _eager(changed: Step, plain: Step, check: Check) -> Trial:
     failure = check.observe(changed)
     trial = _judged(failure, changed, plain, check)
     if trial.answer is Answer.CANNOT_RUN:
@@ -399,11 +386,8 @@ def make_table(
     on_trial: OnTrial | None = None,
 ) -> WhatIfResult:
     """The rows of every subject by its name; ``step`` is the captured step, without which anomaly mode says nothing."""
-    checks = {candidate.digest: check for candidate, check in subjects.values()}
-    # Reports carry any dataclass of reprokit's; the reducer's are failures.
-    task = Task.of(cast(Observe, Trials(checks)), settings)
-    with closing(Isolation(task, always_apart=True)) as places:
-        return _Table(subjects, step, places, seconds, variants, on_trial).make()
+    with closing(Isolation(is_wary=True)) as places:
+        return _Table(subjects, step, places, settings, seconds, variants, on_trial).make()
 
 
 @dataclass
@@ -413,6 +397,7 @@ class _Table:
     subjects: Subjects
     step: Step | None
     places: Isolation
+    settings: Settings
     budget: float
     variants: Sequence[Variant]
     on_trial: OnTrial | None
@@ -458,7 +443,9 @@ class _Table:
             return
         self.places.limits = RunLimits(left, self._memory)
         candidates = [self._program(name, variant) for name, variant in jobs]
-        with closing(self.places.reports(candidates, [variant.key for _, variant in jobs])) as reports:
+        runs = [partial(trial_of, check=self.subjects[name][1], key=variant.key) for name, variant in jobs]
+        tasks = [Task.of(run_in_variant, self.settings) for run_in_variant in runs]
+        with closing(self.places.reports(candidates, tasks)) as reports:
             self._note(jobs, map(self._trial, reports))
 
     def _program(self, name: str, variant: Variant) -> Step:
@@ -473,7 +460,7 @@ class _Table:
     def _trial(self, report: Report) -> Trial:
         error = report.error
         if error is None:
-            return cast(Trial, report.observation)
+            return cast(Trial, report.found)
         reason = error.reason if isinstance(error, NotObserved) else "error"
         if reason == "crash":
             return Trial(Answer.OTHER, f"crashes: {error}")

@@ -1,12 +1,14 @@
-"""A candidate in a process of its own, so that crashes, hangs and floods of memory end with that process.
+"""Where candidates run: in this process what cannot crash it, else in a child, so that crashes, hangs and floods of
+memory end with that child.
 
-Forked where the system allows it: a forked child starts in a few milliseconds and shares all tensors until it writes.
-Else spawned, as with CUDA: a new interpreter, which takes as long as importing torch and is used until a candidate ends
-it. Not by `multiprocessing`: its spawned processes import the caller's `__main__`, so that a training script without a
-guard would run again, and it starts none in a daemonic process such as a worker of Dask.
+A child is forked where the system allows it: it starts in a few milliseconds and shares all tensors until it writes.
+Else it is spawned, as with CUDA: a new interpreter, used until a candidate ends it. Not by `multiprocessing`: its
+spawned processes import the caller's `__main__`, so that a training script without a guard would run again, and it
+starts none in a daemonic process such as a worker of Dask.
 
 Candidates travel as plain data and tensors that a restricted unpickler accepts, reports as plain data and reprokit's
-own classes. So a candidate that got hold of its process cannot make this one execute anything.
+own classes. So a candidate that got hold of its process cannot make this one execute anything. An executor of
+``concurrent.futures`` runs each candidate in a child of its own process.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -34,20 +38,34 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from reprokit.errors import ReprokitError
-from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.dataflow import raw_bytes
 from reprokit.program.interpreter import Settings, determinism
 from reprokit.program.ir import Program
 from reprokit.program.step import Step
+from reprokit.shrink.safety import trusts_arguments
 from reprokit.snapshot.format import storable
 
-Observation: TypeAlias = Failure | None
-Observe: TypeAlias = Callable[..., Observation]  # of a step, and of the name of a way to run it where it has one
+Observe: TypeAlias = Callable[[Step], Any]  # returns plain data or dataclasses of reprokit's
+_LEAST_SECONDS, _TIMES_FIRST = 10.0, 10
+_LEAST_BYTES, _TIMES_PEAK = 1 << 30, 2
+_SECONDS_BETWEEN_LOOKS = 0.05
+_SECONDS_OF_TRIAL = 20.0
+_SECONDS_TO_START = 300.0
+_SECONDS_TO_WARM_UP = 60.0  # a first candidate on a GPU also loads its kernels
+_SECONDS_ON_THE_WAY = 60.0  # a large model's tensors over a slow network, or a queue; a worker may be gone for good
+_WORTH_A_PROCESS = 0.1  # seconds; a quicker candidate is done here before a child has started
+_PR_SET_PDEATHSIG = 1
+_SERVE = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from reprokit.shrink.apart import serve
+serve(int(sys.argv[2]), int(sys.argv[3]))
+"""
 
 
 class NotObserved(ReprokitError):
-    """A candidate ended without an observation. ``reason``: ``crash``, ``time``, ``memory`` or ``error``."""
+    """A candidate ended without a finding. ``reason``: ``crash``, ``time``, ``memory`` or ``error``."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -56,16 +74,16 @@ class NotObserved(ReprokitError):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came back from one candidate: an observation or an error."""
+    """What came back from one candidate: what was found, or an error."""
 
-    observation: Observation = None
+    found: Any = None
     error: Exception | None = None
 
-    def value(self) -> Observation:
-        """The observation; raises the error."""
+    def value(self) -> Any:
+        """What was found; raises the error."""
         if self.error is not None:
             raise self.error
-        return self.observation
+        return self.found
 
     @property
     def took_its_process_down(self) -> bool:
@@ -75,10 +93,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Task:
-    """How candidates are observed: the same settings and the same state of the generator in every process.
+    """How a candidate is looked at: with the same settings and the same state of the generator in every process.
 
-    ``observe`` has to be importable by name (a function of a module or an object that pickles) where candidates run in
-    spawned children or through an executor.
+    ``observe`` has to pickle where candidates run in spawned children or through an executor.
     """
 
     observe: Observe
@@ -91,64 +108,55 @@ class Task:
         rng = raw_bytes(torch.get_rng_state())
         return cls(observe, replace(settings, num_threads=settings.num_threads or torch.get_num_threads()), rng)
 
-    def __call__(self, candidate: Step, way: str = "") -> Observation:
-        """Observe one candidate; the settings and the generator are given back."""
+    def report(self, candidate: Step) -> Report:
+        """The report on one candidate that is run right here; the settings and the generator are given back."""
         before = torch.get_rng_state()
         try:
             with determinism(self.settings):
                 if self.rng:
                     torch.set_rng_state(torch.frombuffer(bytearray(self.rng), dtype=torch.uint8))
-                return self.observe(candidate, way) if way else self.observe(candidate)
+                return Report(self.observe(candidate))
+        except Exception as error:  # whatever a candidate raises outside its calls makes it unusable, nothing more
+            return Report(error=error)
         finally:
             torch.set_rng_state(before)
 
-    def report(self, candidate: Step, way: str = "") -> Report:
-        """The report on one candidate that is run right here."""
-        try:
-            return Report(self(candidate, way))
-        except Exception as error:  # whatever a candidate raises outside its calls makes it unusable, nothing more
-            return Report(error=error)
 
-
-def pack(candidate: Step, way: str = "") -> bytes:
-    """A candidate as bytes. A tensor that is several inputs stays one."""
+def pack(candidate: Step) -> bytes:
+    """A candidate as bytes. A tensor that is several inputs stays one, on its device, with storage of its own."""
     tensors = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs}
-    sent = {id(tensor): _sendable(tensor) for tensor in tensors.values()}
-    content = {
-        "program": plain.to_plain(candidate.program),
-        "way": way,
-        "tensors": {value: sent[id(tensor)] for value, tensor in tensors.items()},
-    }
+    sent = {id(t): storable(t) if t.device.type == "cpu" else t.detach() for t in tensors.values()}
     file = io.BytesIO()
-    torch.save(content, file)
+    plain_tensors = {value: sent[id(tensor)] for value, tensor in tensors.items()}
+    torch.save({"program": plain.to_plain(candidate.program), "tensors": plain_tensors}, file)
     return file.getvalue()
 
 
-def unpack(packed: bytes) -> tuple[Step, str]:
+def unpack(packed: bytes) -> Step:
     """The inverse of `pack`; raises whatever damaged data raises."""
     content = torch.load(io.BytesIO(packed), weights_only=True)
-    return Step(plain.from_plain(content["program"]), content["tensors"]), str(content["way"])
+    return Step(plain.from_plain(content["program"]), content["tensors"])
 
 
 def pack_report(report: Report) -> bytes:
-    """A report as bytes; an observation that does not pickle becomes an error."""
+    """A report as bytes; what does not pickle becomes an error."""
     reason, message = "", ""
     if report.error is not None:
         reason = report.error.reason if isinstance(report.error, NotObserved) else "error"
         message = str(report.error) if reason != "error" else f"{type(report.error).__name__}: {report.error}"
     try:
-        return pickle.dumps((report.observation, reason, message))
+        return pickle.dumps((report.found, reason, message))
     except Exception as error:  # pickling fails in as many ways as there are classes
-        return pickle.dumps((None, "error", f"the observation cannot be sent: {error}"))
+        return pickle.dumps((None, "error", f"the finding cannot be sent: {error}"))
 
 
 def unpack_report(packed: bytes) -> Report:
     """The inverse of `pack_report`; anything else becomes an error."""
     try:
-        observation, reason, message = _PlainUnpickler(io.BytesIO(packed)).load()
+        found, reason, message = _PlainUnpickler(io.BytesIO(packed)).load()
     except Exception as error:  # damaged data fails in as many ways
         return Report(error=NotObserved("error", f"the report cannot be read: {error}"))
-    return Report(error=NotObserved(reason, message)) if reason else Report(observation)
+    return Report(error=NotObserved(reason, message)) if reason else Report(found)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -160,29 +168,6 @@ class _PlainUnpickler(pickle.Unpickler):
             if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
                 return found
         raise pickle.UnpicklingError(f"`{module}.{name}` is not plain data")
-
-
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """With storage of its own, on the device where it is."""
-    return storable(tensor) if tensor.device.type == "cpu" else tensor.detach()
-
-
-_LEAST_SECONDS = 10.0
-_TIMES_FIRST = 10
-_LEAST_BYTES = 1 << 30
-_TIMES_PEAK = 2
-_SECONDS_BETWEEN_LOOKS = 0.05
-_PR_SET_PDEATHSIG = 1
-_TRIAL_SECONDS = 20.0
-_SECONDS_TO_START = 300.0
-_SECONDS_TO_WARM_UP = 60.0  # a first candidate on a GPU also loads its kernels
-_READY = b"ready"
-_SERVE = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from reprokit.shrink.apart import serve
-serve(int(sys.argv[2]), int(sys.argv[3]))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +183,9 @@ class RunLimits:
         """The limits after a first run that took so long and, at its peak, as much memory as the system remembers."""
         return cls(max(_LEAST_SECONDS, _TIMES_FIRST * seconds), max(_LEAST_BYTES, _TIMES_PEAK * peak_bytes()))
 
-    def times(self, runs: int) -> RunLimits:
-        """The limits for so many runs in a row."""
-        return self if self.seconds is None else RunLimits(runs * self.seconds, self.memory)
+    def and_more(self, seconds: float) -> RunLimits:
+        """The limits with so many seconds more."""
+        return self if self.seconds is None else replace(self, seconds=self.seconds + seconds)
 
 
 def peak_bytes() -> int:
@@ -223,82 +208,70 @@ def resident_bytes(pid: int) -> int:
 
 
 class Child:
-    """A process that observes candidates one after another; a forked one observes a single candidate.
+    """A process that runs candidates one after another; a forked one runs a single candidate.
 
     ``report`` is ``None`` until the latest candidate has come to an end, one way or another; ``seconds`` is what that
     took. `close` kills the process and all that it started.
     """
 
-    def __init__(self, task: Task, *, is_forked: bool) -> None:
+    def __init__(self, *, is_forked: bool) -> None:
         self.report: Report | None = Report()
         self.seconds = 0.0
-        self._task = task
         self._is_forked = is_forked
-        self._is_ready = self._is_warm = False
+        self._is_ready = False
         self._pid = 0
-        self._exit_code: int | None = None
 
     def open(self) -> None:
         """Spawn the process if there is none; it loads torch while this one goes on."""
         if self._is_forked or self._pid:
             return
-        try:
-            task = pickle.dumps(self._task)
-        except Exception as error:  # pickling fails in as many ways as there are classes
-            raise ReprokitError(
-                "the check cannot be sent to another process", hint="use a function of a module", note=str(error)
-            ) from error
         self.connection, theirs = Pipe()
         os.set_inheritable(theirs.fileno(), True)
         arguments = [sys.executable, "-c", _SERVE, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
         quiet = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0), (os.POSIX_SPAWN_DUP2, 0, 1)]
-        with _uninterrupted():
-            self._pid = os.posix_spawn(sys.executable, arguments, os.environ, file_actions=quiet, setpgroup=0)
-            theirs.close()
-        with contextlib.suppress(OSError):  # a process that ends at once is noticed when it has to be ready
-            self.connection.send_bytes(task)
+        self._pid = os.posix_spawn(sys.executable, arguments, os.environ, file_actions=quiet, setpgroup=0)
+        theirs.close()
 
-    def start(self, candidate: Step, limits: RunLimits, way: str = "") -> None:
+    def start(self, task: Task, candidate: Step, limits: RunLimits) -> None:
         """Start a candidate; first comes the end of one that nobody waited for."""
         wait_for(self, [self])
         self.settle()
-        self._limits = limits
         if self._is_forked:
-            self._fork(candidate, way)
+            self._fork(task, candidate)
         else:
-            self._get_ready()
-            is_on_gpu = any(tensor.device.type != "cpu" for tensor in candidate.tensors.values())
-            if is_on_gpu and not self._is_warm and limits.seconds is not None:
-                self._limits = RunLimits(limits.seconds + _SECONDS_TO_WARM_UP, limits.memory)
+            self.open()
+            limits = limits if self._is_ready else self._ready(limits)
+        self._limits = limits
         self._allowed = None if limits.memory is None else resident_bytes(self._pid) + limits.memory
-        self._started = time.monotonic()
-        self.report = None
-        if self._is_forked:
-            return
-        try:
-            self.connection.send_bytes(pack(candidate, way))
-        except OSError:  # it has ended
-            self.read()
-        except Exception as error:  # not every tensor can be stored
-            self.report = Report(error=error)
+        self._started, self.report = time.monotonic(), None
+        if not self._is_forked:
+            try:
+                self.connection.send_bytes(pickle.dumps((task, pack(candidate))))
+            except OSError:  # it has ended
+                self.read()
+            except Exception as error:  # not every tensor can be stored, nor every task
+                self.report = Report(error=error)
 
     def read(self) -> None:
         """Take the report that has arrived, or notice that there will be none."""
         try:
             self._finish(unpack_report(self.connection.recv_bytes()))
         except (EOFError, OSError):
-            self._finish(Report(error=NotObserved("crash", f"the candidate ended its process ({self._end()})")))
+            code = self._kill()
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            self._finish(Report(error=NotObserved("crash", f"the candidate ended its process ({how})")))
 
     def enforce(self) -> None:
         """End a run that has taken too much."""
-        if self._limits.seconds is not None and time.monotonic() - self._started > self._limits.seconds:
-            self._end()
-            message = f"the candidate took more than {self._limits.seconds:.0f} s"
-            self._finish(Report(error=NotObserved("time", message)))
+        seconds, memory = self._limits.seconds, self._limits.memory
+        if seconds is not None and time.monotonic() - self._started > seconds:
+            error = NotObserved("time", f"the candidate took more than {seconds:.0f} s")
         elif self._allowed is not None and resident_bytes(self._pid) > self._allowed:
-            self._end()
-            message = f"the candidate took more than {self._limits.memory:,} bytes"
-            self._finish(Report(error=NotObserved("memory", message)))
+            error = NotObserved("memory", f"the candidate took more than {memory:,} bytes")
+        else:
+            return
+        self._kill()
+        self._finish(Report(error=error))
 
     def settle(self) -> None:
         """After a run: end a process that cannot be used again."""
@@ -308,60 +281,45 @@ class Child:
     def close(self) -> None:
         """End the process; a later `start` makes another one."""
         if self._pid:
-            with _uninterrupted():
-                self._end()
-                self.connection.close()
-                self._pid, self._exit_code = 0, None
-                self._is_ready = self._is_warm = False
-                self.report = self.report or Report()
+            self._kill()
+            self.connection.close()
+            self._pid, self._is_ready = 0, False
+            self.report = self.report or Report()
 
-    def _fork(self, candidate: Step, way: str) -> None:
+    def _fork(self, task: Task, candidate: Step) -> None:
         self.connection, theirs = Pipe(duplex=False)
         parent = os.getpid()
-        try:
-            with _uninterrupted(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # about threads, of which torch always has some
-                child = os.fork()
-                if child == 0:
-                    _live(self._task, candidate, way, theirs, parent)
-                _lead_group(child)
-                self._pid = child
-        finally:
-            theirs.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, of which torch always has some
+            self._pid = os.fork()
+        if self._pid == 0:
+            _live(task, candidate, theirs, parent)
+        theirs.close()
+        with contextlib.suppress(OSError):  # the child has ended, or has done it
+            os.setpgid(self._pid, self._pid)
 
-    def _get_ready(self) -> None:
-        self.open()
-        if self._is_ready:
-            return
-        said = b"it took too long"
+    def _ready(self, limits: RunLimits) -> RunLimits:
+        """The limits for the first candidate of a process that has loaded torch."""
         try:
-            if self.connection.poll(_SECONDS_TO_START):
-                said = self.connection.recv_bytes()
+            self._is_ready = self.connection.poll(_SECONDS_TO_START) and bool(self.connection.recv_bytes())
         except (EOFError, OSError):
-            said = b"it ended at once"
-        if said != _READY:
+            self._is_ready = False
+        if not self._is_ready:
             self.close()
-            raise ReprokitError("no process can be started for candidates", note=said.decode(errors="replace"))
-        self._is_ready = True
+            raise ReprokitError("no process can be started for candidates")
+        return limits.and_more(_SECONDS_TO_WARM_UP)
 
-    def _end(self) -> str:
+    def _kill(self) -> int:
         """Kill the process with all that it started; how it ended."""
-        if self._exit_code is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, signal.SIGKILL)
-            try:
-                self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-            except ChildProcessError:  # somebody else waits for all children
-                self._exit_code = 1
-        if self._exit_code < 0:
-            with contextlib.suppress(ValueError):
-                return signal.Signals(-self._exit_code).name
-        return f"exit code {self._exit_code}"
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        except ChildProcessError:  # it was waited for
+            return 1
 
     def _finish(self, report: Report) -> None:
-        self.report = report
-        self.seconds = time.monotonic() - self._started
-        self._is_warm = True
+        self.report, self.seconds = report, time.monotonic() - self._started
 
 
 def wait_for(child: Child, children: Sequence[Child]) -> Report:
@@ -390,12 +348,9 @@ def _passes_trial() -> bool:
     differentiating = threading.Thread(target=_differentiate, args=(None,))  # this may be a forked child itself
     differentiating.start()
     differentiating.join()
-    child = Child(Task(_differentiate), is_forked=True)
-    try:
-        child.start(Step(Program((), ()), {}), RunLimits(_TRIAL_SECONDS))
+    with closing(Child(is_forked=True)) as child:
+        child.start(Task(_differentiate), Step(Program((), ()), {}), RunLimits(_SECONDS_OF_TRIAL))
         return wait_for(child, [child]).error is None
-    finally:
-        child.close()
 
 
 def _differentiate(_: Step | None) -> None:
@@ -405,17 +360,18 @@ def _differentiate(_: Step | None) -> None:
         (leaf.exp() * 2).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def _live(task: Task, candidate: Step, way: str, connection: Connection[Any, Any], parent: int) -> NoReturn:
+def _live(task: Task, candidate: Step, connection: Connection[Any, Any], parent: int) -> NoReturn:
     """The whole life of a forked child.
 
     It works in a new thread: OpenMP's pool of the thread that forked is gone, and the first parallel loop would wait
     for that pool for ever, while a new thread makes a pool of its own.
     """
     try:
-        _lead_group(0)
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
         _become_expendable(parent)
         reports: list[Report] = []
-        thread = threading.Thread(target=lambda: reports.append(task.report(candidate, way)))
+        thread = threading.Thread(target=lambda: reports.append(task.report(candidate)))
         thread.start()
         thread.join()
         for report in reports:
@@ -427,23 +383,17 @@ def _live(task: Task, candidate: Step, way: str, connection: Connection[Any, Any
 def serve(descriptor: int, parent: int) -> None:
     """The whole life of a spawned child: answer until the other side hangs up."""
     connection: Connection[bytes, bytes] = Connection(descriptor)
-    try:
-        task: Task = pickle.loads(connection.recv_bytes())
-    except Exception as error:  # the task is code of somebody's, and may fail to load in any way
-        connection.send_bytes(f"{type(error).__name__}: {error}".encode())
-        return
     _become_expendable(parent)
-    connection.send_bytes(_READY)
-    while True:
-        try:
-            packed = connection.recv_bytes()
-        except EOFError:
-            return
-        try:
-            report = task.report(*unpack(packed))
-        except Exception as error:  # a candidate that cannot be loaded here cannot be run either
-            report = Report(error=error)
-        connection.send_bytes(pack_report(report))
+    connection.send_bytes(b"ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            received = connection.recv_bytes()
+            try:
+                task, packed = pickle.loads(received)
+                report = task.report(unpack(packed))
+            except Exception as error:  # what cannot be loaded here cannot be run either
+                report = Report(error=error)
+            connection.send_bytes(pack_report(report))
 
 
 def _become_expendable(parent: int) -> None:
@@ -465,24 +415,113 @@ def _become_expendable(parent: int) -> None:
     os.close(quiet)
 
 
-def _lead_group(child: int) -> None:
-    """Give a child a process group of its own; child and parent both see to it, so it holds for both from the start."""
-    with contextlib.suppress(OSError):  # the child has ended, or has done it
-        os.setpgid(child, child)
+def report_packed(task: Task, packed: bytes, limits: RunLimits) -> bytes:
+    """The other side of an executor: the report on one candidate."""
+    with closing(Isolation(task, limits=limits, is_wary=True)) as isolation:
+        return pack_report(isolation.report(unpack(packed)))
 
 
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect after the block, so that no process is started that nobody knows of."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    missed: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *arguments: missed.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if missed and callable(handler):
-            handler(*missed[0])
+@dataclass
+class Isolation:
+    """Hands out the reports on candidates.
+
+    What is known not to take this process down runs here, unless it ``is_wary``: for a check that is code of the
+    user's, or after a candidate did take its process down. Anything else runs in a child, or through the ``executor``
+    if there is one. Up to ``jobs`` run at once. Without ``limits`` these follow from the first run, which has none.
+    """
+
+    task: Task = field(default_factory=lambda: Task(lambda _: None))
+    jobs: int = 1
+    is_wary: bool = False
+    executor: Executor | None = None
+    limits: RunLimits | None = None
+    _spawned: list[Child] = field(default_factory=list)
+    _latest_seconds: float = 0.0
+
+    @property
+    def num_at_once(self) -> int:
+        """How many candidates are worth running at once."""
+        is_worth_it = self.executor is not None or self.is_wary or self._latest_seconds > _WORTH_A_PROCESS
+        return self.jobs if is_worth_it and _has_process_groups() else 1
+
+    def report(self, candidate: Step) -> Report:
+        """The report on one candidate."""
+        with closing(self.reports([candidate])) as reports:
+            return next(reports)
+
+    def reports(self, candidates: Sequence[Step], tasks: Sequence[Task] = ()) -> Generator[Report, None, None]:
+        """The reports in the order of the candidates, all of which run at once; closing ends those not waited for.
+
+        ``tasks`` are in place of `task`, one for each. Raises `ReprokitError` if the executor fails.
+        """
+        started = time.monotonic()
+        if len(candidates) == 1 and self._may_run_here(candidates[0]):
+            found = iter([self.task.report(candidates[0])])
+        elif self.executor is None:
+            found = self._in_children(candidates, tasks or [self.task] * len(candidates))
+        else:
+            found = self._through(self.executor, candidates)
+        with contextlib.ExitStack() as stack:
+            if isinstance(found, Generator):
+                stack.enter_context(closing(found))
+            for report in found:
+                self._latest_seconds = time.monotonic() - started
+                self.limits = self.limits or RunLimits.after(self._latest_seconds)
+                self.is_wary = self.is_wary or report.took_its_process_down
+                yield report
+
+    def change(self, task: Task, runs: int = 1) -> None:
+        """Look at candidates in another way from here on, which takes so many runs for each. The limits stay, so that
+        no candidate is ever without any."""
+        self.task = task
+        if self.limits is not None and self.limits.seconds is not None:
+            self.limits = replace(self.limits, seconds=runs * self.limits.seconds)
+
+    def forget_limits(self) -> None:
+        """Let them follow from the next run: what ran so far was smaller than what comes."""
+        self.limits = None
+
+    def close(self) -> None:
+        """End all children."""
+        for child in self._spawned:
+            child.close()
+        self._spawned.clear()
+
+    def _may_run_here(self, candidate: Step) -> bool:
+        return not _has_process_groups() or not (self.is_wary or trusts_arguments(candidate.program))
+
+    def _in_children(self, candidates: Sequence[Step], tasks: Sequence[Task]) -> Generator[Report, None, None]:
+        if can_fork():
+            running = [Child(is_forked=True) for _ in candidates]
+        else:
+            self._spawned += [Child(is_forked=False) for _ in range(len(candidates) - len(self._spawned))]
+            running = self._spawned[: len(candidates)]
+        try:
+            for child in running:
+                child.open()
+            for child, task, candidate in zip(running, tasks, candidates, strict=True):
+                child.start(task, candidate, self.limits or RunLimits())
+            for child in running:
+                yield wait_for(child, running)
+        finally:
+            for child in running:
+                child.settle()
+
+    def _through(self, executor: Executor, candidates: Sequence[Step]) -> Generator[Report, None, None]:
+        limits = self.limits or RunLimits()
+        futures: list[Future[bytes]] = []
+        try:
+            for candidate in candidates:
+                futures.append(executor.submit(report_packed, self.task, pack(candidate), limits))
+            for future in futures:
+                yield unpack_report(future.result(limits.and_more(_SECONDS_ON_THE_WAY).seconds))
+        except Exception as error:  # executors fail in as many ways as there are; candidates never raise here
+            message = f"the executor failed: {type(error).__name__}: {error}"
+            raise ReprokitError(message, hint="shrink without it, or with another one") from error
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _has_process_groups() -> bool:
+    return hasattr(os, "killpg")

@@ -14,9 +14,8 @@ from reprokit.errors import Flaky, NotReproduced
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
 from reprokit.program.step import Step
-from reprokit.shrink.apart import Task
+from reprokit.shrink.apart import Isolation, Task
 from reprokit.shrink.checks.check import Check, Ruling
-from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 
 MEASURED_RUNS = 30
@@ -100,23 +99,18 @@ class Certainty:
     def confirm(self, best: Step) -> bool:
         """True if nothing speaks against the result; raises `Flaky` if it never fails.
 
-        A fresh interpreter is asked about a check of the user's and after a crash; in all other cases the repro is
-        verified in clean processes. The rate of a flaky result is measured.
+        The rate of a flaky result is measured; of any other the repro is verified in clean processes.
         """
         if self.is_flaky:
             majority = self.isolation.task
             self.isolation.change(Task.of(self.check, self.settings))
-            failed = self._num_same([self.isolation.report(best).observation for _ in range(MEASURED_RUNS)])
+            failed = self._num_same([self.isolation.report(best).found for _ in range(MEASURED_RUNS)])
             self.isolation.change(majority)
             self.notes.append(f"the result fails in {failed}/{MEASURED_RUNS} runs")
             if not failed:
                 raise Flaky("the result does not fail when it is run again", note=self.notes[0])
             return failed > MEASURED_RUNS / 2
-        if not self.isolation.is_wary:
-            return True
-        agrees = self.oracle.confirm(best)
-        self.notes.append(f"a fresh interpreter gives {'the same failure' if agrees else 'something else'}")
-        return agrees
+        return True
 
     def _runs(self, whole: Step, times: int, first: Sequence[Failure | None] = ()) -> list[Failure | None]:
         """So many runs, fewer when they are slow."""

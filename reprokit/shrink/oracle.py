@@ -17,9 +17,8 @@ from functools import partial
 
 from reprokit.locate.failure import Failure
 from reprokit.program.step import Step
-from reprokit.shrink.apart import Report
+from reprokit.shrink.apart import Isolation, Report
 from reprokit.shrink.checks.check import Check, Ruling
-from reprokit.shrink.isolation import Isolation
 
 
 class OutOfBudget(Exception):
@@ -66,10 +65,6 @@ class Oracle:
                         return candidate
         return None
 
-    def confirm(self, candidate: Step) -> bool:
-        """True if a fresh interpreter gives the same failure; not counted as a check, may raise."""
-        return self._judge(candidate, self.isolation.report_freshly(candidate)) is Ruling.SAME
-
     def verdict_without_a_run(self, candidate: Step) -> Ruling | None:
         """The verdict on a candidate that need not run: it did already, or is bad from the start."""
         known = self._known.get(candidate.digest)
@@ -90,7 +85,8 @@ class Oracle:
 
     def failure(self, candidate: Step) -> Failure | None:
         """The failure of a candidate under the recorded settings; not counted as a check, may raise."""
-        return self.isolation.report(candidate).value()
+        found: Failure | None = self.isolation.report(candidate).value()
+        return found
 
     def known_failure(self, candidate: Step) -> Failure | None:
         """The failure of a candidate that was found to be the same one, without running it again."""
@@ -138,9 +134,9 @@ class Oracle:
     def _judge(self, candidate: Step, report: Report) -> Ruling:
         if report.error is not None:
             return Ruling.INVALID
-        verdict = self.predicate.judge(report.observation)
-        if verdict is Ruling.SAME and report.observation is not None:
-            self.remember(candidate, report.observation)
+        verdict = self.predicate.judge(report.found)
+        if verdict is Ruling.SAME and report.found is not None:
+            self.remember(candidate, report.found)
         return verdict
 
 

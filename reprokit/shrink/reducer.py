@@ -23,7 +23,7 @@ from reprokit.program.interpreter import determinism
 from reprokit.program.sites import variables
 from reprokit.program.step import Step
 from reprokit.shrink import View
-from reprokit.shrink.apart import Observe, RunLimits, Task
+from reprokit.shrink.apart import Isolation, Observe, RunLimits, Task
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.checks.choice import choose_check
@@ -32,7 +32,6 @@ from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, miss
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
 from reprokit.shrink.context.finder import Context, find_context
 from reprokit.shrink.explain import Explanation, explain
-from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle, OutOfBudget
 from reprokit.shrink.passes.cut import cuts, remove_calls, slice_to
 from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, simplify_setting
@@ -101,7 +100,7 @@ def shrink(
         is_foreign = observe is not None or isinstance(chosen, FunctionCheck)
         is_foreign = is_foreign or (isinstance(chosen, MismatchCheck) and isinstance(chosen.reference, Compiled))
         task = Task.of(observe or chosen, snapshot.settings)
-        with closing(Isolation(task, jobs, limits, is_foreign, executor)) as places:
+        with closing(Isolation(task, jobs, is_foreign, executor, limits)) as places:
             oracle = Oracle(chosen, places, max_time, math.inf if max_checks is None else max_checks)
             certainty = Certainty(oracle, places, chosen, snapshot.settings, observe is None, snapshot.failure)
             file = out_dir / REDUCTION_FILE if out_dir is not None else None
@@ -214,11 +213,11 @@ class _Run:
             return whole, []
         candidate, failure = sliced
         report = certainty.isolation.report(candidate)
-        if report.error is not None or certainty.check.judge(report.observation) is not Ruling.SAME:
+        if report.error is not None or certainty.check.judge(report.found) is not Ruling.SAME:
             certainty.isolation.forget_limits()  # those of the slice are too tight for the whole step
             return whole, []
         certainty.failure = failure
-        return candidate, [report.observation]
+        return candidate, [report.found]
 
     def _start(self, problem: Problem) -> None:
         """Cut to the origin, or go on from an earlier reduction."""

@@ -103,18 +103,3 @@ class LeavesTraces:
         Path(self.folder, f"{os.getpid()}.{child.pid}").touch()
         hang()
         return None
-
-
-@dataclass(frozen=True)
-class NotFreshly:
-    """Fails only in a process and in its forked children."""
-
-    process: int
-
-    def __call__(self, candidate: Step) -> Failure | None:
-        return observe(candidate) if self.process in (os.getpid(), os.getppid()) and not is_new() else None
-
-
-def is_new() -> bool:
-    """Whether this is an interpreter that a worker runs in."""
-    return "pytest" not in sys.modules

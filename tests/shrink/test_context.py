@@ -13,11 +13,10 @@ import torch
 from reprokit.locate.blame import locate
 from reprokit.program.sites import variables
 from reprokit.program.step import Step
-from reprokit.shrink.apart import Task
+from reprokit.shrink.apart import Isolation, Task
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.finder import Context, find_context
 from reprokit.shrink.context.growth import is_ordinary
-from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.plainness import seed_of
 from reprokit.shrink.reducer import shrink

@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.step import Step
 from reprokit.shrink import apart, reducer
 from reprokit.shrink.apart import (
+    Isolation,
     NotObserved,
     Observe,
     Report,
@@ -35,13 +35,12 @@ from reprokit.shrink.apart import (
 )
 from reprokit.shrink.checks.check import Ruling
 from reprokit.shrink.checks.recorded import NonfiniteCheck
-from reprokit.shrink.isolation import Isolation
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import Snapshot
 from tests.conftest import ROOT
 from tests.shrink import failing
-from tests.shrink.predicates import FEW_CALLS, Hostile, NeedsBoth, NotFreshly, by_number, threads_and_draw
+from tests.shrink.predicates import FEW_CALLS, Hostile, NeedsBoth, by_number, threads_and_draw
 from tests.shrink.views import Lines
 
 SHORT = RunLimits(seconds=3.0, memory=1 << 28)
@@ -57,7 +56,7 @@ def candidate(number: float) -> Step:
 
 def isolation(observe: Observe = by_number, **options: Any) -> Isolation:
     """Candidates run in children, with short limits."""
-    return Isolation(Task.of(observe, Settings()), **{"limits": SHORT, "always_apart": True, **options})
+    return Isolation(Task.of(observe, Settings()), **{"limits": SHORT, "is_wary": True, **options})
 
 
 def reason(report: Report) -> str:
@@ -76,7 +75,6 @@ def test_whatever_a_candidate_does_is_reported() -> None:
         failure = reports[0].value()
         assert failure is not None and failure.call == "torch.log" and failure.num_elements != os.getpid()
         assert reports[1].value() is None
-        assert dict(places.ended) == {"crash": 2, "time": 1, "memory": 1}
 
 
 @needs_fork
@@ -94,20 +92,15 @@ def test_a_spawned_child_is_used_until_a_candidate_ends_it(monkeypatch: pytest.M
         with closing(places.reports([candidate(number) for number in (1, 0)])) as unread:
             next(unread)
         reports.append(places.report(candidate(1)))
-    processes = [failure.num_elements for failure in (report.observation for report in reports) if failure is not None]
+    processes = [failure.num_elements for failure in (report.found for report in reports) if failure is not None]
     assert processes[0] == processes[1] != processes[2]
     assert [report.error is None for report in reports] == [True, True, False, True, True, True]
 
 
 def test_a_check_that_cannot_be_sent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apart, "can_fork", lambda: False)
-    with closing(isolation(lambda tried: None)) as places, pytest.raises(ReprokitError, match="cannot be sent"):
-        places.report(candidate(0))
-
-
-def test_candidates_of_the_last_word_run_in_an_interpreter_of_their_own() -> None:
-    failure = isolation(always_apart=False).report_freshly(candidate(0)).value()
-    assert failure is not None and failure.num_elements != os.getpid()
+    with closing(isolation(lambda tried: None)) as places:
+        assert places.report(candidate(0)).error is not None
 
 
 @needs_fork
@@ -123,14 +116,14 @@ def test_candidates_of_the_last_word_run_in_an_interpreter_of_their_own() -> Non
 )
 def test_calls_that_trust_their_arguments_run_apart(target: str, is_here: bool) -> None:
     program = Program((Call(target, (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
-    failure = isolation(always_apart=False).report(Step(program, {0: torch.zeros(1)})).value()
+    failure = isolation(is_wary=False).report(Step(program, {0: torch.zeros(1)})).value()
     assert failure is not None
     assert (failure.num_elements == os.getpid()) is is_here
 
 
 @needs_fork
 def test_after_a_crash_everything_runs_apart() -> None:
-    places = isolation(always_apart=False)
+    places = isolation(is_wary=False)
     first = places.report(candidate(0)).value()
     trusting = Program((Call("torch.embedding_bag", (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
     assert reason(places.report(Step(trusting, {0: torch.full((1,), 2.0)}))) == "crash"
@@ -193,7 +186,7 @@ def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_mini
     tried = [re.search(r": (\w+) \((\d+) calls?, ", line) for line in view.checks]
     fates = [found[1] == "invalid" for found in tried if found is not None and int(found[2]) > FEW_CALLS]
     assert sum(fates) >= 0.3 * len(fates) > 3
-    assert used[-1].ended["crash"] > 0
+    assert used[-1].is_wary
 
 
 def two_calls_among_many() -> Snapshot:
@@ -263,11 +256,3 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-@needs_fork
-@pytest.mark.parametrize(("observe", "is_certain"), [(NeedsBoth("log"), True), (NotFreshly(os.getpid()), False)])
-def test_a_fresh_interpreter_has_the_last_word(observe: Observe, is_certain: bool) -> None:
-    reduction = shrink(failing.zero_times_log_zero(), observe=observe, limits=RunLimits(60.0))
-    assert reduction.one_minimal is is_certain
-    assert reduction.notes[-1].endswith("the same failure" if is_certain else "something else")

@@ -14,9 +14,7 @@ import pytest
 from reprokit.errors import ReprokitError
 from reprokit.program.interpreter import Settings
 from reprokit.shrink import apart as isolated
-from reprokit.shrink import isolation as runner
-from reprokit.shrink.apart import RunLimits, Task
-from reprokit.shrink.isolation import Isolation
+from reprokit.shrink.apart import Isolation, RunLimits, Task
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from tests.shrink import failing
@@ -56,7 +54,7 @@ def reduce(step: Callable[[], Any]) -> Callable[..., Reduction]:
 def test_jobs_do_not_change_a_reduction(step: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = reduce(step)
     alone = outcome(run)
-    monkeypatch.setattr(runner, "_WORTH_A_PROCESS", 0.0)
+    monkeypatch.setattr(isolated, "_WORTH_A_PROCESS", 0.0)
     assert outcome(run, jobs=3) == alone
 
 
@@ -64,7 +62,7 @@ def test_jobs_do_not_change_a_reduction(step: Callable[[], Any], monkeypatch: py
 def test_spawned_children_do_not_change_a_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     run = reduce(failing.where_gradient)
     alone = outcome(run)
-    monkeypatch.setattr(runner, "_WORTH_A_PROCESS", 0.0)
+    monkeypatch.setattr(isolated, "_WORTH_A_PROCESS", 0.0)
     monkeypatch.setattr(isolated, "can_fork", lambda: False)
     assert outcome(run, jobs=2) == alone
 
@@ -113,10 +111,10 @@ def test_any_executor_will_do(start: Callable[[], Any]) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_crashes_do_not_break_an_executor() -> None:
     with processes() as executor:
-        places = Isolation(Task.of(by_number, Settings()), always_apart=True, executor=executor, jobs=2)
+        places = Isolation(Task.of(by_number, Settings()), is_wary=True, executor=executor, jobs=2)
         reports = list(places.reports([candidate(number) for number in (2, 0, 2, 1)]))
     assert [report.error is None for report in reports] == [False, True, False, True]
-    assert dict(places.ended) == {"crash": 2}
+    assert places.is_wary
 
 
 class Broken(Executor):
@@ -151,7 +149,7 @@ class Silent(Executor):
 
 
 def test_an_executor_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_SECONDS_ON_THE_WAY", 0.0)
+    monkeypatch.setattr(isolated, "_SECONDS_ON_THE_WAY", 0.0)
     places = Isolation(Task.of(by_number, Settings()), limits=RunLimits(0.5), executor=Silent(), jobs=2)
     with pytest.raises(ReprokitError, match="the executor failed: TimeoutError"):
         list(places.reports([candidate(0), candidate(1)]))

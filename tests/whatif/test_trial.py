@@ -15,18 +15,18 @@ from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.step import Step
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.snapshot.format import Snapshot
-from reprokit.whatif import BY_KEY, VARIANTS, Answer, Trial, Trials, check_of
+from reprokit.whatif import BY_KEY, VARIANTS, Answer, Trial, check_of, trial_of
 from tests.shrink import failing
 
 Make = Callable[[], Snapshot]
 SAME, OTHER, PASSES, CANNOT_RUN = Answer.SAME, Answer.OTHER, Answer.PASSES, Answer.CANNOT_RUN
 
 
-def trial_of(snapshot: Snapshot, variant: str) -> Trial:
+def trial_in(snapshot: Snapshot, variant: str) -> Trial:
     """What becomes of a snapshot's program."""
     whole = Step.of(snapshot)
     check = check_of(whole, snapshot.failure, None, None)
-    return Trials({whole.digest: check})(whole, variant)
+    return trial_of(whole, check, variant)
 
 
 def autocast_overflow() -> Snapshot:
@@ -93,7 +93,7 @@ def test_attention_kernels_are_tried_where_there_is_attention() -> None:
     ],
 )
 def test_answers(make: Make, variant: str, answer: Answer) -> None:
-    trial = trial_of(make(), variant)
+    trial = trial_in(make(), variant)
     assert trial.answer is answer, trial
     assert (trial.seconds is None) == (answer is CANNOT_RUN)
     if answer in (OTHER, CANNOT_RUN):
@@ -102,38 +102,38 @@ def test_answers(make: Make, variant: str, answer: Answer) -> None:
 
 
 def test_anomaly_mode_is_quoted() -> None:
-    trial = trial_of(failing.sqrt_gradient(), "detect_anomaly")
+    trial = trial_in(failing.sqrt_gradient(), "detect_anomaly")
     assert trial.answer is SAME
     assert "Backward0' returned nan values" in trial.detail
 
 
 def test_anomaly_mode_runs_the_backward_pass_of_a_step_that_has_none() -> None:
     trained = failing.record(lambda x: x.sqrt().sum(), x=torch.tensor([-1.0], requires_grad=True))
-    trial = trial_of(trained, "detect_anomaly")
+    trial = trial_in(trained, "detect_anomaly")
     assert trial.answer is SAME and "'SqrtBackward0' returned nan values" in trial.detail
-    without = trial_of(failing.record(lambda x: x.sqrt().sum(), x=torch.tensor([-1.0])), "detect_anomaly")
+    without = trial_in(failing.record(lambda x: x.sqrt().sum(), x=torch.tensor([-1.0])), "detect_anomaly")
     assert without.answer is SAME and "reports nothing in the captured step" in without.detail
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_other_device_is_missing() -> None:
-    assert trial_of(failing.masked_softmax(), "cuda") == Trial(CANNOT_RUN, "torch sees no GPU")
+    assert trial_in(failing.masked_softmax(), "cuda") == Trial(CANNOT_RUN, "torch sees no GPU")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_other_device() -> None:
-    assert trial_of(failing.masked_softmax(), "cuda").answer is SAME
+    assert trial_in(failing.masked_softmax(), "cuda").answer is SAME
 
 
 @pytest.mark.parametrize("make", [failing.masked_softmax, failing.sqrt_gradient, failing.wrong_shapes])
 def test_compiled(make: Make) -> None:
-    trial = trial_of(make(), "compile:aot_eager")
+    trial = trial_in(make(), "compile:aot_eager")
     assert trial.answer is SAME, trial
 
 
 def test_a_compiler_that_does_not_exist_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BY_KEY, "compile:none", replace(BY_KEY["compile:aot_eager"], backend="no_such_backend"))
-    trial = trial_of(failing.masked_softmax(), "compile:none")
+    trial = trial_in(failing.masked_softmax(), "compile:none")
     assert trial.answer is CANNOT_RUN
     assert "no_such_backend" in trial.detail
 
@@ -143,7 +143,7 @@ def test_a_comparison_is_not_compiled() -> None:
     whole = Step(Program((call,), (Input(0, "x"),), (Ref(1),)), {0: torch.ones(2)})
     failure = Failure("forward", "mismatch", "fp64", "torch.exp", 0, value=1)
     check = MismatchCheck().adopted(failure, whole)
-    trial = Trials({whole.digest: check})(whole, "compile:aot_eager")
+    trial = trial_of(whole, check, "compile:aot_eager")
     assert (trial.answer, trial.detail) == (
         CANNOT_RUN,
         "`mismatch:fp64` is not a failure that a compiled program is checked for",
@@ -162,7 +162,7 @@ def test_settings_of_torch_are_given_back() -> None:
     before = settings()
     for variant in VARIANTS:
         if not variant.is_slow:
-            trial_of(failing.masked_softmax(), variant.key)
+            trial_in(failing.masked_softmax(), variant.key)
     assert settings() == before
 
 
