@@ -47,18 +47,18 @@ def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch)
         tensors = {value: torch.ones_like(tensor) for value, tensor in candidate.tensors.items()}
         return candidate.with_tensors(tensors), failure
 
-    limits: list[RunLimits] = []
+    limits: list[RunLimits | None] = []
     establish = Certainty.establish
 
     def watch(certainty: Certainty, whole: Step, tell: Any, first: Any) -> None:
-        limits.append(certainty.isolation.allowed)
+        limits.append(certainty.isolation.limits)
         establish(certainty, whole, tell, first)
 
     monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "slice_to", healthy)
     monkeypatch.setattr(Certainty, "establish", watch)
     reduction = shrink(failing.zero_by_zero())
     assert (reduction.reproduces, reduction.program.num_calls) == ("5/5", 1)
-    assert limits == [RunLimits()]  # what the slice needs is too little for the whole step
+    assert limits == [None]  # what the slice needs is too little for the whole step
 
 
 def test_a_layer_of_torch_is_kept_whole() -> None:

@@ -9,8 +9,8 @@ def distance(hand, target):
     return torch.where(squared > 0, torch.sqrt(squared), torch.zeros_like(squared))
 
 
-hand = torch.ones(1, 1, requires_grad=True)
-target = torch.ones(1, 1)
+hand = torch.zeros(1, 1, requires_grad=True)
+target = torch.zeros(1, 1)
 distance(hand, target).sum().backward()
 
 print("hand.grad =", hand.grad)
