@@ -9,11 +9,9 @@ state is as it was afterwards.
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, gives_gradients, starts_of
-from reprokit.capture.replay import Player, PlayObserver, Replay
+from reprokit.capture.replay import Player, PlayObserver, Replay, in_silence
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
 from reprokit.compare.quantity import norm_of
@@ -69,9 +67,11 @@ def find_cause(loop: Loop, segments: Sequence[Segment], snapshot: Snapshot, fram
     unlike the steps before, or these cannot be played again."""
     rows = failing_series(snapshot.timeline)
     losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
-    seconds = _TIMES * sum(row.seconds for row in rows[-len(segments) :] if row.seconds is not None)
-    is_event = snapshot.failure.event is not None
-    return _Experiments(loop, segments, frame, losses, max(_LEAST_SECONDS, seconds), is_event=is_event).run()
+    trained = sum(row.seconds for row in rows[-len(segments) :] if row.seconds is not None)
+    if 2 * trained > _MOST_SECONDS:  # they are played unchanged and changed
+        return None
+    seconds, is_event = max(_LEAST_SECONDS, _TIMES * trained), snapshot.failure.event is not None
+    return _Experiments(loop, segments, frame, losses, seconds, is_event=is_event).run()
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,16 @@ class _Played:
 
 
 class _Observer(PlayObserver):
-    """Makes the change of a plan, and reads the loss that a step differentiates, without the factor of a scaler."""
+    """Makes the change of a plan, and reads the loss that a step differentiates, without the factor of a scaler. Stops
+    the play at the ``deadline``."""
 
-    def __init__(self, player: Player, plan: _Plan | None) -> None:
-        self.player, self._plan = player, plan
+    def __init__(self, player: Player, plan: _Plan | None, deadline: float) -> None:
+        self.player, self._plan, self._deadline = player, plan, deadline
         self.loss = math.nan
         self._scaled: dict[Number, float] = {}  # what a grad scaler was given, by the number of its product
+
+    def begin(self, replay: Replay) -> bool:
+        return time.monotonic() > self._deadline
 
     def before(self, replay: Replay, op: Op) -> bool:
         if op.kind is ScaleLoss:
@@ -124,10 +128,6 @@ class _Observer(PlayObserver):
             for parameter, value in self._plan.held:
                 parameter.data.fill_(value)
         return False
-
-
-def _changing(plan: _Plan, replay: Replay) -> _Observer:
-    return _Observer(replay.player, plan)
 
 
 def _given(op: Op) -> Iterator[tuple[Slot, Number]]:
@@ -158,8 +158,8 @@ class _Watch(_Observer):
     What a step computes of its parameters is a consequence, and is not compared.
     """
 
-    def __init__(self, player: Player, state: set[int], scalars: dict[str, torch.Tensor]) -> None:
-        super().__init__(player, None)
+    def __init__(self, player: Player, deadline: float, state: set[int], scalars: dict[str, torch.Tensor]) -> None:
+        super().__init__(player, None, deadline)
         self.series: dict[Slot, _Series] = {}
         self.scalars = {name: (parameter, list[Reading]()) for name, parameter in scalars.items()}
         self.options: dict[tuple[int, int, str], list[Reading]] = {}
@@ -174,7 +174,7 @@ class _Watch(_Observer):
         self._seen = set()
         for parameter, readings in self.scalars.values():
             readings.append(Reading(replay.segment.mark.step, *[float(parameter.detach())] * 2))
-        return False
+        return super().begin(replay)
 
     def before(self, replay: Replay, op: Op) -> bool:
         mark = replay.segment.mark
@@ -258,7 +258,7 @@ class _Experiments:
         watches: list[_Watch] = []
 
         def watching(replay: Replay) -> _Observer:
-            watches.append(_Watch(replay.player, self._loop.world.state_ids(), self._scalars))
+            watches.append(_Watch(replay.player, self._deadline, self._loop.world.state_ids(), self._scalars))
             return watches[0]
 
         control = self._play(None, watching)
@@ -272,34 +272,39 @@ class _Experiments:
         for plan in self._plans(watches[0], odd):
             if time.monotonic() + self._longest > self._deadline:
                 break
-            played = self._play(plan, partial(_changing, plan))
+            played = self._play(plan, partial(self._changing, plan))
             if played is None:
                 continue
-            removes = not played.is_bad and abs(played.loss) <= self._limit
+            removes = not played.is_bad
             loss = played.loss if math.isfinite(played.loss) else None
             tried.append(Intervention(plan.text, removes, loss, len(self._segments)))
             if removes:
                 if not any(plan.says.startswith(line) for line in evidence):
                     evidence.append(plan.says.removesuffix("."))
-                return Cause(plan.kind, f"{plan.says} {tried[-1].text}", tuple(evidence), tuple(tried))
+                shown = tried[-1].words(is_event=self._is_event)
+                return Cause(plan.kind, f"{plan.says} {shown}", tuple(evidence), tuple(tried))
         if not evidence:
             return None
         return Cause("unknown", f"{evidence[0]}; no experiment has decided why.", tuple(evidence), tuple(tried))
 
+    def _changing(self, plan: _Plan, replay: Replay) -> _Observer:
+        return _Observer(replay.player, plan, self._deadline)
+
     def _play(self, plan: _Plan | None, observing: Callable[[Replay], _Observer]) -> _Played | None:
-        """Play the steps from the oldest copy; ``None`` where that is not possible."""
+        """Play the steps from the oldest copy; ``None`` where that is not possible, or takes too long."""
         world, started, segments = self._loop.world, time.monotonic(), self._segments
         if plan is not None and plan.edit is not None:
             edit = plan.edit
             segments = [Segment([edit(op, mark) for op in ops], mark) for ops, mark in segments]
         replay = Replay(world, self._loop.tape, segments, world.copies[0])
         try:
-            with replay.going_back(), contextlib.redirect_stdout(io.StringIO()):
+            with replay.going_back(), in_silence():
                 observer = observing(replay)
-                replay.play(observer)
+                if replay.play(observer):
+                    return None
                 is_scaled = any(op.kind is ScaleLoss for op in segments[-1].ops)  # gradients may be infinite on purpose
                 gradients = [leaf.grad for leaf in replay.leaves() if leaf.grad is not None and not is_scaled]
-                is_bad = not abs(observer.loss) <= self._limit
+                is_bad = not (math.isfinite(observer.loss) and abs(observer.loss) <= self._limit)
                 is_bad = is_bad or bad_tensor(gradients) is not None or world.newly_bad() is not None
                 return _Played(not replay.other_losses, is_bad, observer.loss)
         except Exception as error:  # of the user's code, which a change may not suit
@@ -369,18 +374,19 @@ class _Experiments:
         update = max(watch.updates[-_RECENT:], default=0.0) if not self._is_event else 0.0
         if rates and (self._diverged is not None or update > _LARGE_UPDATE):
             says = rate_words(self._diverged, update, min(rates), max(rates))
-            yield _Plan("setting", says, "a tenth of the learning rate", edit=_scaled("lr", _TENTH))
+            yield _Plan("setting", says, "a tenth of the learning rate", edit=_with_smaller_rate)
 
     def _other_options(self, watch: _Watch) -> Iterator[_Plan]:
         """Options of optimizers that have jumped, as they were before."""
-        found: dict[str, tuple[Unlike, float]] = {}
-        for (_, _, name), readings in watch.options.items():
+        found: dict[str, tuple[Unlike, dict[tuple[int, int], float]]] = {}
+        for (optimizer, place, name), readings in watch.options.items():
             one = jump(name, "option", readings, least=1)
             if one is not None:
-                found.setdefault(name, (one, one.before[1] / one.now[1]))
-        for name, (one, factor) in found.items():
-            text = f"`{name}` at {number_words(one.before[1])} as before"
-            yield _Plan("setting", f"{one.text}.", text, edit=_scaled(name, factor, one.since))
+                found.setdefault(name, (one, {}))[1][optimizer, place] = one.before[1]
+        for name, (one, values) in found.items():
+            is_single = len(set(values.values())) == 1
+            text = f"`{name}` at {number_words(one.before[1])} as before" if is_single else f"`{name}` as before"
+            yield _Plan("setting", f"{one.text}.", text, edit=partial(_with_option, name, values, one.since))
 
 
 def _operands(part: ast.AST, number: int) -> Sequence[ast.expr]:
@@ -401,14 +407,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _scaled(name: str, factor: float, since: int = 0) -> Callable[[Op, Mark], Op]:
-    """Steps of optimizers with so many times an option, from a step on."""
+def _with_option(name: str, values: Mapping[tuple[int, int], float], since: int, op: Op, mark: Mark) -> Op:
+    """A step of an optimizer with these values of an option, by optimizer and group, from a step on."""
+    if op.kind is not OptimizerStep or mark.step < since:
+        return op
+    groups = enumerate(op.note.options)
+    options = [{**g, name: values.get((id(op.target), place), g[name])} if name in g else g for place, g in groups]
+    return op._replace(note=replace(op.note, options=options))
 
-    def edit(op: Op, mark: Mark) -> Op:
-        if op.kind is not OptimizerStep or mark.step < since:
-            return op
-        groups = op.note.options
-        options = [{**g, name: g[name] * factor} if _is_number(g.get(name)) else g for g in groups]
-        return op._replace(note=replace(op.note, options=options))
 
-    return edit
+def _with_smaller_rate(op: Op, mark: Mark) -> Op:
+    """A step of an optimizer with a tenth of its learning rates."""
+    if op.kind is not OptimizerStep:
+        return op
+    options = [{**g, "lr": g["lr"] * _TENTH} if _is_number(g.get("lr")) else g for g in op.note.options]
+    return op._replace(note=replace(op.note, options=options))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import math
 import warnings
 from collections import OrderedDict
@@ -251,6 +252,13 @@ def put_first_back(ops: Iterable[Op]) -> None:
             first.setdefault(id(op.target if op.kind is Root else op.args[0]), noted)
     for noted in first.values():
         noted.put_back()
+
+
+@contextlib.contextmanager
+def in_silence() -> Iterator[None]:
+    """What the user's code prints is not shown: training has printed it."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------

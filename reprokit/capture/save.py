@@ -34,6 +34,7 @@ from reprokit.capture.replay import (
     Replay,
     TracedPlayer,
     graphs_in,
+    in_silence,
     leaves_in,
     needed_ops,
     put_first_back,
@@ -433,7 +434,7 @@ class Describing:
         }
         last = snapshot.step if snapshot.failure.event is None else segments[-1].mark.step
         replay, meter = Replay(world, loop.tape, segments, world.copies[0]), Meter({}, layers, last)
-        with replay.going_back(), meter.watching():
+        with replay.going_back(), meter.watching(), in_silence():
             replay.play(meter)
         return [row for row in meter.rows if row.step >= began]
 

@@ -15,7 +15,7 @@ from reprokit.rules.edits import (
     set_argument,
     sum_over_count,
 )
-from reprokit.rules.predicates import ZERO_BY_ZERO, follows, meet, places, raises, shape_of
+from reprokit.rules.predicates import ZERO_BY_ZERO, follows, follows_underflow, meet, places, raises, shape_of
 from reprokit.rules.rule import Fix, Numbers, Rule
 from reprokit.rules.scene import ObservedCall, Scene
 
@@ -105,7 +105,7 @@ DIVISION = [
         expected="a divisor that is never zero", fixes=AWAY_FROM_ZERO),
     Rule("exponentials-underflowed", "A sum of exponentials that all underflowed",
         kinds="nan", phases="forward", calls="div",
-        when=[ZERO_BY_ZERO, follows("exp exp2 softmax sigmoid", "denominator", through="sum add")],
+        when=[ZERO_BY_ZERO, follows_underflow("exp exp2 softmax sigmoid", "denominator", through="sum add")],
         why="Exponentials of very negative numbers are exactly zero in floating point. Where all of a row are, so is "
             "their sum, and normalising them gives 0 / 0.",
         seen=["{count} of {total} elements divide 0 by a sum of results of `{maker}` that is 0"],

@@ -18,6 +18,9 @@ import torch
 from reprokit.locate.domains import COMPARISONS, DOMAINS, compare
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.spelling import Slot, short_name
+from reprokit.program.dataflow import needed_calls
+from reprokit.program.ir import iter_refs
+from reprokit.program.observe import Trace, copied
 from reprokit.rules.rule import Numbers, of_scene
 from reprokit.rules.scene import Scene
 
@@ -104,13 +107,33 @@ def _dimension(scene: Scene) -> int | None:
 @of_scene
 def follows(scene: Scene, calls: str, role: Slot = "x", *, through: str = "") -> Numbers | None:
     """True if an argument comes from one of these calls: views, casts and what is named in ``through`` apart."""
+    found = _maker(scene, calls, role, through)
+    return {"maker": short_name(scene.program.calls[found])} if found is not None else None
+
+
+def _maker(scene: Scene, calls: str, role: Slot, through: str) -> int | None:
     waiting = list(scene.makers(role))
     for index, call in waiting:
         if short_name(call) in calls.split():
-            return {"maker": short_name(call)}
+            return index
         if short_name(call) in through.split():
             waiting += scene.makers_of((call.args, dict(call.kwargs)), index)
     return None
+
+
+@of_scene
+def follows_underflow(scene: Scene, calls: str, role: Slot = "x", *, through: str = "") -> Numbers | None:
+    """As `follows`, of a call with results that are zero; all of them by rounding, so none of an argument of -inf."""
+    index = _maker(scene, calls, role, through)
+    if index is None:
+        return None
+    call, trace = scene.program.calls[index], Trace(scene.program, copied, {index})
+    only = needed_calls(scene.program.calls, {index})
+    trace.run(scene.tensors, only=range(index + 1) if only is None else only)
+    given, made = (next(iter_refs(found)).value for found in (call.args, call.outputs))
+    zeros = trace.writes[index][made] == 0
+    is_rounded = bool(zeros.any()) and bool(trace.reads[index][given][zeros].isfinite().all())
+    return {"maker": short_name(call)} if is_rounded else None
 
 
 @of_scene

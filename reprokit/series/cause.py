@@ -214,13 +214,13 @@ class Intervention:
     loss: float | None = None
     steps: Count = 0
 
-    @property
-    def text(self) -> str:
-        """What it has shown, in words."""
+    def words(self, *, is_event: bool) -> str:
+        """What it has shown; of an event no value was bad before."""
         steps = "the step" if self.steps == 1 else f"the same {self.steps} steps"
-        verb = "stays" if self.steps == 1 else "stay"
+        ending = "" if self.steps > 1 else "s"
         loss = f" (loss {number_words(self.loss)})" if self.loss is not None else ""
-        return f"With {self.change} {steps} {verb} finite{loss}."
+        shown = f"end{ending} with a usual loss" if is_event else f"stay{ending} finite"
+        return f"With {self.change} {steps} {shown}{loss}."
 
 
 @dataclass(frozen=True, slots=True)

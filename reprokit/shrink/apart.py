@@ -456,7 +456,7 @@ class Isolation:
         """
         started = time.monotonic()
         if len(candidates) == 1 and self._may_run_here(candidates[0]):
-            found = iter([self.task.report(candidates[0])])
+            found = iter([(tasks[0] if tasks else self.task).report(candidates[0])])
         elif self.executor is None:
             found = self._in_children(candidates, tasks or [self.task] * len(candidates))
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import reprokit
+from reprokit.capture import experiments
 from reprokit.capture.experiments import _Experiments
 from reprokit.series.cause import Reading, divergence, drift, growth, jump, usual_limit
 from reprokit.snapshot.format import Snapshot, load
@@ -142,6 +144,63 @@ def test_nothing_is_claimed_of_a_step_that_is_like_the_others(tmp_path: Path) ->
 def test_no_experiment_runs_when_none_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Experiments, "run", lambda self: pytest.fail("the steps were played again"))
     assert captured(tmp_path, lambda: train(odd_batch), cause=False).cause is None
+
+
+def test_steps_that_took_long_are_not_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "_MOST_SECONDS", 1e-9)
+    assert captured(tmp_path, lambda: train(odd_batch)).cause is None
+    monkeypatch.setattr(experiments, "_MOST_SECONDS", 30.0)
+    monkeypatch.setattr(experiments, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(experiments, "_TIMES", 0)
+    assert captured(tmp_path, lambda: train(odd_batch), overwrite=True).cause is None
+
+
+def test_only_the_option_that_jumped_is_put_back(tmp_path: Path) -> None:
+    """The rate of another group falls in the same step, and is what it was in the experiment."""
+
+    def loop() -> None:
+        model, generator = Scale(), torch.Generator().manual_seed(1)
+        groups = [{"params": model.layer.parameters()}, {"params": [model.scale], "lr": 1e-3}]
+        optimizer = torch.optim.SGD(groups, lr=1e-2)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = 1e-2 if step < 12 else 1e3
+            loss = (model(torch.rand(8, 4, generator=generator)) - 5).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[1]["lr"])
+
+    rates: list[float] = []
+    seen: list[list[float]] = []
+    step_of = torch.optim.SGD.step
+
+    def step(self: torch.optim.SGD, closure: None = None) -> None:
+        seen.append([group["lr"] for group in self.param_groups])
+        step_of(self, closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", step)
+        snapshot = captured(tmp_path, loop)
+    assert snapshot.cause is not None and "`lr` at 0.01 as before" in snapshot.cause.text
+    assert {rates[1] for rates in seen} == {1e-3} and [0.01, 0.001] in seen[-3:]
+
+
+def test_output_of_the_users_code_is_not_printed_by_experiments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Loud(Scale):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            print("in forward", file=sys.stderr)
+            return super().forward(x)
+
+    def counted(**options: object) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "Scale", Loud)
+            snapshot = captured(tmp_path, lambda: train(odd_batch), **options)
+        assert (snapshot.cause is None) == (options.get("cause") is False)
+        return capsys.readouterr().err.count("in forward")
+
+    assert counted() == counted(cause=False, overwrite=True)
 
 
 def test_experiments_leave_the_training_as_it_was(tmp_path: Path) -> None:

@@ -318,6 +318,8 @@ MISSES: dict[str, Make] = {
                                m=torch.tensor([0.0, -INF])),
     "half-operand-overflow": step(lambda x, w: autocast_linear(x, w).sum(), x=torch.full((1, 4), 6e4),
                                   w=torch.ones(1, 4)),
+    "exponentials-underflowed": step(
+        lambda x: (q := x.masked_fill(HIDDEN, -INF).exp()) / q.sum(1, keepdim=True), x=torch.zeros(2, 2)),
     "half-eps-lost": step(lambda x, y: x / (y - 1e-3), x=half(0.0, 1.0), y=half(1e-3, 1.0)),
     "zero-times-log-zero": step(lambda x, p: (x * p.log()).sum(), x=torch.tensor([1.0, 0.0]),
                                 p=torch.tensor([0.0, 0.5])),
