@@ -277,7 +277,8 @@ class _Experiments:
                 continue
             removes = not played.is_bad
             loss = played.loss if math.isfinite(played.loss) else None
-            tried.append(Intervention(plan.text, removes, loss, len(self._segments)))
+            num_steps = len({segment.mark.step for segment in self._segments})  # of which one may have several updates
+            tried.append(Intervention(plan.text, removes, loss, num_steps))
             if removes:
                 if not any(plan.says.startswith(line) for line in evidence):
                     evidence.append(plan.says.removesuffix("."))

@@ -185,6 +185,22 @@ def test_only_the_option_that_jumped_is_put_back(tmp_path: Path) -> None:
     assert {rates[1] for rates in seen} == {1e-3} and [0.01, 0.001] in seen[-3:]
 
 
+def test_a_step_with_two_updates_counts_once(tmp_path: Path) -> None:
+    def loop() -> None:
+        model, generator = Scale(), torch.Generator().manual_seed(1)
+        optimizers = [torch.optim.SGD(part, lr=1e-2) for part in (model.layer.parameters(), [model.scale])]
+        for step in range(STEPS):
+            x = torch.rand(8, 4, generator=generator) * (1e4 if step == 12 else 1.0)
+            for optimizer in optimizers:
+                loss = (model(x) - 5).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    cause = captured(tmp_path, loop).cause
+    assert cause is not None and cause.kind == "data" and 10 <= cause.interventions[-1].steps <= 13
+
+
 def test_output_of_the_users_code_is_not_printed_by_experiments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
