@@ -218,8 +218,9 @@ class Intervention:
         """What it has shown; of an event no value was bad before."""
         steps = "the step" if self.steps == 1 else f"the same {self.steps} steps"
         ending = "" if self.steps > 1 else "s"
-        loss = f" (loss {number_words(self.loss)})" if self.loss is not None else ""
-        shown = f"end{ending} with a usual loss" if is_event else f"stay{ending} finite"
+        shown, loss = f"stay{ending} finite", f" (loss {number_words(self.loss)})" if self.loss is not None else ""
+        if is_event and self.loss is not None:
+            shown, loss = f"end{ending} with a usual loss", f" ({number_words(self.loss)})"
         return f"With {self.change} {steps} {shown}{loss}."
 
 

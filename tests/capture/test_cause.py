@@ -185,6 +185,26 @@ def test_only_the_option_that_jumped_is_put_back(tmp_path: Path) -> None:
     assert {rates[1] for rates in seen} == {1e-3} and [0.01, 0.001] in seen[-3:]
 
 
+def test_an_event_was_finite_before_the_experiment_too(tmp_path: Path) -> None:
+    def loop() -> None:
+        torch.manual_seed(0)
+        model, generator = (
+            nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)),
+            torch.Generator().manual_seed(1),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        for step in range(80):
+            x = torch.randn(16, 4, generator=generator)
+            optimizer.param_groups[0]["lr"] = 0.02 if step < 50 else 5.0
+            loss = (model(x) - x.sum(1, keepdim=True)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    cause = captured(tmp_path, loop, on=("spike",)).cause
+    assert cause is not None and cause.kind == "setting" and "steps end with a usual loss (0." in cause.text
+
+
 def test_a_step_with_two_updates_counts_once(tmp_path: Path) -> None:
     def loop() -> None:
         model, generator = Scale(), torch.Generator().manual_seed(1)
