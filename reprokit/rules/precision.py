@@ -208,10 +208,16 @@ def _numbers(scene: Scene, name: str) -> list[tuple[int, float]]:
 
 
 def has_infinite_operand(scene: Scene) -> Numbers | None:
-    """True if the origin was given infinities, and no NaN."""
-    given = [tensor for tensor in scene.arguments() if tensor.is_floating_point()]
+    """True if the origin was given infinities and no NaN; element by element, where its result is NaN."""
+    given, result = [tensor for tensor in scene.arguments() if tensor.is_floating_point()], scene.tensor("result")
     found = [mask for mask in (tensor.isinf() for tensor in given) if bool(mask.any())]
-    return places(found[0]) if found and not any(bool(tensor.isnan().any()) for tensor in given) else None
+    if not found or any(bool(tensor.isnan().any()) for tensor in given):
+        return None
+    if short_name(scene.origin.call) in ("mul", "sub", "add", "div"):
+        infinite = sum(mask.expand(result.shape).int() for mask in found)
+        if bool((result.isnan() & (infinite == 0)).any()):
+            return None
+    return places(found[0])
 
 
 # fmt: off

@@ -154,6 +154,7 @@ def test_all_calls_of_one_line_are_changed_together(step: Any, numbers: list[flo
         (lambda x: (q := x.exp().t()) / q.sum(0), "exponentials-underflowed"),
         (lambda x: (r := F.relu(-F.softmax(x, -1))) / r.sum(), "zero-by-zero"),  # zeros that were meant
         (lambda x: (q := x[x > 0].exp()).sum() / q.sum(), "zero-by-zero"),  # a sum of nothing
+        (lambda x: (z := x - x).index_fill(1, torch.tensor([1]), INF) / (z + torch.eye(2)), "zero-by-zero"),
         (lambda x: (w := 1 / x.masked_fill(x < 0, INF)) / w.sum(), "zero-by-zero"),
         (lambda x: torch.log(1 - torch.sigmoid(-x)), "log-of-softmax"),
         (lambda x: torch.log(1 - torch.sigmoid(-x).view(-1)), "log-of-softmax"),
