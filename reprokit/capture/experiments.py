@@ -286,7 +286,8 @@ class _Experiments:
                 return Cause(plan.kind, f"{plan.says} {shown}", tuple(evidence), tuple(tried))
         if not evidence:
             return None
-        return Cause("unknown", f"{evidence[0]}; no experiment has decided why.", tuple(evidence), tuple(tried))
+        why = "no experiment has decided why" if tried else "no experiment could be made"
+        return Cause("unknown", f"{evidence[0]}; {why}.", tuple(evidence), tuple(tried))
 
     def _changing(self, plan: _Plan, replay: Replay) -> _Observer:
         return _Observer(replay.player, plan, self._deadline)

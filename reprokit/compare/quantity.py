@@ -66,6 +66,8 @@ def observed(
     event, value = failure.event, _measured_in(outcome, program, tensors, failure)
     if event is None or value is None or value < event.threshold:
         return None, outcome
+    if math.isnan(value) and not math.isnan(event.value):  # the mean of no rows at all is no spike
+        return None, outcome
     found = Failure(failure.phase, failure.kind, value=failure.value, event=replace(event, value=value))
     if event.quantity == "update":
         found = replace(at_optimizer(found, program), value=_most_changed(program, tensors, failure, outcome))

@@ -121,7 +121,8 @@ class Facts:
         """How many elements are bad, and their pattern: rows, a column, all of them."""
         event, positions = self.snapshot.failure.event, self.survey.positions
         if event is not None:
-            rows = f"{event.rows} of the batch stand out; " if event.rows else ""
+            verb = "stands" if event.rows and event.rows.startswith("row ") and "," not in event.rows else "stand"
+            rows = f"{event.rows} of the batch {verb} out; " if event.rows else ""
             return f"{rows}{event_words(self.snapshot)}"
         if positions is None:
             return how_much(self.snapshot.failure)

@@ -184,7 +184,8 @@ def verified_piece(
     result = _verified(piece, times, processes)
     if result.fails and result.is_unanimous:
         return piece, result
-    return f"only {result.num_failed} of {times} runs of it failed by themselves"
+    share = f"only {result.num_failed}" if result.num_failed else "none"
+    return f"{share} of {times} runs of it failed as the step did"
 
 
 def write_piece(found: tuple[ModuleScript, VerifyResult], reduction: Reduction, out_dir: Path) -> dict[str, Any]:

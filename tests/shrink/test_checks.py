@@ -16,9 +16,10 @@ import torch
 from torch.nn import functional as F
 
 from reprokit.cli import main
+from reprokit.compare.quantity import observed
 from reprokit.errors import NotReproduced, UsageError
-from reprokit.locate.failure import Failure
-from reprokit.program.ir import Call, Input, Mode, Program, Ref
+from reprokit.locate.failure import Failure, Predicate
+from reprokit.program.ir import Call, Input, Mode, Phase, Program, Ref
 from reprokit.program.step import Step
 from reprokit.render.script import Script
 from reprokit.render.sources import reduction_script
@@ -456,3 +457,15 @@ def test_a_refused_allocation_is_not_reduced(words: str, check: str | None) -> N
     refused = replace(snapshot.failure, exception=("RuntimeError", words))
     with pytest.raises(NotReproduced, match="out of memory depends on the machine; not reduced"):
         shrink(replace(snapshot, failure=refused), check=check)
+
+
+def test_nan_is_no_spike() -> None:
+    """The mean of no rows at all is above no threshold."""
+    snapshot = traced(lambda x: x.mean(), x=torch.tensor([1e6, 2e6]))
+    program, tensors = snapshot.program, snapshot.tensors
+    event = Predicate("loss", 1.5e6, 10.0, 3, 4, usual=1.0)
+    failure = Failure(Phase.FORWARD, "spike", event=event)
+    found, _ = observed(program, tensors, failure)
+    assert found is not None and found.event is not None and found.event.value == 1.5e6
+    empty = {value: tensor[:0] for value, tensor in tensors.items()}
+    assert observed(program, empty, failure)[0] is None
