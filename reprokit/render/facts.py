@@ -38,6 +38,7 @@ _NOTICED = {
     "output": "an output of the model",
 }
 _MAX_SHAPES, _MAX_SHAPES_IN_TITLE = 6, 3
+_FLOATS = ("float", "bfloat", "complex")
 
 
 class Facts:
@@ -96,12 +97,15 @@ class Facts:
         index = source.failure.call_index
         read = source.program.calls[index].input_refs() if index is not None else ()
         given = [str(source.tensors[v].dtype).removeprefix("torch.") for v in read if v in source.tensors]
-        dtypes = list(dict.fromkeys(given or [found.dtype for _, found in self.operands]))
-        floats = [name for name in dtypes if name.startswith(("float", "bfloat", "complex"))]
+        trained = [found.dtype for _, found in self.operands]
+        dtypes, before = (list(dict.fromkeys(names)) for names in (given or trained, trained))
+        floats, others = ([n for n in names if n.startswith(_FLOATS)] for names in (dtypes, before))
+        is_other = floats and others and not set(floats) & set(others)  # the repro may need no half precision
         number, home = snapshot.environment.torch.partition("+")[0], home_of(Step.of(source))
         details = (
             f"autocast to {now}" if now else " and ".join((floats or dtypes)[:2]),
             f"{in_training} autocast in training" if in_training and not now else "",  # the repro may need none
+            f"{' and '.join(others[:2])} in training" if is_other and not in_training else "",
             next(iter(snapshot.environment.devices), home.upper()) if home == "cuda" else home.upper(),
             f"torch {number}" if number else "",
         )

@@ -191,6 +191,13 @@ def test_the_title_says_that_training_ran_under_autocast() -> None:
     assert "(autocast to bfloat16, CPU" in title_of(recorded)
 
 
+def test_the_title_says_that_the_call_was_given_another_dtype_in_training() -> None:
+    snapshot = one_call("torch.log", [-1.0])
+    half = replace(snapshot, tensors={value: tensor.half() for value, tensor in snapshot.tensors.items()})
+    assert "(float32, float16 in training, CPU" in title_of(half, reduction_of(snapshot))
+    assert "in training" not in title_of(snapshot, reduction_of(snapshot))
+
+
 # -- templates ---------------------------------------------------------------------------------------------------------
 
 
