@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from reprokit.errors import ignored_errors
@@ -68,6 +69,15 @@ def _without_nonfinite(value: Any) -> Any:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """``1 call``, ``2,232 calls``; ``plural`` is for nouns that take more than an s."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"
+
+
+def row_words(rows: Sequence[int]) -> str:
+    """``rows 0-3, 6``; empty for none."""
+    words = []
+    for _, group in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+        numbers = [row for _, row in group]
+        words.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(words)}" if rows else ""
 
 
 def replay_words(fidelity: str, note: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What led to a failure: the steps since the oldest copy are played unchanged, then each time with one thing changed.
+"""Finds the cause of a failure: the steps since the oldest copy are played unchanged, then with one change at a time.
 
 The unchanged play has to fail as training did, with the same losses bit for bit; else nothing is claimed. It also
 reads what the steps were given, so that the failing one can be compared with those before. A change with which the
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, gives_gradients, starts_of
+from reprokit.capture.calls import Backward, OptimizerStep, Root, ScaleLoss, gives_gradients, starts_of, unscaled
 from reprokit.capture.replay import Player, PlayObserver, Replay, in_silence
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
-from reprokit.compare.quantity import norm_of
+from reprokit.compare.quantity import number_of, update_of
 from reprokit.errors import pass_on
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.sites import make_site, parts
@@ -63,8 +63,8 @@ Slot = tuple[Any, int, int]  # the code and instruction of a call, and the posit
 
 
 def find_cause(loop: Loop, segments: Sequence[Segment], snapshot: Snapshot, frame: FrameType | None) -> Cause | None:
-    """What has led to the failure of ``snapshot``, which the last of ``segments`` shows; ``None`` where nothing is
-    unlike the steps before, or these cannot be played again."""
+    """The cause of the failure of ``snapshot``, which the last of ``segments`` shows; ``None`` where no value differs
+    from the steps before, or these cannot be played again."""
     rows = failing_series(snapshot.timeline)
     losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
     trained = sum(row.seconds for row in rows[-len(segments) :] if row.seconds is not None)
@@ -90,7 +90,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Played:
-    """What a play has come to. ``is_alike``: with the losses of training; ``loss`` is the last one."""
+    """The result of a play. ``is_alike``: all losses were those of training; ``loss`` is the last one."""
 
     is_alike: bool
     is_bad: bool
@@ -104,19 +104,16 @@ class _Observer(PlayObserver):
     def __init__(self, player: Player, plan: _Plan | None, deadline: float) -> None:
         self.player, self._plan, self._deadline = player, plan, deadline
         self.loss = math.nan
-        self._scaled: dict[Number, float] = {}  # what a grad scaler was given, by the number of its product
 
     def begin(self, replay: Replay) -> bool:
         return time.monotonic() > self._deadline
 
     def before(self, replay: Replay, op: Op) -> bool:
-        if op.kind is ScaleLoss:
-            given = (_number_of(self.player.value(number)) for number in op.ins)
-            self._scaled.update(zip(op.outs, given, strict=False))
-        elif op.kind is Backward and not gives_gradients(op):
-            for number in starts_of(op.args, op.kwargs)[:1]:
-                if isinstance(number, Number):
-                    self.loss = self._scaled.get(number, _number_of(self.player.value(number)))
+        if op.kind is Backward and not gives_gradients(op):
+            start, earlier = starts_of(op.args, op.kwargs)[0], replay.segment.ops[: replay.index]
+            value = self.player.value(unscaled(earlier, start)) if isinstance(start, Number) else None
+            loss = number_of(value)
+            self.loss = math.nan if loss is None else loss
         if self._plan is not None and self._plan.values and replay.segment.mark.step >= self._plan.since:
             for slot, number in _given(op):
                 if slot in self._plan.values:
@@ -135,10 +132,6 @@ def _given(op: Op) -> Iterator[tuple[Slot, Number]]:
     for position, value in enumerate((*op.args, *op.kwargs.values())):
         if isinstance(value, Number):
             yield (op.code, op.instruction, position), value
-
-
-def _number_of(tensor: torch.Tensor | None) -> float:
-    return float(tensor.detach()) if tensor is not None and tensor.numel() == 1 else math.nan
 
 
 @dataclass
@@ -197,10 +190,8 @@ class _Watch(_Observer):
         if op.kind.is_forward and self._meets_model(op):
             self._made_in.update(dict.fromkeys(op.outs, replay.segment.mark.step))
         elif op.kind is OptimizerStep:
-            size, now = norm_of(self._weights), parameters_of(op.target)
-            change = norm_of([new.detach() - old for new, old in zip(now, self._weights, strict=True)])
-            if size and change is not None:
-                self.updates.append(change / size)
+            update = update_of(self._weights, [parameter.detach() for parameter in parameters_of(op.target)])
+            self.updates += [update] if update is not None else []
             self._weights = []
         return False
 
@@ -318,7 +309,7 @@ class _Experiments:
     # -- what is unlike the steps before -------------------------------------------------------------------------
 
     def _odd(self, watch: _Watch) -> Iterator[tuple[Unlike, Slot]]:
-        """What is unlike the steps before, in the order in which the failing step reads it."""
+        """Values that differ from the steps before, in the order in which the failing step reads them."""
         names, last = self._names(), self._segments[-1].mark.step
         for slot, series in watch.series.items():
             readings = series.readings
@@ -376,7 +367,9 @@ class _Experiments:
         update = max(watch.updates[-_RECENT:], default=0.0) if not self._is_event else 0.0
         if rates and (self._diverged is not None or update > _LARGE_UPDATE):
             says = rate_words(self._diverged, update, min(rates), max(rates))
-            yield _Plan("setting", says, "a tenth of the learning rate", edit=_with_smaller_rate)
+            yield _Plan(
+                "setting", says, "a tenth of the learning rate", edit=partial(_with_options, _with_smaller_rate, 0)
+            )
 
     def _other_options(self, watch: _Watch) -> Iterator[_Plan]:
         """Options of optimizers that have jumped, as they were before."""
@@ -388,7 +381,8 @@ class _Experiments:
         for name, (one, values) in found.items():
             is_single = len(set(values.values())) == 1
             text = f"`{name}` at {number_words(one.before[1])} as before" if is_single else f"`{name}` as before"
-            yield _Plan("setting", f"{one.text}.", text, edit=partial(_with_option, name, values, one.since))
+            change = partial(_as_before, name, values)
+            yield _Plan("setting", f"{one.text}.", text, edit=partial(_with_options, change, one.since))
 
 
 def _operands(part: ast.AST, number: int) -> Sequence[ast.expr]:
@@ -409,18 +403,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _with_option(name: str, values: Mapping[tuple[int, int], float], since: int, op: Op, mark: Mark) -> Op:
-    """A step of an optimizer with these values of an option, by optimizer and group, from a step on."""
+Group = dict[str, Any]
+
+
+def _with_options(change: Callable[[int, int, Group], Group], since: int, op: Op, mark: Mark) -> Op:
+    """A step of an optimizer with the options that ``change`` makes of each group (optimizer's id, place, options)."""
     if op.kind is not OptimizerStep or mark.step < since:
         return op
-    groups = enumerate(op.note.options)
-    options = [{**g, name: values.get((id(op.target), place), g[name])} if name in g else g for place, g in groups]
+    options = [change(id(op.target), place, group) for place, group in enumerate(op.note.options)]
     return op._replace(note=replace(op.note, options=options))
 
 
-def _with_smaller_rate(op: Op, mark: Mark) -> Op:
-    """A step of an optimizer with a tenth of its learning rates."""
-    if op.kind is not OptimizerStep:
-        return op
-    options = [{**g, "lr": g["lr"] * _TENTH} if _is_number(g.get("lr")) else g for g in op.note.options]
-    return op._replace(note=replace(op.note, options=options))
+def _as_before(name: str, values: Mapping[tuple[int, int], float], optimizer: int, place: int, group: Group) -> Group:
+    return {**group, name: values.get((optimizer, place), group[name])} if name in group else group
+
+
+def _with_smaller_rate(optimizer: int, place: int, group: Group) -> Group:
+    return {**group, "lr": group["lr"] * _TENTH} if _is_number(group.get("lr")) else group

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, Site
 from reprokit.program.observe import Trace
 from reprokit.program.step import Step
+from reprokit.words import row_words
 
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _BY_DESIGN = frozenset({"mul", "where", "masked_fill"})  # make zeros because somebody asks for them
@@ -212,7 +212,8 @@ class _Comparison:
             return ""
         limit = self.factor * self.healthy.values[self.partner[value]]
         sizes = tensor.detach().double().abs().reshape(len(tensor), -1).nan_to_num(math.inf).amax(1).tolist()
-        return _row_words([row for row, size in enumerate(sizes) if size > limit], len(tensor))
+        rows = [row for row, size in enumerate(sizes) if size > limit]
+        return row_words(rows) if len(tensor) > 1 else ""
 
     def _largest(self, value: int) -> dict[str, float]:
         now, before = self.sizes.values[value], self.healthy.values[self.partner[value]]
@@ -314,17 +315,6 @@ def _partners(program: Program, other: Program) -> dict[int, int]:
 
 def _key(call: Call) -> tuple[object, ...]:
     return call.target, tuple(scope.path for scope in call.scope), call.site.line if call.site is not None else 0
-
-
-def _row_words(rows: Sequence[int], length: int) -> str:
-    """``rows 0-3, 6``; empty for none, and for a batch of a single row."""
-    if not rows or length < 2:
-        return ""
-    words = []
-    for _, group in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-        numbers = [row for _, row in group]
-        words.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
-    return f"row{'s' if len(rows) > 1 else ''} {', '.join(words)}"
 
 
 def _size(tensor: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What is unlike the steps before a failure, and what playing these steps with one thing changed has shown.
+"""The cause of a failure: values that differ from those of the steps before, and interventions on these steps.
 
 A value of the failing step is compared with the same value of the steps before, never with fixed numbers: it has jumped
 if its largest magnitude is several times all of before, and it drifts if it has gone the same way in every step. That
@@ -14,8 +14,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
-from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of
-from reprokit.words import counted, number_words
+from reprokit.grammar import Count, Line, Text, one_of, plain_of
+from reprokit.words import counted, number_words, row_words
 
 _JUMP = 5.0  # times the largest magnitude before: labels and images of healthy runs vary by less
 _LEAST = 1  # steps that a jump is compared with: an experiment decides what it means
@@ -49,19 +49,20 @@ class Unlike:
     much in each step; ``times`` if it grows by a factor.
 
     ``role``: ``batch`` is what the loop was given, ``carried`` what a step goes on with from the step before,
-    ``option`` one of an optimizer. ``before`` is its range in the steps from ``first`` to ``since``, ``now`` at the
-    jump, or in the failing step. ``rows`` are those outside of the range of before, in the first dimension.
+    ``parameter`` one of a single number, ``option`` one of an optimizer. ``before`` is its range in the steps from
+    ``first`` to ``since``, ``now`` at the jump, or in the failing step. ``rows`` are the indexes in the first dimension
+    that are outside of the range of before.
     """
 
-    name: Name
-    role: Annotated[str, one_of("batch", "carried", "parameter", "buffer", "option")]
+    name: str
+    role: str
     before: tuple[float, float]
     now: tuple[float, float]
-    first: Count
-    since: Count
-    by: float | None = left_out()
-    times: float | None = left_out()
-    rows: tuple[Count, ...] | None = left_out()
+    first: int
+    since: int
+    by: float | None = None
+    times: float | None = None
+    rows: Sequence[int] = ()
 
     @property
     def text(self) -> str:
@@ -79,7 +80,7 @@ class Unlike:
             return f"{name} {way} by {change} in each of {steps}, from {before} to {now}"
         if self.role == "option":
             return f"{name} went from {before} to {now} at step {self.since}"
-        where = f" in {_rows(self.rows)} of" if self.rows else " in"
+        where = f" in {row_words(self.rows)} of" if self.rows else " in"
         when = f"step {self.since - 1}" if self.first == self.since - 1 else f"steps {self.first}-{self.since - 1}"
         return f"{name} is {now}{where} step {self.since}, and was {before} in {when}"
 
@@ -95,19 +96,6 @@ def _range(low: float, high: float) -> str:
 def _number(value: float) -> str:
     """A code such as -999999 is told digit by digit."""
     return f"{value:.0f}" if value == int(value) and abs(value) < _DIGITS else number_words(value)
-
-
-def _rows(rows: Sequence[int]) -> str:
-    """``rows 3-5 and 8``."""
-    runs: list[list[int]] = []
-    for row in rows:
-        if runs and row == runs[-1][1] + 1:
-            runs[-1][1] = row
-        else:
-            runs.append([row, row])
-    words = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:3]]
-    more = f" and {sum(high - low + 1 for low, high in runs[3:])} more" if len(runs) > 3 else ""
-    return f"{'row' if len(rows) == 1 else 'rows'} {', '.join(words)}{more}"
 
 
 def jump(name: str, role: str, readings: Sequence[Reading], least: int = _LEAST) -> Unlike | None:
@@ -226,7 +214,7 @@ class Intervention:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What has led to the failure: its class, a sentence, what is unlike the steps before, and what was tried."""
+    """The cause of a failure: its class (``kind``), a sentence, the evidence for it, and the interventions."""
 
     kind: Annotated[str, one_of("data", "setting", "state", "numerics", "framework", "unknown")]
     text: Text
