@@ -34,7 +34,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class _Layout:
-    """Where the attributes of an owner are, and what they were last. Parallel lists: ``spaces`` are the ``__dict__`` of
+    """The plain attributes of an owner and their last values. Parallel lists: ``spaces`` are the ``__dict__`` of
     a root's modules, or of an optimizer, and of the settings they hold, ``names`` the plain attributes in each,
     ``known`` all names in each."""
 

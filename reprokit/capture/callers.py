@@ -55,7 +55,7 @@ def learn_loop(code: CodeType | None, frame: FrameType | None) -> None:
 
 def caller_of(frame: FrameType, meet: Callable[[type], object]) -> tuple[FrameType | None, bool]:
     """The user's frame that calls a torch function, ``None`` inside a custom autograd function; true if a library's
-    code is between the two. ``meet`` is told the class of the outermost module that runs around it.
+    code is between the two. ``meet`` is called with the class of the outermost module that runs around it.
 
     The search ends at a module's own level, around which no model runs.
     """

@@ -286,7 +286,7 @@ class Recorder(StackedMode):
     ) -> Any:
         """Perform a call of the loop that is noted as one, with the mode out of the way.
 
-        ``begin``, called with what is ``known``, tells what it is, ``None`` if it is not to be noted; ``finish`` notes
+        ``begin(*known)`` returns the data of the call, ``None`` if it is not to be noted; ``finish`` notes
         it when it is over.
         """
         popped = self.step_aside()

@@ -161,7 +161,7 @@ class Player:
         return value
 
     def value(self, number: Number) -> torch.Tensor | None:
-        """What a number stands for now, without a graph that is made for it; ``None`` if that is not known."""
+        """The tensor that a number refers to now; no copy with a graph is made. ``None`` if it is unknown."""
         known = self.env.get(number, self._contents.get(number, self._tape.saved.get(number)))
         return known if known is not None else self.alive.get(number)
 
@@ -256,7 +256,7 @@ def put_first_back(ops: Iterable[Op]) -> None:
 
 @contextlib.contextmanager
 def in_silence() -> Iterator[None]:
-    """What the user's code prints is not shown: training has printed it."""
+    """Discards stdout and stderr of the user's code, which training has printed already."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
@@ -878,7 +878,7 @@ def averaged_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.T
 
 
 def graphs_in(ops: Iterable[Op], tape: Tape, known: Mapping[Number, torch.Tensor]) -> set[Number]:
-    """What calls use of graphs that earlier ones have made. What is ``known`` without a graph is used by its value."""
+    """The numbers with a graph of earlier calls that these calls read; ``known`` tensors without a graph are values."""
     produced: set[Number] = set()
     wanted: set[Number] = set()
     for op in ops:
