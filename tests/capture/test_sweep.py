@@ -158,6 +158,7 @@ def test_a_script_that_makes_data_by_very_many_calls_keeps_few_of_them(
     """Before the training and in the middle of it; the step that fails then is exact all the same."""
     monkeypatch.setattr(tape, "SWEEP_OPS", 64)
     monkeypatch.setattr(tape, "MOST_OPS", 256)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # the first optimizer of a process imports Dynamo
     check_silent(lambda: ending(prepare(1000)), tmp_path, capsys)
     sizes = []
 
