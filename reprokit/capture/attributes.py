@@ -13,7 +13,7 @@ import enum
 import math
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -71,6 +71,17 @@ class Noted:
 
     layout: _Layout
     values: tuple[Any, ...]
+
+    def items(self) -> Iterator[tuple[tuple[dict[str, Any], str], Any]]:
+        """The attributes, each by the ``__dict__`` that it is in and its name."""
+        values = iter(self.values)
+        for space, names in zip(self.layout.spaces, self.layout.names, strict=True):
+            yield from (((space, name), value) for name, value in zip(names, values, strict=False))
+
+    def with_values(self, changes: Mapping[tuple[int, str], Any]) -> Noted:
+        """The same with other values for attributes, each by the ``id`` of the ``__dict__`` that it is in and name."""
+        found = [changes.get((id(space), name), value) for (space, name), value in self.items()]
+        return Noted(self.layout, (*found, *self.values[len(found) :]))
 
     def put_back(self) -> None:
         """Give the owners these attributes, without their ``__setattr__``."""

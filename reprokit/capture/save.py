@@ -184,14 +184,16 @@ class Describing:
     def cause(self, snapshot: Snapshot) -> Cause | None:
         """What has led to the failure, by playing the steps that are kept again with one thing changed."""
         loop, world, alarm, last = self.loop, self.loop.world, self.verdict.alarm, snapshot.step
-        is_told = self.verdict.raised is None and snapshot.failure.kind in KINDS
+        raised, raising, is_told = self.verdict.raised, loop.recorder.raised, snapshot.failure.kind in KINDS
         if not (loop.failures.finds_cause and is_told and world.is_complete and world.copies and loop.ranks.is_alone):
             return None
         if isinstance(alarm, Alarm):  # later steps have shown the event
             last = alarm.values[-1].step
         segments = [*loop.tape.segments(), self._steps()[-1]]
+        if raised is not None and raising is not None:
+            segments[-1].ops.append(raising[1])
         segments = [segment for segment in segments if segment.ops and segment.mark.step <= last]
-        return find_cause(loop, segments, snapshot, self.verdict.frame)
+        return find_cause(loop, segments, snapshot, self.verdict.frame, raised)
 
     def made(self) -> Made:
         """The first bad step: in the past if the state is bad, else the one that is running."""

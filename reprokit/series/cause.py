@@ -18,7 +18,7 @@ from reprokit.grammar import Count, Line, Text, one_of, plain_of
 from reprokit.words import counted, number_words, row_words
 
 _JUMP = 5.0  # times the largest magnitude before: labels and images of healthy runs vary by less
-_LEAST = 1  # steps that a jump is compared with: an experiment decides what it means
+_LEAST_ALIKE = 3  # steps that a new sign, or a constant, is compared with
 _LEAST_DRIFT = 5  # steps in a row that make a drift
 _EVEN = 1.5  # the largest step of a drift over its smallest
 _GROWS = 1.1  # a step: what is carried from step to step and grows by more does not settle
@@ -29,12 +29,21 @@ _DIGITS = 1e9  # below which a whole number is told by all its digits
 _USUAL = 3.0  # times the largest loss of the usual steps
 
 
+EVENTS = frozenset({"spike", "explosion"})
+
+
 class Reading(NamedTuple):
-    """The range of one value in one step."""
+    """The range of one value in one step, and how many elements it had."""
 
     step: int
     low: float
     high: float
+    numel: int = 1
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Lowest and highest."""
+        return self.low, self.high
 
     @property
     def size(self) -> float:
@@ -42,16 +51,19 @@ class Reading(NamedTuple):
         size = max(abs(self.low), abs(self.high))
         return size if size == size else math.inf
 
+    def joined(self, other: Reading) -> Reading:
+        """The range of both."""
+        return Reading(self.step, min(self.low, other.low), max(self.high, other.high), self.numel + other.numel)
+
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """A value of the failing step that is unlike the steps before: a jump at the step ``since``, or a drift ``by`` so
-    much in each step; ``times`` if it grows by a factor.
+    """A value of the failing step that is unlike the steps before, since the step ``since``.
 
-    ``role``: ``batch`` is what the loop was given, ``carried`` what a step goes on with from the step before,
-    ``parameter`` one of a single number, ``option`` one of an optimizer. ``before`` is its range in the steps from
-    ``first`` to ``since``, ``now`` at the jump, or in the failing step. ``rows`` are the indexes in the first dimension
-    that are outside of the range of before.
+    ``role``: ``batch`` is what the loop was given, ``carried`` what a step goes on with from the step before, ``state``
+    a parameter or buffer, ``setting`` a number that is no tensor. ``before`` is its range in the steps from ``first``
+    to ``since``, ``now`` at that step. ``rows`` are the indexes in the first dimension that are outside of the range
+    of before. ``words`` say it, where that is not a range that was left.
     """
 
     name: str
@@ -60,33 +72,18 @@ class Unlike:
     now: tuple[float, float]
     first: int
     since: int
-    by: float | None = None
-    times: float | None = None
+    words: str = ""
     rows: Sequence[int] = ()
 
     @property
     def text(self) -> str:
         """In words."""
-        name, now, before = f"`{self.name}`", _range(*self.now), _range(*self.before)
-        if self.times is not None:
-            before, now = number_words(_size(self.before)), number_words(_size(self.now))
-            grows = f"grows by {number_words(self.times)} times in each"
-            limits = f"it was up to {before} before step {self.first + 1} and is up to {now} now"
-            return f"{name}, which is carried from step to step, {grows}: {limits}"
-        if self.by is not None:
-            way = "fell" if self.by < 0 else "rose"
-            change = number_words(abs(self.by))
-            steps = counted(self.since - self.first, "step")
-            return f"{name} {way} by {change} in each of {steps}, from {before} to {now}"
-        if self.role == "option":
-            return f"{name} went from {before} to {now} at step {self.since}"
+        if self.words:
+            return self.words
         where = f" in {row_words(self.rows)} of" if self.rows else " in"
         when = f"step {self.since - 1}" if self.first == self.since - 1 else f"steps {self.first}-{self.since - 1}"
-        return f"{name} is {now}{where} step {self.since}, and was {before} in {when}"
-
-
-def _size(limits: tuple[float, float]) -> float:
-    return max(map(abs, limits))
+        now, before = _range(*self.now), _range(*self.before)
+        return f"`{self.name}` is {now}{where} step {self.since}, and was {before} in {when}"
 
 
 def _range(low: float, high: float) -> str:
@@ -98,26 +95,62 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value == int(value) and abs(value) < _DIGITS else number_words(value)
 
 
-def jump(name: str, role: str, readings: Sequence[Reading], least: int = _LEAST) -> Unlike | None:
-    """How the last reading is beyond all of before, ``None`` if it is not; ``least`` steps are needed to tell."""
-    for place in range(least, len(readings)):
-        before = readings[:place]
+def _all_of(readings: Sequence[Reading]) -> tuple[float, float]:
+    return min(reading.low for reading in readings), max(reading.high for reading in readings)
+
+
+def jump(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
+    """How the last reading is beyond all of before, ``None`` if it is not."""
+    for place in range(1, len(readings)):
+        before, now = readings[:place], readings[place]
         largest = max(reading.size for reading in before)
-        if not 0 < largest < math.inf:
+        if not largest < math.inf:
             return None
-        if readings[place].size > _JUMP * largest:
+        if largest and now.step > before[0].step and now.size > _JUMP * largest:
             if readings[-1].size <= _JUMP * largest:
                 return None
-            limits = min(reading.low for reading in before), max(reading.high for reading in before)
-            if role == "option":
-                limits = before[-1].low, before[-1].high
-            now = readings[place]
-            return Unlike(name, role, limits, (now.low, now.high), before[0].step, now.step)
+            return Unlike(name, role, _all_of(before), (now.low, now.high), before[0].step, now.step)
     return None
 
 
-def drift(name: str, readings: Sequence[Reading]) -> Unlike | None:
-    """How a parameter of a single number has gone the same way by the same amount, in all steps up to the last one."""
+def sign(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
+    """How a value is negative that never was."""
+    place = next((n for n, reading in enumerate(readings) if reading.low < 0), 0)
+    before = _all_of(readings[:place]) if place >= _LEAST_ALIKE and readings[-1].low < 0 else (0.0, 0.0)
+    if not before[1] > 0:
+        return None
+    return Unlike(name, role, before, readings[place].limits, readings[0].step, readings[place].step)
+
+
+def constant(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
+    """How a value has the same elements everywhere in the last step only, such as labels that are all ignored."""
+    *before, now = readings
+    is_varied = len(before) >= _LEAST_ALIKE and all(one.low < one.high for one in before)
+    if not is_varied or now.low < now.high or now.numel == 1:
+        return None
+    low, high = _all_of(before)
+    steps = f"steps {before[0].step}-{before[-1].step}"
+    words = f"`{name}` is {_number(now.low)} everywhere in step {now.step}, and was {_range(low, high)} in {steps}"
+    return Unlike(name, role, (low, high), (now.low, now.high), before[0].step, now.step, words)
+
+
+def changed(name: str, readings: Sequence[Reading], *, is_flag: bool) -> Unlike | None:
+    """How a setting has jumped up or down since some step, or a flag has a value that it never had."""
+    for place in range(1, len(readings)):
+        before, later = readings[:place], readings[place:]
+        sizes, now = [reading.size for reading in before], [reading.size for reading in later]
+        is_far = min(now) > _JUMP * max(sizes) or max(now) * _JUMP < min(sizes)
+        is_new = is_flag and len(later) == 1 and now[0] not in sizes
+        if is_new or (is_far and not is_flag):
+            was, is_now = [str(bool(one.low)) if is_flag else _range(*one.limits) for one in readings[place - 1 :][:2]]
+            words = f"`{name}` went from {was} to {is_now} at step {later[0].step}"
+            limits = readings[place - 1].limits, later[0].limits
+            return Unlike(name, "setting", *limits, before[0].step, later[0].step, words)
+    return None
+
+
+def drift(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
+    """How a single number has gone the same way by the same amount, in all steps up to the last one."""
     values = [(reading.step, reading.low) for reading in readings]
     if not all(math.isfinite(value) for _, value in values):
         return None
@@ -131,12 +164,27 @@ def drift(name: str, readings: Sequence[Reading]) -> Unlike | None:
     if length < _LEAST_DRIFT:
         return None
     (first, before), (last, now) = values[-1 - length], values[-1]
-    by = (now - before) / length
-    return Unlike(name, "parameter", (before, before), (now, now), first, last, by=by)
+    way, by = "fell" if now < before else "rose", number_words(abs(now - before) / length)
+    words = f"`{name}` {way} by {by} in each of {counted(length, 'step')}, from {_number(before)} to {_number(now)}"
+    return Unlike(name, role, (before, before), (now, now), first, last, words)
 
 
-def growth(name: str, readings: Sequence[Reading]) -> Unlike | None:
-    """How what is carried from step to step has grown in every step up to the last one."""
+def course(name: str, readings: Sequence[Reading], *, is_flag: bool = False) -> Unlike | None:
+    """How a setting has gone the same way in every change, to many times what it was, or to a small part of it."""
+    if is_flag or len(readings) <= _LEAST_DRIFT or any(reading.low != reading.high for reading in readings):
+        return None
+    first, before, last, now = readings[0].step, readings[0].low, readings[-1].step, readings[-1].low
+    is_one_way = len({after.low > before.low for before, after in pairwise(readings)}) == 1
+    is_far = before * now <= 0 or not 1 / _GROWN < now / before < _GROWN
+    if not (is_one_way and is_far):
+        return None
+    steps, way = counted(last - first, "step"), "fell" if now < before else "rose"
+    words = f"`{name}` {way} from {_number(before)} to {_number(now)} in {steps}"
+    return Unlike(name, "setting", (before, before), (now, now), first, last, words)
+
+
+def growth(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
+    """How a value has grown in every step up to the last one."""
     last, length = len(readings) - 1, 0
     while length < last and readings[last - length].size > _GROWS * readings[last - length - 1].size > 0:
         length += 1
@@ -144,7 +192,19 @@ def growth(name: str, readings: Sequence[Reading]) -> Unlike | None:
     if length < _LEAST_DRIFT or not end.size < math.inf or end.size < _GROWN * start.size:
         return None
     times = (end.size / start.size) ** (1 / length)
-    return Unlike(name, "carried", (start.low, start.high), (end.low, end.high), start.step, end.step, times=times)
+    limits = f"was up to {number_words(start.size)} in step {start.step} and is up to {number_words(end.size)} now"
+    who = ", which is carried from step to step," if role == "carried" else ""
+    words = f"`{name}`{who} grows by {number_words(times)} times in each: it {limits}"
+    return Unlike(name, role, start.limits, end.limits, start.step, end.step, words)
+
+
+def written(name: str, was: Reading, now: Reading, where: str) -> Unlike | None:
+    """How a call of the loop has written other values into a part of the state, on the line ``where``."""
+    if now.size <= _JUMP * was.size:
+        return None
+    change = f"went from {_range(was.low, was.high)} to {_range(now.low, now.high)}"
+    words = f"`{name}` {change} at step {now.step}, which {where or 'the loop'} has written"
+    return Unlike(name, "state", was.limits, now.limits, now.step, now.step, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +262,14 @@ class Intervention:
     loss: float | None = None
     steps: Count = 0
 
-    def words(self, *, is_event: bool) -> str:
-        """What it has shown; of an event no value was bad before."""
+    def words(self, kind: str) -> str:
+        """What it has shown of a failure of a kind; of an event no value was bad before."""
         steps = "the step" if self.steps == 1 else f"the same {self.steps} steps"
         ending = "" if self.steps > 1 else "s"
         shown, loss = f"stay{ending} finite", f" (loss {number_words(self.loss)})" if self.loss is not None else ""
-        if is_event and self.loss is not None:
+        if kind == "exception":
+            shown = f"end{ending} without the exception"
+        elif kind in EVENTS and self.loss is not None:
             shown, loss = f"end{ending} with a usual loss", f" ({number_words(self.loss)})"
         return f"With {self.change} {steps} {shown}{loss}."
 

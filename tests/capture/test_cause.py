@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -85,9 +86,107 @@ def carried() -> None:
         state = 4 * state + 0 * model.layer.weight.detach()
 
 
+def ignored_labels() -> None:
+    """All labels of one batch are ignored, so that the loss is an average of nothing."""
+    model, generator = nn.Linear(4, 3), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        x, y = torch.rand(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
+        y[:] = -100 if step == 12 else y
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def falling_temperature() -> None:
+    """The scores are divided by a plain number that falls to nothing, and the loss takes their exponentials."""
+    model, generator = nn.Linear(4, 3), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for step in range(STEPS):
+        temperature = 0.6**step
+        loss = (model(torch.rand(8, 4, generator=generator)).abs() / temperature).exp().mean().log()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class Tempered(nn.Module):
+    """Has a temperature that somebody sets, and a batch norm whose buffers somebody averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.temperature = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x).pow(2).mean() / self.temperature).exp()
+
+
+def cooled(at: Callable[[int, Tempered], object]) -> None:
+    model, generator = Tempered(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for step in range(STEPS):
+        at(step, model)
+        loss = model(torch.rand(8, 4, generator=generator))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def set_temperature(step: int, model: Tempered) -> None:
+    model.temperature = 1.0 if step < 12 else 1e-4
+
+
+def without_batch_statistics(step: int, model: Tempered) -> None:
+    if step == 0:
+        model.layers[1].running_var.fill_(1e-9)
+        model.layers[1].momentum = 0.0
+    model.train(step < 12)
+
+
+def write_weight(step: int, model: Tempered) -> None:
+    if step == 12:
+        with torch.no_grad():
+            model.layers[1].weight.mul_(1e3)
+
+
+def lower_variance(step: int, model: Tempered) -> None:
+    model.layers[1].momentum = 0.0
+    model.eval()
+    with torch.no_grad():
+        model.layers[1].running_var.sub_(0.1)
+
+
+def half_precision() -> None:
+    """The exponential of what grows in every batch is beyond half precision, long before it is beyond any other."""
+    model, generator = nn.Linear(4, 1), torch.Generator().manual_seed(1)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for step in range(STEPS):
+        x = torch.rand(8, 4, generator=generator) * (1 + step)
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).mean().exp().log()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def one_large_gradient() -> None:
+    """The gradient is a thousand times larger in one step, after which the numbers overflow."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for step in range(STEPS):
+        factor = 1.0 if step != 12 else 1000.0
+        loss = ((weight - 0.01).pow(2).sum() * factor).expm1()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def captured(folder: Path, loop: Callable[[], object], **options: object) -> Snapshot:
     file = folder / "s.pt"
-    with reprokit.capture(file, quiet=True, history=2 * STEPS, **options):  # type: ignore[arg-type]
+    with contextlib.suppress(IndexError), reprokit.capture(file, quiet=True, history=2 * STEPS, **options):  # type: ignore[arg-type]
         loop()
     return load(file)
 
@@ -109,11 +208,22 @@ def raised_rate(step: int, _: torch.Tensor, optimizer: torch.optim.Optimizer) ->
 @pytest.mark.parametrize(
     ("loop", "kind", "words"),
     [
-        (lambda: train(odd_rows), "data", ("`x`", "in rows 2-3 of step 12", "in its place")),
+        (
+            lambda: train(odd_rows),
+            "data",
+            ("`x`", "in rows 2-3 of step 12", "rows 2-3 of `x` of step 11 in their place"),
+        ),
         (lambda: train(odd_batch), "data", ("`x`", "in step 12", "in its place")),
         (lambda: train(raised_rate), "setting", ("`lr` went from 0.01 to 1000 at step 12", "as before")),
         (diverging, "setting", ("The run diverged", "a learning rate of 0.2", "a tenth of the learning rate")),
         (drifting, "state", ("`scale` rose by 8 in each of", "`scale` held at")),
+        (ignored_labels, "data", ("`y` is -100 everywhere in step 12, and was 0 to 2 in steps 3-11", "in its place")),
+        (falling_temperature, "setting", ("`temperature` fell from", "`temperature` at 0.", "as before")),
+        (lambda: cooled(set_temperature), "setting", ("`temperature` went from 1 to 0.0001 at step 12",)),
+        (lambda: cooled(without_batch_statistics), "setting", ("`training` went from True to False at step 12",)),
+        (lambda: cooled(write_weight), "state", ("`layers.1.weight` went from", "test_cause.py:", "as before")),
+        (lambda: cooled(lower_variance), "state", ("`layers.1.running_var` is", "held at its value before step")),
+        (half_precision, "numerics", ("float16 under autocast", "With autocast off")),
         (carried, "state", ("`state`, which is carried from step to step, grows by 4 times", "in its place")),
     ],
 )
@@ -127,13 +237,48 @@ def test_cause_is_what_an_experiment_has_shown(
     assert told["interventions"][-1]["removes"] and math.isfinite(told["interventions"][-1]["loss"])
 
 
+def test_batch_on_which_a_failure_depends_is_told_without_a_class(tmp_path: Path) -> None:
+    def loop() -> None:
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([weight], lr=1e-3)
+        for step in range(STEPS):
+            x = torch.tensor([1.0, -1.0 if step == 12 else 0.5, 0.0, 0.0])
+            loss = (weight * x).sum().sqrt()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    cause = captured(tmp_path, loop).cause
+    assert cause is not None and cause.kind == "unknown" and cause.interventions[-1].removes
+    assert "`x` of step 11 in its place" in cause.text and "no experiment has decided" in cause.text
+
+
+@pytest.mark.parametrize("read", ["loss", "exception"])
+def test_input_on_which_a_failure_depends_is_named(tmp_path: Path, read: str) -> None:
+    def loop() -> None:
+        model, generator = nn.Embedding(8, 3), torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            ids = torch.randint(8, (6,), generator=generator)
+            target = torch.rand(6, 3, generator=generator) + 0.5
+            ids[2], target[0, 0] = 9 if (step, read) == (12, "exception") else 1, -1 if step == 12 else 1
+            loss = (model(ids).exp() - target.log()).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    cause = captured(tmp_path, loop, on=("nonfinite", "exception")).cause
+    name, shown = ("ids", "without the exception") if read == "exception" else ("target.log()", "stay finite")
+    assert cause is not None and f"With `{name}` of step 11 in its place" in cause.text and shown in cause.text
+
+
 def test_nothing_is_claimed_of_a_step_that_is_like_the_others(tmp_path: Path) -> None:
     def loop() -> None:
         weight = nn.Parameter(torch.ones(4))
         optimizer = torch.optim.SGD([weight], lr=1e-3)
         for step in range(STEPS):
-            x = torch.full((4,), float(step != 12))
-            loss = (weight * x).sum().sqrt()
+            loss = (weight * 0.5).sum().sqrt() * math.copysign(1.0, 12.0 - step) ** 0.5
+            loss = (loss * 0 if step == 12 else loss).sqrt()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -261,16 +406,18 @@ def test_jump_is_beyond_all_of_before_in_the_failing_step() -> None:
 
 
 def test_drift_goes_the_same_way_by_the_same_amount() -> None:
-    found = drift("s", readings(5, 0, -1, -2, -3, -4, -5))
-    assert found is not None and (found.first, found.by, found.now) == (1, -1.0, (-5, -5))
-    assert drift("s", readings(0, -1, -2, -1, -2, -3, -4)) is None
-    assert drift("s", readings(0, 0, 0, 0, 0, 0, 0)) is None
+    found = drift("s", "state", readings(5, 0, -1, -2, -3, -4, -5))
+    assert (
+        found is not None and (found.first, found.now) == (1, (-5, -5)) and "fell by 1 in each of 5 steps" in found.text
+    )
+    assert drift("s", "state", readings(0, -1, -2, -1, -2, -3, -4)) is None
+    assert drift("s", "state", readings(0, 0, 0, 0, 0, 0, 0)) is None
 
 
 def test_growth_is_by_a_factor_in_every_step() -> None:
-    found = growth("h", readings(9, 1, 2, 4, 8, 16, 32))
-    assert found is not None and found.first == 1 and found.times == pytest.approx(2)
-    assert growth("h", readings(1, 2, 4, 8, 4, 8, 16)) is None
+    found = growth("h", "carried", readings(9, 1, 2, 4, 8, 16, 32))
+    assert found is not None and found.first == 1 and "grows by 2 times in each" in found.text
+    assert growth("h", "carried", readings(1, 2, 4, 8, 4, 8, 16)) is None
 
 
 def test_divergence_begins_with_the_last_usual_loss() -> None:
