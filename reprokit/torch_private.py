@@ -92,6 +92,14 @@ for _name in ("apis.vmap_impl", *(f"eager_transforms.{part}" for part in _PARTS)
     _look_up(f"torch._functorch.{_name}", _LOST_TRANSFORMS, None)
 HAS_TRANSFORMS = _LOST_TRANSFORMS not in LOST.values()
 
+# The iterators of loaders, which draw index batches.
+_SAMPLES = "the indices of the samples in a batch are not known"
+LoaderIterator = _look_up("torch.utils.data.dataloader._BaseDataLoaderIter", _SAMPLES, None)
+RESET, NEXT_INDEX = "_reset", "_next_index"
+for _name in (RESET, NEXT_INDEX):
+    _look_up(f"torch.utils.data.dataloader._BaseDataLoaderIter.{_name}", _SAMPLES, None)
+HAS_INDICES = _SAMPLES not in LOST.values()
+
 # The compiler's modules, which nothing of ours imports, and names in them.
 DYNAMO, INDUCTOR = "torch._dynamo", "torch._inductor.compile_fx"
 EVAL_FRAME, BACKENDS, BACKEND_TABLE = f"{DYNAMO}.eval_frame", f"{DYNAMO}.backends.registry", "_COMPILER_FNS"

@@ -71,6 +71,11 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"
 
 
+def listed(words: Sequence[str]) -> str:
+    """Words with commas and an ``and``."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
 def row_words(rows: Sequence[int]) -> str:
     """``rows 0-3, 6``; empty for none."""
     words = []
@@ -78,6 +83,26 @@ def row_words(rows: Sequence[int]) -> str:
         numbers = [row for _, row in group]
         words.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
     return f"row{'s' if len(rows) > 1 else ''} {', '.join(words)}" if rows else ""
+
+
+def rows_in(words: str) -> list[int]:
+    """The numbers in ``rows 0-3, 6``."""
+    found: list[int] = []
+    for stretch in words.partition(" ")[2].split(","):
+        first, _, last = stretch.strip().partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+_MOST_SAMPLES = 8
+
+
+def sample_words(indices: Sequence[int]) -> str:
+    """``samples 1207, 88 and 4012``."""
+    shown = [str(index) for index in indices[:_MOST_SAMPLES]]
+    if len(indices) > len(shown):
+        shown.append(f"{len(indices) - len(shown):,} more")
+    return f"sample{'s' if len(indices) != 1 else ''} {listed(shown)}"
 
 
 def replay_words(fidelity: str, note: str | None) -> str:
@@ -142,8 +167,11 @@ def event_words(event: Mapping[str, Any]) -> str:
     if quantity == "share of zeros":
         return f"the gradient of {named or 'a parameter'} is missing or zero from step {event['began_at']} on"
     words = f"the {quantity} was {number_words(value)}{times_words(value, usual) if usual is not None else ''}"
+    samples = f" ({event['samples']})" if event.get("samples") else ""
     if rows:
-        words += f"; {rows} of {named or 'the batch'}"
+        words += f"; {rows}{samples} of {named or 'the batch'}"
+    elif samples:
+        words += f"; {event['samples']} of the data set"
     elif named:
         words += f"; the first input that differs from step {event['reference_step']} is {named}"
     return f"{words}; {data}" if (data := data_words(event)) else words

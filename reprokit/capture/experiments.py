@@ -279,7 +279,7 @@ class _Experiments:
                 found += [(series, one)] if one is not None else []
         for series, one in found[:_MOST_OF_A_KIND]:
             step = one.first if one.role == "carried" else max((n for n in series.values if n < one.since), default=-1)
-            kind, one = "data" if one.role == "batch" else "state", _with_rows(one, series)
+            kind, one = "data" if one.role == "batch" else "state", self._with_rows(one, series)
             if one.rows and (values := _replaced(series, step, one, is_whole=False)):
                 text = f"{row_words(one.rows)} of `{one.name}` of step {step} in their place"
                 yield _Plan(kind, f"{one.text}.", text, values=values)
@@ -287,6 +287,16 @@ class _Experiments:
                 yield _Plan(kind, f"{one.text}.", f"`{one.name}` of step {step} in its place", values=values)
             else:
                 yield _Plan(kind, f"{one.text}.", "")
+
+    def _with_rows(self, found: Unlike, series: Series) -> Unlike:
+        """With the rows of the first odd batch that are beyond what was before, if these are some of them."""
+        tensor = series.values.get(found.since, [torch.empty(())])[0]
+        if not tensor.dim() or found.role != "batch" or found.words:
+            return found
+        rows, number = _rows_beyond(tensor, found), series.numbers[found.since][0]
+        ops = [op for ops, mark in self._segments if mark.step == found.since for op in ops]
+        samples = self._loop.samples.words(number, ops, rows, len(tensor))
+        return replace(found, rows=tuple(rows), samples=samples) if len(rows) < len(tensor) else found
 
     def _odd_settings(self, watch: Watch) -> Iterator[_Plan]:
         """Settings that have jumped, as they were before."""
@@ -343,15 +353,6 @@ def _are_alike(series: Series, step: int, now: int) -> bool:
     """True if two steps have read as many tensors there, of the same types and numbers of dimensions."""
     kinds = [[(value.dtype, value.dim()) for value in series.values.get(n, ())] for n in (step, now)]
     return kinds[0] == kinds[1] and len(series.numbers[now]) == len(kinds[1])
-
-
-def _with_rows(found: Unlike, series: Series) -> Unlike:
-    """With the rows of the first odd batch that are beyond what was before, if these are some of them."""
-    tensor = series.values.get(found.since, [torch.empty(())])[0]
-    if not tensor.dim() or found.role != "batch" or found.words:
-        return found
-    rows = _rows_beyond(tensor, found)
-    return replace(found, rows=tuple(rows)) if len(rows) < len(tensor) else found
 
 
 def _rows_beyond(tensor: torch.Tensor, found: Unlike) -> list[int]:

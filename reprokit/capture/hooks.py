@@ -187,6 +187,13 @@ class Hooks:
             self._wrap(torch.distributed, "destroy_process_group", loop.ranks.before_parting)
             for name in ("all_reduce", "broadcast"):
                 self._wrap(torch.distributed, name, calls.collective)
+        if torch_private.HAS_INDICES:
+            samples, iterator = loop.samples, torch_private.LoaderIterator
+            for name in ("__init__", torch_private.RESET):
+                self._wrap(iterator, name, samples.begin)
+            self._wrap(iterator, torch_private.NEXT_INDEX, samples.draw)
+            self._wrap(iterator, "__next__", samples.arrive)
+            self._undo.append(samples.forget_iterators)
         transforms = TransformCalls(self._recorder)
         if torch_private.HAS_TRANSFORMS:
             for owner, name in RUNS:

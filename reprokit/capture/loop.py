@@ -31,6 +31,7 @@ from reprokit.capture.meters import NormMeter
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder, op_of
+from reprokit.capture.samples import SampleWatch
 from reprokit.capture.structure import TENSORS, is_leaf, iter_tensors, repeatable
 from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op
 from reprokit.capture.tensor_names import names_of
@@ -72,6 +73,7 @@ class Loop:
         self.scalers = ScalerWatch()
         self.generators = GeneratorWatch()
         self.ranks = Ranks(self)
+        self.samples = SampleWatch(self.tape, recorder.switch_off)
         self.norms: NormMeter | None = None
         self.early: EarlyWarning | None = None
         self.failures: Failures
@@ -109,7 +111,7 @@ class Loop:
         self._optimizer = self._met = self._inside = self._scaler = self._attributes = self.clipped = None
         self._in_kernel = _NO_SCALER
         self.judge.pending = None
-        for part in (self.flags, self._sentinel, self._last_layer, self.world, self.tape, self.norms):
+        for part in (self.flags, self._sentinel, self._last_layer, self.world, self.tape, self.norms, self.samples):
             if part is not None:
                 part.forget()
         self.compilers.clear()

@@ -42,6 +42,7 @@ from reprokit.capture.replay import (
     split,
 )
 from reprokit.capture.roots import unwrapped
+from reprokit.capture.samples import SampleWatch
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.tape import Mark, Number, Op, Segment, makers_of
 from reprokit.capture.tensor_names import Names, names_of, root_names
@@ -57,6 +58,7 @@ from reprokit.compare.quantity import number_of
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
+from reprokit.locate.samples import Samples, with_samples
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import hidden_writes
@@ -617,6 +619,8 @@ class Describing:
         loss = number_of(case.mark.loss)
         timeline = loop.timeline.until(case.mark.place, number, loss, seat, names)
         recorded = [row for row in loop.norms.steps if began <= row.step <= number] if loop.norms else []
+        samples = _samples_in(replayed, loop.samples)
+        failure = with_samples(failure, replayed.program, samples)
         return Snapshot(
             program=replayed.program,
             tensors=replayed.tensors,
@@ -634,7 +638,21 @@ class Describing:
             command=self._command,
             before=replayed.before,
             recorded=recorded or None,
+            samples=samples or None,
         )
+
+
+def _samples_in(replayed: TracedPlayer, watch: SampleWatch) -> dict[int, Samples]:
+    """The samples behind the values of a program that a loader gave: inputs, and results of calls of the data set."""
+    program, found = replayed.program, dict[int, Samples]()
+    names = replayed.of_loop | {item.value: item.name for item in program.inputs}
+    known = names.keys() & {*replayed.tensors, *(value for call in program.calls for value in call.output_refs())}
+    for number, tensor in replayed.env.items():
+        value, num_rows = replayed.tracer.value_of(tensor), len(tensor) if tensor.dim() else 0
+        if value is not None and value in known:
+            samples = watch.samples(number, names[value], num_rows)
+            found |= {value: samples} if samples is not None else {}
+    return found
 
 
 # -- the state before ----------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def map_leaves(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any], dept
         ]
         if all(map(operator.is_, new, value)):
             return value
-        return type(value)(*new) if isinstance(value, tuple) and hasattr(value, "_fields") else type(value)(new)
+        return type(value)._make(new) if hasattr(value, "_make") else type(value)(new)  # such as a `PackedSequence`
     is_mapping = isinstance(value, Mapping)
     if not is_mapping and not hasattr(value, "__dict__"):
         return value

@@ -41,11 +41,13 @@ _MOST_CARRIED = 512  # calls before a copy that made graphs which are alive
 class Number(weakref.ref[torch.Tensor]):
     """Stands for a tensor in the arguments and results of a call, and leads to it while it is alive.
 
-    One tensor has another number after each write. ``step`` is the last step that made or used it.
+    One tensor has another number after each write. ``step`` is the last step that made or used it; ``batch`` is there
+    for what a loader gave, see `SampleWatch`.
     """
 
-    __slots__ = ("step",)
+    __slots__ = ("batch", "step")
     step: int
+    batch: Any
     __hash__ = object.__hash__
     __eq__ = object.__eq__
     __ne__ = object.__ne__

@@ -36,7 +36,8 @@ class Predicate:
 
     The quantities are those of `compare.quantity`. ``began_at`` is the step, ``reference_step`` the last healthy one
     before it, ``usual`` the median of the steps before. ``source`` names the input of the step that carries it, if one
-    does, and ``rows`` the rows of the batch: ``rows 0-7``. That input, or the ``argument`` of a call
+    does, ``rows`` the rows of the batch: ``rows 0-7``, and ``samples`` those of these rows, or the one that carries
+    it, in the data set of a loader: ``samples 12 and 30``. That input, or the ``argument`` of a call
     (``target of mse_loss``), is up to ``largest`` in magnitude, in the reference step up to ``largest_usual``.
     """
 
@@ -48,6 +49,7 @@ class Predicate:
     usual: float | None = left_out()
     source: Name | None = left_out()
     rows: Line | None = left_out()
+    samples: Line | None = left_out()
     argument: Name | None = left_out()
     largest: float | None = left_out()
     largest_usual: float | None = left_out()

@@ -20,6 +20,7 @@ from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
+from reprokit.words import listed
 
 OWN, TORCH = "own", "torch"
 _TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}
@@ -144,7 +145,7 @@ def _remark(snapshot: Snapshot, reduction: Reduction | None, whom: str) -> str:
     several = len(operands) > 1
     is_input = not origins[0].startswith(("made by", "written by"))
     what = "parts of " if several and len(origins) == 1 and is_input else ""
-    what = f"{'these operands are' if several else 'this operand is'} {what}{wording.listed(origins)}"
+    what = f"{'these operands are' if several else 'this operand is'} {what}{listed(origins)}"
     return (
         f"In the training step {what}. Why the call is given {'them' if several else 'it'} is a question about {whom}."
     )

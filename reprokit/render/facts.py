@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, root_of
+import torch
+
+from reprokit.locate.failure import EXCEPTION, HEALTHY, root_of
 from reprokit.locate.ranges import Range
+from reprokit.locate.samples import bad_row_text, bad_rows, batch_words, row_text
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.render import findings, wording
@@ -27,7 +30,7 @@ from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif import home_of
-from reprokit.words import counted, in_root, number_words, replay_words
+from reprokit.words import counted, in_root, listed, number_words, replay_words
 
 Fact = tuple[str, str]
 
@@ -92,7 +95,7 @@ class Facts:
         if failure.kind == EXCEPTION and not why and self.operands:
             more = " ..." if len(self.operands) > _MAX_SHAPES_IN_TITLE else ""
             shapes = [str(list(found.shape)) for _, found in self.operands[:_MAX_SHAPES_IN_TITLE]]
-            why = f"given {wording.listed(shapes)}{more}"
+            why = f"given {listed(shapes)}{more}"
         in_training, now = _autocast(snapshot), _autocast(source)
         index = source.failure.call_index
         read = source.program.calls[index].input_refs() if index is not None else ()
@@ -129,12 +132,15 @@ class Facts:
             rows = f"{event.rows} of the batch {verb} out; " if event.rows else ""
             return f"{rows}{event_words(self.snapshot)}"
         if positions is None:
-            return how_much(self.snapshot.failure)
+            return how_much(self.snapshot)
+        value, num_rows = self.snapshot.failure.value, positions.shape[0] if positions.shape else 0
+        rows = bad_row_text(self.snapshot.program, self.snapshot.samples or {}, value, positions.rows, num_rows)
         name, total = wording.code_span(positions.name), positions.size[0] * positions.size[1]
         pattern = positions.pattern.removesuffix(".")
         if pattern[:1].isdigit():  # it counts them itself
-            return f"{name}: {pattern}"
-        return f"{sum(positions.counts.values()):,} of {total:,} elements of {name}: {pattern[:1].lower()}{pattern[1:]}"
+            return f"{name}: {pattern}{rows}"
+        counts = f"{sum(positions.counts.values()):,} of {total:,} elements"
+        return f"{counts} of {name}: {pattern[:1].lower()}{pattern[1:]}{rows}"
 
     @cached_property
     def rate(self) -> str:
@@ -201,7 +207,8 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("because of", cause(snapshot)),
         ("event", event_words(snapshot)),
         ("difference", wording.difference_words(failure)),
-        ("how much", how_much(failure)),
+        ("how much", how_much(snapshot)),
+        ("samples", sample_words(snapshot)),
         ("when", f"{when(snapshot)}{noticed}"),
         *ending,
     ]
@@ -213,6 +220,11 @@ def event_words(snapshot: Snapshot) -> str:
     shown = labels(snapshot.program)
     items = (item for item in snapshot.program.inputs if item.role == "batch" and item.value in shown)
     return wording.renamed(wording.event_words(snapshot.failure), {item.name: shown[item.value] for item in items})
+
+
+def sample_words(snapshot: Snapshot) -> str:
+    """``the rows of `x` and `y` are samples 12, 7 and 30``; empty where no loader is known to have given the batch."""
+    return batch_words(snapshot.samples or {})
 
 
 def doubt(snapshot: Snapshot) -> str:
@@ -227,7 +239,7 @@ def learning_rate(snapshot: Snapshot) -> str:
     last = {name: next((row.lr for row in reversed(rows) if row.lr is not None), None) for name, rows in series.items()}
     known = [titled(number_words(rate, 4), redact_text(name)) for name, rate in last.items() if rate is not None]
     is_diverging = snapshot.failure.event is not None or bool(snapshot.story)
-    return f"The learning rate was {wording.listed(known)}" if known and is_diverging else ""
+    return f"The learning rate was {listed(known)}" if known and is_diverging else ""
 
 
 def led_to(snapshot: Snapshot) -> str:
@@ -267,13 +279,17 @@ def cause(snapshot: Snapshot) -> str:
     return ", ".join(filter(None, (f"{wording.kind_words(found)} {made}", wording.line(found))))
 
 
-def how_much(failure: Failure) -> str:
-    """The number of bad elements of the bad tensor; empty for a single number."""
+def how_much(snapshot: Snapshot) -> str:
+    """The number of bad elements of the bad tensor, and the rows of an input; empty for a single number."""
+    failure = snapshot.failure
     if failure.num_elements <= 1 or not failure.num_bad:
         return ""
     verb = "is" if failure.num_bad == 1 else "are"
     first = f", first at {list(failure.element)}" if failure.element is not None else ""
-    return f"{failure.num_bad:,} of {failure.num_elements:,} elements {verb} {failure.way}{first}"
+    tensor = snapshot.tensors.get(failure.value) if failure.is_given and failure.value is not None else None
+    bad = bad_rows(~torch.isfinite(tensor)) if tensor is not None else ()
+    rows = row_text(snapshot.program, snapshot.samples or {}, failure.value, bad)
+    return f"{failure.num_bad:,} of {failure.num_elements:,} elements {verb} {failure.way}{first}{rows}"
 
 
 def when(snapshot: Snapshot) -> str:

@@ -53,7 +53,7 @@ def make_issue(facts: Facts, *, template: str | None = None, context: str = "", 
         "remark": wording.renamed(expectation.remark, facts.names_of_data),
         "rate": _sentences(facts.rate, rows.doubt(snapshot)),
         "origin": _origin(snapshot),
-        "story": _sentences(rows.led_to(snapshot), rows.story(snapshot)),
+        "story": _sentences(rows.led_to(snapshot), rows.story(snapshot), _samples(facts)),
         "size": facts.size,
         "matters": "",
         "no_module": no_module,
@@ -145,6 +145,12 @@ def _origin(snapshot: Snapshot) -> str:
     process = f" on {around['process']} processes" if "process" in around else ""
     compiled = f" (compiled: {around['compiled']})" if "compiled" in around else ""
     return f"{rows.when(snapshot)} of a training run{process}{compiled}, {rows.where(snapshot)}{place}"
+
+
+def _samples(facts: Facts) -> str:
+    """The samples of the batch, for a reader who has the data set."""
+    words = rows.sample_words(facts.snapshot) if facts.expectation.owner == OWN else ""
+    return f"{words[:1].upper()}{words[1:]} of the data set." if words else ""
 
 
 def _own_repository(snapshot: Snapshot) -> str | None:

@@ -193,10 +193,10 @@ def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
 
 def sentences(facts: Facts) -> list[str]:
     """The paragraph, sentence by sentence, in Markdown."""
-    snapshot, reduction, failure = facts.snapshot, facts.reduction, facts.snapshot.failure
+    snapshot, reduction = facts.snapshot, facts.reduction
     happened = f"It happened at {rows.when(snapshot)} of the training run, {rows.where(snapshot)}."
     noticed = f"It was noticed in {rows.noticed_in(snapshot)}." if rows.noticed_in(snapshot) else ""
-    bad = f"{rows.how_much(failure)}." if rows.how_much(failure) else ""
+    bad = f"{rows.how_much(snapshot)}." if rows.how_much(snapshot) else ""
     found = [
         rows.led_to(snapshot),
         rows.story(snapshot),

@@ -24,6 +24,7 @@ import torch
 from reprokit.locate.domains import DOMAINS, Domain
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.locate.ranges import Range, ends_of, measure, range_text
+from reprokit.locate.samples import bad_rows
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
 from reprokit.program.dataflow import calls_after, needed_calls
@@ -45,7 +46,7 @@ class Positions:
 
     A cell is ``nan``, ``+inf``, ``-inf`` or empty, and stands for as many neighbours as it takes to fit; it is
     bad when any of them is, and ``nan`` before anything else. ``size`` is the number of rows and columns that stand
-    behind it.
+    behind it. ``rows`` are the bad indexes of the first dimension, if they are few.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Positions:
     size: tuple[int, int]
     counts: dict[str, int]
     pattern: str
+    rows: tuple[int, ...] = ()
 
     @property
     def num_finite(self) -> int:
@@ -84,9 +86,9 @@ def positions_of(tensor: torch.Tensor, name: str) -> Positions | None:
         tuple(next((way for way, grid in grids.items() if grid[row][column]), "") for column in range(len(first[0])))
         for row in range(len(first))
     )
-    pattern = pattern_of(masks[NAN] | masks[PLUS] | masks[MINUS])
+    bad = masks[NAN] | masks[PLUS] | masks[MINUS]
     found = {way: count for way, count in counts.items() if count}
-    return Positions(name, tuple(tensor.shape), cells, (rows, columns), found, pattern)
+    return Positions(name, tuple(tensor.shape), cells, (rows, columns), found, pattern_of(bad), bad_rows(bad))
 
 
 def pattern_of(bad: torch.Tensor) -> str:

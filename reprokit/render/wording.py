@@ -12,6 +12,7 @@ from reprokit.grammar import plain_of
 from reprokit.locate.failure import Drop, Failure, Predicate
 from reprokit.program.ir import Phase
 from reprokit.snapshot.redact import redact_source, redact_text
+from reprokit.words import listed
 
 if TYPE_CHECKING:
     from reprokit.program.ir import Site
@@ -98,7 +99,7 @@ def headline(failure: Failure, *, is_reduced: bool = False) -> str:
         return f"{failure.check[1]} holds"
     if failure.event is not None:
         source = failure.event.source if failure.kind == "dead" else None
-        event = replace(failure.event, source=source, rows=None, largest=None)
+        event = replace(failure.event, source=source, rows=None, samples=None, largest=None)
         if is_reduced and failure.kind != "dead":
             usual = f"; its median in training was {words.number_words(event.usual)}" if event.usual is not None else ""
             value = words.number_words(event.value)
@@ -260,11 +261,6 @@ def _constant_name(item: ProgramPart) -> str:
     operation = _OPERATORS.get(name.strip("_")) if name.startswith("__") else None
     argument = "constant" if item.argument == "other" else item.argument
     return f"{argument} of {f'the {operation}' if operation else name.strip('_')}"
-
-
-def listed(words: list[str]) -> str:
-    """Words with commas and an ``and``."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 _CUSTOM = "the backward of a custom autograd function"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit.locate.failure import Failure
+from reprokit.locate.samples import SamplesByValue, bad_rows, row_text
 from reprokit.locate.spelling import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.program.convert import exact_results
 from reprokit.program.dataflow import needed_calls, values_behind, writer_of
@@ -90,6 +91,7 @@ class Scene:
     timeline: Sequence[StepNumbers] = ()
     settings: Settings = Settings()
     seen: Mapping[int, ObservedCall] = field(default_factory=dict)
+    samples: SamplesByValue = field(default_factory=dict)
 
     @property
     def program(self) -> Program:
@@ -148,6 +150,10 @@ class Scene:
             return self.tensor(role)
         except KeyError:
             return None
+
+    def rows(self, value: int | None, bad: torch.Tensor, before: int | None = None) -> str:
+        """The rows of a value where a mask is true, with their samples: ``: row 7 (sample 88)``."""
+        return row_text(self.program, self.samples, value, bad_rows(bad), before)
 
     def arguments(self) -> list[torch.Tensor]:
         """All tensors that the origin is given."""
@@ -225,6 +231,7 @@ def observe(content: Snapshot | Scene) -> Scene:
     """The scene of a step's failure, from one run of the calls that lead to it."""
     step = content.step if isinstance(content, Scene) else Step.of(content)
     scene = Scene(step, content.failure, failing_series(content.timeline), content.settings)
+    scene.samples = content.samples or {}
     near = set[int]()
     if scene.call is not None and not scene.call.is_optimizer_step:
         near = {number for number, _ in scene.makers_of((scene.call.args, dict(scene.call.kwargs)), scene.index, 2)}

@@ -9,8 +9,9 @@ import torch
 
 from reprokit.compare.quantity import measured
 from reprokit.locate.spelling import short_name
+from reprokit.program.ir import Ref
 from reprokit.rules.edits import loss_over_count, set_argument
-from reprokit.rules.predicates import dtype_name, has, raises
+from reprokit.rules.predicates import dtype_name, places, raises
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
 from reprokit.rules.scene import Scene
 from reprokit.series.story import StepNumbers
@@ -26,7 +27,9 @@ def input_is(scene: Scene, roles: str) -> Numbers | None:
     item = next((item for item in scene.program.inputs if item.value == failure.value), None)
     if item is None or item.role not in roles.split():
         return None
-    return {"input": f"`{item.name}`", "count": failure.num_bad, "total": failure.num_elements, "role": item.role}
+    rows = scene.rows(item.value, ~torch.isfinite(scene.tensors[item.value])) if item.role == "batch" else ""
+    counts = {"count": failure.num_bad, "total": failure.num_elements}
+    return {"input": f"`{item.name}`", **counts, "role": item.role, "rows": rows}
 
 
 def ignores_all_targets(scene: Scene) -> Numbers | None:
@@ -52,6 +55,16 @@ def target_is_longer(scene: Scene) -> Numbers | None:
     return None
 
 
+def has_empty_sequence(scene: Scene) -> Numbers | None:
+    """True if a length is zero or less; without ``enforce_sorted`` the origin is given them sorted."""
+    lengths, value, before = scene.tensor(1), scene.recorded(1), scene.index
+    for index, call in scene.makers(1):
+        if short_name(call) == "sort" and index in scene.seen:
+            lengths, value, before = scene.seen[index].argument("x"), call.args[0], index
+    bad = lengths <= 0
+    return places(bad, rows=scene.rows(value.value, bad, before) if isinstance(value, Ref) else "")
+
+
 def dtypes_differ(scene: Scene) -> Numbers | None:
     """The floating-point dtypes of the origin's tensors if there are several."""
     names = list(dict.fromkeys(dtype_name(item) for item in scene.arguments() if item.is_floating_point()))
@@ -66,10 +79,13 @@ _FACTOR = 3.0  # of a jump
 def batch_carries_event(scene: Scene) -> Numbers | None:
     """True if capture found an input of the batch, or rows of it, that is off."""
     event = scene.failure.event
-    if event is None or not (event.rows or _is_source(scene, "batch")):
+    if event is None or not (event.rows or event.samples or _is_source(scene, "batch")):
         return None
     source = f"`{event.source}`" if event.source else "the batch"
-    what = f"{event.rows} of {source}" if event.rows else source
+    if event.samples and not event.rows:
+        source = f"{event.samples} of the data set"
+    rows = f"{event.rows} ({event.samples})" if event.samples else event.rows
+    what = f"{rows} of {source}" if event.rows else source
     seen = data_words(asdict(event)) or what
     return {"what": what, "seen": seen, "step": event.began_at, "healthy": event.reference_step}
 
@@ -168,10 +184,10 @@ STEPS = [
                "tokens are often added later. Map a label for padding to `ignore_index`.",
         links="pytorch/pytorch/issues/15508"),
     Rule("empty-sequence", "A sequence of length zero", kinds="exception", calls="_pack_padded_sequence",
-        when=[raises("samples has to be greater than 0"), has(1, at_most=0)],
+        when=[raises("samples has to be greater than 0"), has_empty_sequence],
         why="`pack_padded_sequence` packs sequences of at least one element. A sample without any has no place in a "
             "packed batch.",
-        seen=["{count} of {total} lengths are zero or less"],
+        seen=["{count} of {total} lengths are zero or less{rows}"],
         advice="Leave empty samples out of the batch before they are packed, or keep one padding element of them "
                "(`lengths.clamp(min=1)`)."),
     Rule("dtype-mismatch", "Tensors of two dtypes",
@@ -189,7 +205,7 @@ STEPS = [
     Rule("bad-data", "The data is bad already", when=[input_is("batch random")],
         why="The input {input} is not finite before the first call reads it. No torch call of the step computed it, "
             "so the failure lies in the data or in what prepared it.",
-        seen=["{count} of {total} elements of {input} are not finite"],
+        seen=["{count} of {total} elements of {input} are not finite{rows}"],
         advice="Check the data where it is loaded: divisions by a spread of zero, missing values, decoding errors.",
         links="lukasruff/Deep-SVDD-PyTorch/issues/10"),
     Rule("not-followed", "A call that is not followed made it", confidence="likely", when=[input_is("opaque")],

@@ -74,13 +74,15 @@ class Unlike:
     since: int
     words: str = ""
     rows: Sequence[int] = ()
+    samples: str = ""  # of these rows, in words
 
     @property
     def text(self) -> str:
         """In words."""
         if self.words:
             return self.words
-        where = f" in {row_words(self.rows)} of" if self.rows else " in"
+        samples = f" ({self.samples})" if self.samples else ""
+        where = f" in {row_words(self.rows)}{samples} of" if self.rows else " in"
         when = f"step {self.since - 1}" if self.first == self.since - 1 else f"steps {self.first}-{self.since - 1}"
         now, before = _range(*self.now), _range(*self.before)
         return f"`{self.name}` is {now}{where} step {self.since}, and was {before} in {when}"

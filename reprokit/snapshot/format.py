@@ -21,6 +21,7 @@ import torch
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
 from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of, read
 from reprokit.locate.failure import Failure, RankDifference, is_vacuous, root_of
+from reprokit.locate.samples import Samples
 from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
@@ -130,8 +131,9 @@ class Snapshot:
     """One failed step: its program and tensors, the failure, and what surrounded it.
 
     ``step`` and ``micro_step`` count from 0. ``layers`` are the numbers of every layer in the steps before it, if they
-    were played again; ``before`` is the state that it began with; ``recorded`` is what ``--record`` measured. The types
-    of the fields are the grammar of the file.
+    were played again; ``before`` is the state that it began with; ``recorded`` is what ``--record`` measured;
+    ``samples`` are those of a data set that values of the step were made of. The types of the fields are the grammar of
+    the file.
     """
 
     program: StoredProgram
@@ -152,6 +154,7 @@ class Snapshot:
     before: StateBefore | None = left_out()
     recorded: list[RecordedStep] | None = left_out()
     cause: Cause | None = left_out()
+    samples: dict[int, Samples] | None = left_out()
 
     @property
     def num_elements(self) -> int:
@@ -170,6 +173,7 @@ class Snapshot:
             "git": plain_of(self.source),
             "rng": _describe_state(plain_of(self.rng)),
             "timeline": plain_of(self.timeline),
+            **({"samples": [plain_of(found) for found in self.samples.values()]} if self.samples else {}),
             "story": [plain_of(chapter) for chapter in self.story],
             **({"cause": self.cause.described()} if self.cause is not None else {}),
             "capture": {k: v for k, v in plain_of(self.settings).items() if k not in Settings.__dataclass_fields__},
@@ -275,6 +279,13 @@ def require_consistent(step: FailedProgram) -> None:
     if event is not None and not event.is_complete:
         raise ValueError("the event has a `largest` without `largest_usual`, or without the name of an input")
     require_call(step.program, step.failure)
+    for value, found in (getattr(step, "samples", None) or {}).items():
+        tensor, made = step.tensors.get(value), (v for call in step.program.calls for v in call.output_refs())
+        num_rows = len(tensor) if tensor is not None and tensor.dim() else 0
+        if tensor is None and value not in made:
+            raise ValueError(f"no value of the program has the samples of `{found.name}`")
+        if tensor is not None and found.rows != "none" and num_rows != len(found.indices):
+            raise ValueError(f"`{found.name}` has {num_rows} rows of {len(found.indices)} samples")
 
 
 def require_call(program: Program, failure: Failure) -> None:

@@ -31,6 +31,7 @@ from reprokit.rules.steps import rate_jump
 from reprokit.shrink.checks.check import Check, Ruling
 from reprokit.shrink.plainness import largest_of
 from reprokit.snapshot.format import Snapshot
+from reprokit.words import rows_in
 
 _Rows = list[list[float]]
 
@@ -90,7 +91,7 @@ def odd_rows(snapshot: Snapshot) -> dict[int, _Rows]:
     event, found = snapshot.failure.event, {}
     if event is None or not (event.source or event.rows):
         return {}
-    chosen = _numbers(event.rows) if event.rows else None
+    chosen = rows_in(event.rows) if event.rows else None
     for item in snapshot.program.inputs:
         if item.role == "batch" and event.source in (None, item.name):
             rows = _rows_of(snapshot.tensors[item.value])
@@ -114,15 +115,6 @@ def _rates(program: Program) -> set[float]:
 
 def _rows_of(tensor: torch.Tensor) -> _Rows:
     return [row.detach().to_dense().flatten().tolist() for row in (tensor if tensor.dim() else [tensor])]
-
-
-def _numbers(words: str) -> list[int]:
-    """The numbers in ``rows 0-3, 6``."""
-    found: list[int] = []
-    for stretch in words.partition(" ")[2].split(","):
-        first, _, last = stretch.strip().partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
 
 
 FUNCTION = "function"

@@ -1,0 +1,148 @@
+"""Which samples of a data set the tensors of a batch were made of.
+
+A `DataLoader` draws its index batches in this process, workers or not, and its batches arrive in that order: batch
+number n is made of index batch number n, however many workers draw ahead. Nothing is known of an iterator that began
+unseen, that gives batches out of order, or whose data set has no indices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from reprokit.capture.structure import tensors_in
+from reprokit.capture.tape import Number, Op, Tape, version_of
+from reprokit.locate.samples import KEEP_ROWS, Samples
+
+_MOST_INDICES = 65_536  # of a batch; a larger one is no batch that a reader looks up
+
+
+class _Batch(NamedTuple):
+    """The index batch of a batch; ``rows`` as in `Samples`, of a tensor with so many rows."""
+
+    indices: tuple[int, ...]
+    rows: str
+
+
+class _Drawn(NamedTuple):
+    """The index batches of an iterator that have no batch yet; ``None`` stands for one of something else than ints."""
+
+    rows: str
+    waiting: deque[_Batch | None]
+
+
+class SampleWatch:
+    """Notes index batches as an iterator of a loader draws them, and the tensors of batches as they arrive.
+
+    The hooks give each call as a function of torch with its arguments. A tensor is known by its ``id`` and its version
+    as long as it is there, one that calls on the tape have made also by its number.
+    """
+
+    def __init__(self, tape: Tape, switch_off: Callable[[BaseException], None]) -> None:
+        self._tape, self._switch_off = tape, switch_off
+        self._iterators: weakref.WeakKeyDictionary[Any, _Drawn] = weakref.WeakKeyDictionary()
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Batch]] = {}
+
+    def forget_iterators(self) -> None:
+        """The hooks are gone: what iterators draw from here on is not seen."""
+        self._iterators.clear()
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self.forget_iterators()
+        self._known.clear()
+
+    def begin(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An iterator begins an epoch."""
+        self._guard(self._begin, *args, **kwargs)
+        return target(*args, **kwargs)
+
+    def draw(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An iterator draws an index batch."""
+        index = target(*args, **kwargs)
+        self._guard(self._draw, args[0], index)
+        return index
+
+    def arrive(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An iterator gives a batch."""
+        try:
+            data = target(*args, **kwargs)
+        except BaseException:  # the end, or an error that leaves open whose batch comes next
+            self._iterators.pop(args[0], None)
+            raise
+        self._guard(self._arrive, args[0], data)
+        return data
+
+    def of(self, number: Number) -> _Batch | None:
+        """The index batch of a tensor of the loop with this number, which no call has written since it arrived."""
+        batch: _Batch | None = getattr(number, "batch", None)
+        tensor = number()
+        if batch is None and tensor is not None and id(tensor) in self._known:
+            known, version, batch = self._known[id(tensor)]
+            return batch if known() is tensor and self._tape.stamps.get(number) == version else None
+        return batch
+
+    def samples(self, number: Number | None, name: str, num_rows: int) -> Samples | None:
+        """The samples of a tensor with so many rows."""
+        batch = self.of(number) if number is not None else None
+        rows = batch.rows if batch is not None and num_rows == len(batch.indices) else "none"
+        return Samples(name, batch.indices, rows) if batch is not None else None
+
+    def words(self, number: Number | None, ops: Sequence[Op], rows: Sequence[int], num_rows: int) -> str:
+        """The samples of some rows of a tensor that ``ops`` may have made of a batch; empty if they are not known."""
+        makers = {out: op for op in ops for out in op.outs}
+        while number is not None and self.of(number) is None:
+            op = makers.get(number)
+            keeps = op is not None and len(op.ins) == 1 and getattr(op.target, "__name__", "").strip("_") in KEEP_ROWS
+            number = op.ins[0] if op is not None and keeps else None
+        found = self.samples(number, "", num_rows)
+        return found.words(rows) if found is not None else ""
+
+    def _guard(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        try:
+            with torch.DisableTorchFunction():  # in any thread: nothing here is a call of the loop
+                work(*args, **kwargs)
+        except BaseException as error:
+            self._switch_off(error)
+
+    def _begin(self, iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
+        self._iterators.pop(iterator, None)
+        is_in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
+        if is_in_order and not isinstance(loader.dataset, IterableDataset):
+            is_sure = loader.batch_sampler is not None and loader.collate_fn is default_collate
+            self._iterators[iterator] = _Drawn("sure" if is_sure else "collated", deque())
+
+    def _draw(self, iterator: Any, index: Any) -> None:
+        drawn = self._iterators.get(iterator)
+        if drawn is None:
+            return
+        is_single, batch = not isinstance(index, Sequence) and getattr(index, "ndim", 0) == 0, None
+        given = (index,) if is_single else index
+        if not isinstance(index, tuple) and len(given) <= _MOST_INDICES:  # a tuple may be one key of several indices
+            with contextlib.suppress(TypeError):  # keys of another kind, such as names
+                indices = tuple(map(operator.index, given))
+                batch = _Batch(indices, "none" if is_single else drawn.rows) if indices else None
+        drawn.waiting.append(batch)
+
+    def _arrive(self, iterator: Any, data: Any) -> None:
+        drawn = self._iterators.get(iterator)
+        batch = drawn.waiting.popleft() if drawn is not None and drawn.waiting else None
+        if batch is None:
+            return
+        for tensor in tensors_in(data):
+            number, gone = self._tape.known(tensor), partial(self._gone, id(tensor))
+            if number is not None:
+                number.batch = batch
+            # Also then: a tensor that no kept call uses gets a new number with its first use.
+            self._known[id(tensor)] = weakref.ref(tensor, gone), version_of(tensor), batch
+
+    def _gone(self, key: int, _: object) -> None:
+        self._known.pop(key, None)
