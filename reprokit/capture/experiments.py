@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit.capture.calls import OptimizerStep, Root, ScaleLoss
-from reprokit.capture.readings import UNNAMED, Key, LossWatch, Part, Series, Setting, Watch, slot_name
+from reprokit.capture.readings import UNNAMED, InputWatch, Key, LossWatch, Series, Setting, StatePart, slot_name
 from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
@@ -32,12 +32,13 @@ from reprokit.series.cause import (
     Unlike,
     changed,
     course,
+    decay,
     divergence,
     drift,
     growth,
     rate_words,
     sign,
-    usual_limit,
+    usual_limits,
 )
 from reprokit.series.story import failing_series
 from reprokit.series.timeline import parameters_of
@@ -74,7 +75,8 @@ def find_cause(
     if 2 * trained > _MOST_SECONDS:  # they are played unchanged and changed
         return None
     seconds, kind = max(_LEAST_SECONDS, _TIMES * trained), snapshot.failure.kind
-    return _Experiments(loop, segments, frame, losses, seconds, kind, raised).run()
+    since = snapshot.step if kind in EVENTS else segments[-1].mark.step
+    return _Experiments(loop, segments, frame, losses, seconds, kind, since, raised).run()
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,13 @@ class _Experiments:
         losses: Sequence[tuple[int, float]],
         seconds: float,
         kind: str,
+        since: int,
         raised: Raised | None,
     ) -> None:
         self._loop, self._segments, self._frame, self._raised = loop, segments, frame, raised
-        self._kind = kind
+        self._kind, self._since = kind, since
         self._is_event = kind in EVENTS  # then no value is bad, and a smaller step makes any loss more usual
-        self._diverged, self._limit = divergence(losses), usual_limit(losses)
+        self._diverged, self._limits = divergence(losses), usual_limits(losses)
         self._deadline = time.monotonic() + min(_MOST_SECONDS, seconds)
         self._longest = 0.0
         self._steps = list(dict.fromkeys(segment.mark.step for segment in segments))  # one may have several updates
@@ -216,8 +219,10 @@ class _Experiments:
                     return _Played(not replay.other_losses, False, observer.loss)
                 is_scaled = any(op.kind is ScaleLoss for op in segments[-1].ops)  # gradients may be infinite on purpose
                 gradients = [leaf.grad for leaf in replay.leaves() if leaf.grad is not None and not is_scaled]
-                is_bad = not (math.isfinite(observer.loss) and abs(observer.loss) <= self._limit)
+                low, high = self._limits if plan is None or plan.kind != "numerics" else (-math.inf, math.inf)
+                is_bad = not (math.isfinite(observer.loss) and low <= observer.loss <= high)
                 is_bad = is_bad or bad_tensor(gradients) is not None or world.newly_bad() is not None
+                is_bad = is_bad or bool(world.newly_bad_buffers())
                 return _Played(not replay.other_losses, is_bad, observer.loss)
         except Exception as error:  # the state cannot be put back
             pass_on(error)
@@ -225,16 +230,16 @@ class _Experiments:
         finally:
             self._longest = max(self._longest, time.monotonic() - started)
 
-    def _watch(self) -> Watch:
+    def _watch(self) -> InputWatch:
         modules = self._loop.world.modules
         roots = root_names(modules, self._frame)
-        parts: dict[int, Part] = {}
+        parts: dict[int, StatePart] = {}
         for module in modules:
             root = roots.get(id(module), "")
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 path = ".".join(filter(None, [root, user_path(name)]))
-                parts.setdefault(id(tensor), Part(path, root, tensor))
-        return Watch(self._deadline, self._loop.world.state_ids(), parts)
+                parts.setdefault(id(tensor), StatePart(path, root, tensor))
+        return InputWatch(self._deadline, self._loop.world.state_ids(), parts)
 
     def _names(self) -> Names:
         modules = self._loop.world.modules
@@ -243,19 +248,17 @@ class _Experiments:
 
     # -- what is tried -------------------------------------------------------------------------------------------
 
-    def _plans(self, watch: Watch) -> Iterator[_Plan]:
+    def _plans(self, watch: InputWatch) -> Iterator[_Plan]:
         """Changes, likeliest first: of what is unlike the steps before, then of what may have driven the run away."""
         yield from self._odd_values(watch)
         yield from self._odd_settings(watch)
+        for found, tensor, old in watch.written[:_MOST_OF_A_KIND]:
+            yield _Plan("state", f"{found.text}.", f"`{found.name}` as before", held=[(tensor, old)], since=found.since)
+        yield from self._smaller_rate(watch) if self._diverged is not None else ()
         yield from self._odd_state(watch)
         for keys, one in _grouped(watch.settings, course):
             yield _setting_plan(watch, keys, one, one.first, is_odd=False)
-        steps = [op for ops, _ in self._segments for op in ops if op.kind is OptimizerStep]
-        rates = [group["lr"] for op in steps for group in op.note.options if _is_number(group.get("lr"))]
-        update = max(watch.updates[-_RECENT:], default=0.0) if not self._is_event else 0.0
-        if rates and (self._diverged is not None or update > _LARGE_UPDATE):
-            says = rate_words(self._diverged, update, min(rates), max(rates))
-            yield _Plan("setting", says, "a tenth of the learning rate", edit=_with_smaller_rate)
+        yield from self._smaller_rate(watch) if self._diverged is None else ()
         norms = [norm for norm in watch.norms if math.isfinite(norm)]
         usual = median(norms) if norms else 0.0
         largest = max(norms[-_RECENT:], default=0.0)
@@ -265,11 +268,20 @@ class _Experiments:
             yield _Plan("setting", says, f"gradients clipped to a norm of {number_words(usual)}", norm=usual)
         halves = {dtype for op in self._segments[-1].ops for _, dtype in op.mode.autocast}
         halves &= {str(dtype) for dtype in HALVES}
-        if halves:
+        if halves and self._diverged is None:  # what is large in any precision ends as finite in a wider one
             says = f"The step runs in {' and '.join(sorted(halves)).replace('torch.', '')} under autocast."
             yield _Plan("numerics", says, "autocast off", is_odd=False, edit=_without_autocast)
 
-    def _odd_values(self, watch: Watch) -> Iterator[_Plan]:
+    def _smaller_rate(self, watch: InputWatch) -> Iterator[_Plan]:
+        """A tenth of the learning rate, for a run that has diverged or had a large update."""
+        steps = [op for ops, _ in self._segments for op in ops if op.kind is OptimizerStep]
+        rates = [group["lr"] for op in steps for group in op.note.options if _is_number(group.get("lr"))]
+        update = max(watch.updates[-_RECENT:], default=0.0) if not self._is_event else 0.0
+        if rates and (self._diverged is not None or update > _LARGE_UPDATE):
+            says = rate_words(self._diverged, update, min(rates), max(rates))
+            yield _Plan("setting", says, "a tenth of the learning rate", edit=_with_smaller_rate)
+
+    def _odd_values(self, watch: InputWatch) -> Iterator[_Plan]:
         """Values that differ from the steps before, in the order in which the failing step reads them: their odd rows
         as in a usual step, then all of them."""
         names, found = self._names(), []
@@ -298,23 +310,22 @@ class _Experiments:
         samples = self._loop.samples.words(number, ops, rows, len(tensor))
         return replace(found, rows=tuple(rows), samples=samples) if len(rows) < len(tensor) else found
 
-    def _odd_settings(self, watch: Watch) -> Iterator[_Plan]:
+    def _odd_settings(self, watch: InputWatch) -> Iterator[_Plan]:
         """Settings that have jumped, as they were before."""
         for keys, one in _grouped(watch.settings, changed):
             is_raised = max(map(abs, one.now)) > max(map(abs, one.before))  # many runs lower a rate at times
             yield _setting_plan(watch, keys, one, one.since, is_odd=is_raised)
 
-    def _odd_state(self, watch: Watch) -> Iterator[_Plan]:
-        """Parts of the state that the loop has written, that grow or drift: as they were before."""
-        for one, tensor, old in watch.written[:_MOST_OF_A_KIND]:
-            yield _Plan("state", f"{one.text}.", f"`{one.name}` as before", held=[(tensor, old)], since=one.since)
+    def _odd_state(self, watch: InputWatch) -> Iterator[_Plan]:
+        """Parts of the state that grow, fall or drift: as they were first."""
         found = []
         for part in watch.followed:
-            how = drift if part.tensor.numel() == 1 else growth
-            odd = how(part.name, "state", part.readings)
-            unlike = odd or sign(part.name, "state", part.readings)
-            is_odd = odd is not None and how is growth  # in many runs a bias drifts for some steps
-            found += [(part, unlike, is_odd)] if unlike is not None else []
+            is_parameter = isinstance(part.tensor, torch.nn.Parameter)
+            odd, unlike = None, drift(part.name, "state", part.readings) if part.tensor.numel() == 1 else None
+            if not is_parameter:  # a bias drifts in many runs, and goes anywhere in one that has diverged
+                odd = growth(part.name, "state", part.readings) or decay(part.name, "state", part.readings)
+                unlike = odd or unlike or sign(part.name, "state", part.readings)
+            found += [(part, unlike, odd is not None)] if unlike is not None else []
         for part, unlike, is_odd in sorted(found, key=lambda item: not item[2])[:_MOST_OF_A_KIND]:
             assert part.first is not None
             is_single = part.tensor.numel() == 1
@@ -327,32 +338,36 @@ class _Experiments:
                 text = f"the buffers of {owner} held at their values before step {self._steps[0]}"
                 yield _Plan("state", says, text, is_odd, held=held)
 
-    def _exchanges(self, watch: Watch) -> Iterator[_Plan]:
-        """The last batch of the same kind in the place of this one: each of its values alone, then all."""
-        names, now = self._names(), self._steps[-1]
-        read = {slot: one for slot, one in watch.series.items() if now in one.values and one.role == "batch"}
-        given = {slot: one for slot, one in read.items() if not one.is_random}
-        step = next((n for n in self._steps[-2::-1] if all(_are_alike(one, n, now) for one in given.values())), None)
+    def _exchanges(self, watch: InputWatch) -> Iterator[_Plan]:
+        """The last batch from before the failure, if it is of the same kind, in the place of all since: each of its
+        values alone, then all."""
+        names, later = self._names(), [step for step in self._steps if step >= self._since]
+        read = [(slot, one) for slot, one in watch.series.items() if later[-1] in one.values and one.role == "batch"]
+        given = [(slot, one) for slot, one in read if not one.is_random]
+        before = [step for step in self._steps if step < self._since]
+        step = next((n for n in reversed(before) if all(_are_alike(one, n, later) for _, one in given)), None)
         if step is None:
             return
         pairs: dict[str, dict[Number, torch.Tensor]] = {}
-        for slot, one in given.items():
-            found = dict(zip(one.numbers[now], one.values[step], strict=True))
-            if not all(map(torch.equal, one.values[now], found.values())):
-                pairs.setdefault(slot_name(names, one, slot), {}).update(found)
+        for slot, one in given:
+            for now in later:
+                if not all(map(torch.equal, one.values[now], one.values[step])):
+                    found = zip(one.numbers[now], one.values[step], strict=True)
+                    pairs.setdefault(slot_name(names, one, slot), {}).update(found)
+        which = f"step {self._since}" if len(later) == 1 else f"steps {self._since}-{later[-1]}"
         few = pairs if len(pairs) <= _MOST_INPUTS else {}
         parts = {f"`{name}`": values for name, values in few.items() if name != UNNAMED}
         if pairs and (len(pairs) > 1 or not parts):
             parts["the batch"] = {number: value for values in pairs.values() for number, value in values.items()}
         for name, values in parts.items():
             text = f"{name} of step {step} in its place"
-            yield _Plan("data", f"It depends on {name} of step {now}.", text, values=values)
+            yield _Plan("data", f"It depends on {name} of {which}.", text, values=values)
 
 
-def _are_alike(series: Series, step: int, now: int) -> bool:
-    """True if two steps have read as many tensors there, of the same types and numbers of dimensions."""
-    kinds = [[(value.dtype, value.dim()) for value in series.values.get(n, ())] for n in (step, now)]
-    return kinds[0] == kinds[1] and len(series.numbers[now]) == len(kinds[1])
+def _are_alike(series: Series, step: int, later: Iterable[int]) -> bool:
+    """True if the later steps have read as many tensors there, of the same types and numbers of dimensions."""
+    kinds = {n: [(value.dtype, value.dim()) for value in series.values.get(n, ())] for n in (step, *later)}
+    return all(kinds[n] == kinds[step] and len(series.numbers.get(n, ())) == len(kinds[n]) for n in later)
 
 
 def _rows_beyond(tensor: torch.Tensor, found: Unlike) -> list[int]:
@@ -390,7 +405,7 @@ def _grouped(settings: Mapping[Key, Setting], how: Callable[..., Unlike | None])
     return list(found.values())[:_MOST_OF_A_KIND]
 
 
-def _setting_plan(watch: Watch, keys: Sequence[Key], one: Unlike, since: int, *, is_odd: bool = True) -> _Plan:
+def _setting_plan(watch: InputWatch, keys: Sequence[Key], one: Unlike, since: int, *, is_odd: bool = True) -> _Plan:
     """Settings with their values of before the step ``since``."""
     values = {key: watch.settings[key].before(since) for key in keys}
     first, *others = {str(value): value for value in values.values()}.values()

@@ -83,7 +83,7 @@ class Series:
 
 
 @dataclass
-class Part:
+class StatePart:
     """A part of the state, of the module ``root`` where there are several: its ``readings`` where the steps begin and
     where the loop writes it, and what it held first."""
 
@@ -121,11 +121,11 @@ class Setting:
         return self.values[max(0, place - 1)]
 
 
-class Watch(LossWatch):
+class InputWatch(LossWatch):
     """Reads what the steps were given. ``parts`` are parameters and buffers by ``id``; of these some are
     ``followed``."""
 
-    def __init__(self, deadline: float, state: set[int], parts: Mapping[int, Part]) -> None:
+    def __init__(self, deadline: float, state: set[int], parts: Mapping[int, StatePart]) -> None:
         super().__init__(deadline)
         self.series: dict[Slot, Series] = {}
         self.settings: dict[Key, Setting] = {}

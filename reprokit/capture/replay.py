@@ -109,8 +109,12 @@ class Player:
         return result
 
     def bind(self, op: Op, result: Any) -> None:
-        """The results stand for those of the loop from here on."""
+        """The results stand for those of the loop from here on; not for what is state by now and was none when the
+        loop wrote it."""
         for number, new in zip(op.outs, iter_tensors(result), strict=False):
+            live = self.alive.get(number)
+            if live is not None and live is not new and id(live) in self._state:
+                continue
             self.env[number] = new
             self.numbers[id(new)] = number
             self.made.add(number)

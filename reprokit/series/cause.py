@@ -200,6 +200,19 @@ def growth(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
     return Unlike(name, role, start.limits, end.limits, start.step, end.step, words)
 
 
+def decay(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
+    """How the least element of a value that is not negative has fallen in every step up to the last one."""
+    last, length = len(readings) - 1, 0
+    while length < last and 0 <= _GROWS * readings[last - length].low < readings[last - length - 1].low:
+        length += 1
+    start, end = readings[last - length], readings[last]
+    if length < _LEAST_DRIFT or _GROWN * end.low > start.low:
+        return None
+    least = f"its least element was {number_words(start.low)} in step {start.step} and is {number_words(end.low)} now"
+    words = f"`{name}` falls in each of {counted(length, 'step')}: {least}"
+    return Unlike(name, role, start.limits, end.limits, start.step, end.step, words)
+
+
 def written(name: str, was: Reading, now: Reading, where: str) -> Unlike | None:
     """How a call of the loop has written other values into a part of the state, on the line ``where``."""
     if now.size <= _JUMP * was.size:
@@ -247,11 +260,14 @@ def rate_words(found: Divergence | None, update: float, low: float, high: float)
     return f"{found.text if found is not None else says}, at {rates}."
 
 
-def usual_limit(losses: Sequence[tuple[int, float]]) -> float:
-    """The largest magnitude of a loss that is usual: of the steps before those in which it left its course."""
+def usual_limits(losses: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """The lowest and highest loss that is usual: of the steps before those in which it left its course."""
     found = divergence(losses)
-    known = [abs(loss) for step, loss in losses if math.isfinite(loss) and (found is None or step <= found.step)]
-    return _USUAL * max(median(known), known[-1]) if known else math.inf
+    known = [loss for step, loss in losses if math.isfinite(loss) and (found is None or step <= found.step)]
+    if not known:
+        return -math.inf, math.inf
+    sizes = list(map(abs, known))
+    return -_USUAL * max(sizes), _USUAL * max(median(sizes), sizes[-1])
 
 
 @dataclass(frozen=True, slots=True)

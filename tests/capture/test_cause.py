@@ -16,7 +16,7 @@ from torch import nn
 import reprokit
 from reprokit.capture import experiments
 from reprokit.capture.experiments import _Experiments
-from reprokit.series.cause import Reading, divergence, drift, growth, jump, usual_limit
+from reprokit.series.cause import Reading, divergence, drift, growth, jump, usual_limits
 from reprokit.snapshot.format import Snapshot, load
 
 STEPS = 24
@@ -158,6 +158,31 @@ def lower_variance(step: int, model: Tempered) -> None:
         model.layers[1].running_var.sub_(0.1)
 
 
+class Averages(nn.Module):
+    """Divides by averages that fall to nothing where no sample counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("counts", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.counts.mul_(0.01).add_(torch.tensor([1.0, 1.0, 0.0]))
+        return (self.layer(x).mean(0) / self.counts).pow(2).log1p().sum()
+
+
+def decaying_counts() -> None:
+    model, generator = Averages(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for _ in range(STEPS):
+        loss = model(torch.rand(8, 4, generator=generator))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def half_precision() -> None:
     """The exponential of what grows in every batch is beyond half precision, long before it is beyond any other."""
     model, generator = nn.Linear(4, 1), torch.Generator().manual_seed(1)
@@ -222,6 +247,7 @@ def raised_rate(step: int, _: torch.Tensor, optimizer: torch.optim.Optimizer) ->
         (lambda: cooled(set_temperature), "setting", ("`temperature` went from 1 to 0.0001 at step 12",)),
         (lambda: cooled(without_batch_statistics), "setting", ("`training` went from True to False at step 12",)),
         (lambda: cooled(write_weight), "state", ("`layers.1.weight` went from", "test_cause.py:", "as before")),
+        (decaying_counts, "state", ("`counts` falls in each of", "least element", "held at its value before step")),
         (lambda: cooled(lower_variance), "state", ("`layers.1.running_var` is", "held at its value before step")),
         (half_precision, "numerics", ("float16 under autocast", "With autocast off")),
         (carried, "state", ("`state`, which is carried from step to step, grows by 4 times", "in its place")),
@@ -350,6 +376,43 @@ def test_an_event_was_finite_before_the_experiment_too(tmp_path: Path) -> None:
     assert cause is not None and cause.kind == "setting" and "steps end with a usual loss (0." in cause.text
 
 
+def test_gradients_of_weights_that_were_loaded_first_are_clipped_in_the_control(tmp_path: Path) -> None:
+    def loop() -> None:
+        model, generator = nn.Linear(4, 1), torch.Generator().manual_seed(1)
+        model.load_state_dict({"weight": torch.ones(1, 4), "bias": torch.ones(1)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            loss = model(torch.rand(8, 4, generator=generator) * (1e25 if step == 2 else 1.0)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    cause = captured(tmp_path, loop).cause
+    assert cause is not None and cause.kind == "data"
+
+
+def swapped_labels() -> None:
+    """From one step on the labels are those of other classes, in the usual range."""
+    model, generator = nn.Linear(2, 2), torch.Generator().manual_seed(1)
+    nn.init.eye_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for step in range(120):
+        y = torch.randint(2, (16,), generator=generator)
+        x = nn.functional.one_hot(y, 2) * 4 + torch.rand(16, 2, generator=generator)
+        y = 1 - y if step >= 80 else y
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_spike_of_several_batches_is_that_of_all_of_them(tmp_path: Path) -> None:
+    cause = captured(tmp_path, swapped_labels, on=("spike",)).cause
+    assert cause is not None and cause.kind == "data"
+    assert cause.text.startswith("It depends on") and "of steps 80-" in cause.text and "step 79 in its" in cause.text
+
+
 def test_a_step_with_two_updates_counts_once(tmp_path: Path) -> None:
     def loop() -> None:
         model, generator = Scale(), torch.Generator().manual_seed(1)
@@ -425,4 +488,4 @@ def test_divergence_begins_with_the_last_usual_loss() -> None:
     assert found is not None and (found.step, found.usual, found.last_step) == (1, 4.7, 4)
     assert divergence([(0, 5.0), (1, 4.7), (2, 9.0)]) is None
     assert divergence([(0, -4.0), (1, -45.0)]) is None
-    assert usual_limit([(0, 5.0), (1, 4.7), (2, 2356.0)]) == pytest.approx(3 * 4.85)
+    assert usual_limits([(0, 5.0), (1, 4.7), (2, 2356.0)]) == pytest.approx((-15, 3 * 4.85))
