@@ -58,7 +58,7 @@ _TIMES = 20  # the seconds that the steps took in training
 _LEAST_SECONDS = 2.0  # steps of a millisecond cost a replay more than they cost training
 _LARGE_UPDATE = 0.3  # of the norm of the parameters in one step: a healthy update is below a hundredth
 _RECENT = 3  # updates and gradients before the failure that count: the first ones of parameters that are zero are large
-_LARGE_NORM = 5.0  # times the median norm of the gradients
+_LARGE_NORM = 20.0  # times the median norm of the gradients: clipping changes all that follows
 _TENTH = 0.1
 _MOST_OF_A_KIND = 3  # changes: the same images may be read at many places
 _MOST_INPUTS = 4  # of a step that are exchanged one at a time
@@ -259,6 +259,11 @@ class _Experiments:
         for keys, one in _grouped(watch.settings, course):
             yield _setting_plan(watch, keys, one, one.first, is_odd=False)
         yield from self._smaller_rate(watch) if self._diverged is None else ()
+        halves = {dtype for op in self._segments[-1].ops for _, dtype in op.mode.autocast}
+        halves &= {str(dtype) for dtype in HALVES}
+        if halves and self._diverged is None:  # what is large in any precision ends as finite in a wider one
+            says = f"The step runs in {' and '.join(sorted(halves)).replace('torch.', '')} under autocast."
+            yield _Plan("numerics", says, "autocast off", is_odd=False, edit=_without_autocast)
         norms = [norm for norm in watch.norms if math.isfinite(norm)]
         usual = median(norms) if norms else 0.0
         largest = max(norms[-_RECENT:], default=0.0)
@@ -266,11 +271,6 @@ class _Experiments:
         if not self._is_event and usual > 0 and largest > _LARGE_NORM * usual and not is_scaled:
             says = f"The norm of the gradients was {number_words(largest)}, and its median {number_words(usual)}."
             yield _Plan("setting", says, f"gradients clipped to a norm of {number_words(usual)}", norm=usual)
-        halves = {dtype for op in self._segments[-1].ops for _, dtype in op.mode.autocast}
-        halves &= {str(dtype) for dtype in HALVES}
-        if halves and self._diverged is None:  # what is large in any precision ends as finite in a wider one
-            says = f"The step runs in {' and '.join(sorted(halves)).replace('torch.', '')} under autocast."
-            yield _Plan("numerics", says, "autocast off", is_odd=False, edit=_without_autocast)
 
     def _smaller_rate(self, watch: InputWatch) -> Iterator[_Plan]:
         """A tenth of the learning rate, for a run that has diverged or had a large update."""

@@ -199,11 +199,11 @@ def half_precision() -> None:
 
 def one_large_gradient() -> None:
     """The gradient is a thousand times larger in one step, after which the numbers overflow."""
-    weight = nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight = nn.Parameter(torch.full((4,), 2.0))
+    optimizer = torch.optim.SGD([weight], lr=0.02)
     for step in range(STEPS):
-        factor = 1.0 if step != 12 else 1000.0
-        loss = ((weight - 0.01).pow(2).sum() * factor).expm1()
+        factor = 1 if step != 12 else 3000
+        loss = ((weight - 2.1).square() * torch.tensor(factor)).sum().exp()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -249,6 +249,7 @@ def raised_rate(step: int, _: torch.Tensor, optimizer: torch.optim.Optimizer) ->
         (lambda: cooled(write_weight), "state", ("`layers.1.weight` went from", "test_cause.py:", "as before")),
         (decaying_counts, "state", ("`counts` falls in each of", "least element", "held at its value before step")),
         (lambda: cooled(lower_variance), "state", ("`layers.1.running_var` is", "held at its value before step")),
+        (one_large_gradient, "setting", ("The norm of the gradients was", "gradients clipped to a norm of")),
         (half_precision, "numerics", ("float16 under autocast", "With autocast off")),
         (carried, "state", ("`state`, which is carried from step to step, grows by 4 times", "in its place")),
     ],
