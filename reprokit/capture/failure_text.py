@@ -121,6 +121,7 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
         saved = captured.format(what(result), failure["step"])
         has_line = "event" in failure and "difference" not in failure  # of its own above
         details = [line for line in (place_line(result), None if has_line else cause_line(result)) if line is not None]
+        details += [f"in {failure['bad_rows']}"] if "bad_rows" in failure else []
         timeline = [StepNumbers(**row) for row in result["timeline"]]
         grown = growth(timeline, failure.get("event", {}).get("quantity"))
         details += [f"{name}  {numbers}" for name, numbers in grown if name.startswith(_SHOWN_NUMBERS)]

@@ -68,9 +68,9 @@ def bad_rows(bad: torch.Tensor) -> tuple[int, ...]:
 def row_text(
     program: Program, known: SamplesByValue, value: int | None, rows: Sequence[int], before: int | None = None
 ) -> str:
-    """``: rows 3-5 (samples 1207, 88 and 4012)``, with as much as is known; see `rows_of`."""
+    """``rows 3-5 (samples 1207, 88 and 4012)``, with as much as is known; see `rows_of`."""
     words, samples = rows_of(program, known, value, rows, before)
-    return f": {words} ({samples})" if words and samples else f": {words or samples}" if words or samples else ""
+    return f"{words} ({samples})" if words and samples else words or samples
 
 
 def _samples_behind(program: Program, known: SamplesByValue, value: int, before: int | None) -> Samples | None:
@@ -102,7 +102,7 @@ def bad_row_text(program: Program, known: SamplesByValue, value: int | None, row
     """The same; of a value computed of a batch ``; row 7 of `x` is sample 88``, if only one batch has so many rows."""
     words, samples = rows_of(program, known, value, rows)
     if samples or not words:
-        return row_text(program, known, value, rows)
+        return f": {text}" if (text := row_text(program, known, value, rows)) else ""
     found = [one for one in known.values() if one.rows != "none" and len(one.indices) == num_rows]
     if len({one.indices for one in found}) != 1:
         return ""

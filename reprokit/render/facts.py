@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from reprokit.locate.failure import EXCEPTION, HEALTHY, root_of
 from reprokit.locate.ranges import Range
-from reprokit.locate.samples import bad_row_text, bad_rows, batch_words, row_text
+from reprokit.locate.samples import bad_row_text, batch_words
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.render import findings, wording
@@ -286,9 +284,7 @@ def how_much(snapshot: Snapshot) -> str:
         return ""
     verb = "is" if failure.num_bad == 1 else "are"
     first = f", first at {list(failure.element)}" if failure.element is not None else ""
-    tensor = snapshot.tensors.get(failure.value) if failure.is_given and failure.value is not None else None
-    bad = bad_rows(~torch.isfinite(tensor)) if tensor is not None else ()
-    rows = row_text(snapshot.program, snapshot.samples or {}, failure.value, bad)
+    rows = f": {snapshot.bad_rows}" if snapshot.bad_rows else ""
     return f"{failure.num_bad:,} of {failure.num_elements:,} elements {verb} {failure.way}{first}{rows}"
 
 

@@ -153,7 +153,8 @@ class Scene:
 
     def rows(self, value: int | None, bad: torch.Tensor, before: int | None = None) -> str:
         """The rows of a value where a mask is true, with their samples: ``: row 7 (sample 88)``."""
-        return row_text(self.program, self.samples, value, bad_rows(bad), before)
+        text = row_text(self.program, self.samples, value, bad_rows(bad), before)
+        return f": {text}" if text else ""
 
     def arguments(self) -> list[torch.Tensor]:
         """All tensors that the origin is given."""

@@ -21,7 +21,7 @@ import torch
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
 from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of, read
 from reprokit.locate.failure import Failure, RankDifference, is_vacuous, root_of
-from reprokit.locate.samples import Samples
+from reprokit.locate.samples import Samples, bad_rows, row_text
 from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
@@ -189,6 +189,14 @@ class Snapshot:
         """How the run came to its failure, in order of time."""
         return chapters(self.layers or (), self.end_of_story)
 
+    @property
+    def bad_rows(self) -> str:
+        """``row 2 (sample 23)``: where an input is bad, or the sample that a call of the data set has made bad."""
+        value = self.failure.value
+        tensor = self.tensors.get(value) if self.failure.is_given and value is not None else None
+        rows = bad_rows(~torch.isfinite(tensor)) if tensor is not None else ()
+        return row_text(self.program, self.samples or {}, value, rows)
+
     def _describe_failure(self) -> dict[str, Any]:
         failure, cause = self.failure, self.failure.cause
         return {
@@ -199,6 +207,7 @@ class Snapshot:
             "element": list(failure.element) if failure.element is not None else None,
             "num_bad": failure.num_bad,
             "num_elements": failure.num_elements,
+            **({"bad_rows": self.bad_rows} if self.bad_rows else {}),
             "shows_cause": not is_vacuous(failure, self.program),
             "cause": self._describe_cause(cause) if cause is not None else None,
             **({"event": plain_of(failure.event)} if failure.event is not None else {}),

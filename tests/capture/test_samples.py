@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import reprokit
+from reprokit.capture.failure_text import captured_lines
 from reprokit.program.interpreter import run
 from reprokit.render.facts import event_words, how_much, sample_words
 from reprokit.rules.match import diagnose
@@ -242,7 +243,8 @@ class Faulty(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         x = self.x[index]
-        return (x * 1e3 if index == BAD and self.how == "call" else x), self.y[index]
+        factor = {"call": 1e3, "infinite": 1e39}.get(self.how, 1.0)
+        return (x * factor if index == BAD and factor > 1 else x), self.y[index]
 
 
 BAD = 423
@@ -296,6 +298,12 @@ def test_bad_rows_of_an_input_are_named_with_their_samples(tmp_path: Path, optio
     where = f": row {row} (sample {BAD}{doubt})"
     assert how_much(snapshot) == f"1 of 128 elements is nan, first at [{row}, 2]{where}"
     assert diagnose(snapshot).evidence[0].endswith(f"is not finite{where}")
+    assert f"  in row {row} (sample {BAD}{doubt})" in captured_lines(tmp_path / "s.pt", snapshot.summary(), None)
+
+
+def test_the_sample_that_a_call_of_the_data_set_made_bad_is_named(tmp_path: Path) -> None:
+    snapshot = fitted(tmp_path, "infinite")
+    assert snapshot.failure.call == "torch.Tensor.mul" and snapshot.bad_rows == f"sample {BAD}"
 
 
 def test_an_empty_sequence_is_named_by_its_row_and_sample(tmp_path: Path) -> None:
