@@ -100,7 +100,7 @@ class SampleWatch:
         """The samples of some rows of a tensor that ``ops`` may have made of a batch; empty if they are not known."""
         makers = {out: op for op in ops for out in op.outs}
         while number is not None and self.of(number) is None:
-            op = makers.get(number)
+            op = makers.pop(number, None)  # once: `to` returns its argument where it has nothing to do
             keeps = op is not None and len(op.ins) == 1 and getattr(op.target, "__name__", "").strip("_") in KEEP_ROWS
             number = op.ins[0] if op is not None and keeps else None
         found = self.samples(number, "", num_rows)
