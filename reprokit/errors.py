@@ -8,6 +8,7 @@ ReprokitError            exit code 1
 │   └── NewerFormat
 ├── NotReproduced        4
 │   └── GivenInput
+├── NotMatched           2
 ├── Flaky                5
 ├── OutputError          1  (also an OSError)
 └── Interrupted          130
@@ -167,6 +168,12 @@ class GivenInput(NotReproduced):
     def __init__(self, message: str, input: dict[str, Any], hint: str | None = None, note: str | None = None) -> None:
         super().__init__(message, hint, note)
         self.input = input
+
+
+class NotMatched(ReprokitError):
+    """A script cannot make the step of a snapshot."""
+
+    exit_code = 2
 
 
 class Flaky(ReprokitError):

@@ -52,7 +52,8 @@ def test_every_message_has_one_anchor() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["capture", "show", "trace", "timeline", "export", "shrink", "whatif", "render", "verify", "demo"]
+    "command",
+    ["capture", "show", "trace", "timeline", "export", "shrink", "whatif", "render", "verify", "retry", "demo"],
 )
 def test_every_command_has_a_page(command: str) -> None:
     assert f"reprokit {command}" in (ROOT / "docs" / f"{command}.md").read_text(encoding="utf-8")

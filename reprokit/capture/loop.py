@@ -714,7 +714,7 @@ class Loop:
             end, states = len(tape.log) // SLOTS, self.generators.states
             tape.mark(Mark(end, step, iterations.total, iterations.micro_step, generators=states))
         if is_copied:
-            self._copy_state(ended)
+            self.copy_state(ended)
             self.generators.looks_left = max(self.generators.looks_left, 1)  # look again in the next step
         elif not world.is_complete:
             tape.forget()
@@ -779,7 +779,8 @@ class Loop:
         self.restart()
         self.recorder.gaps.append(None)
 
-    def _copy_state(self, started: float) -> None:
+    def copy_state(self, started: float) -> None:
+        """Copy the state of now, behind which one cannot go back; the checks before it began at ``started``."""
         tape, world = self.tape, self.world
         self.copied_at = self.iterations.total
         unfinished = [o for o in world.optimizers if id(o) not in self._finished]
@@ -811,7 +812,7 @@ class Loop:
             self.world.buffers.add_module(module)
         if not self.has_differentiated and not any(op.kind is Root and op.mode.grad for op in self.tape.running()):
             self.tape.forget()
-            self._copy_state(time.perf_counter())
+            self.copy_state(time.perf_counter())
 
     def _lose(self) -> None:
         """Calls were taken off the tape that may have changed something: there is no going back behind them."""

@@ -71,6 +71,8 @@ class Session:
     """
 
     active: ClassVar[Session | None] = None  # the one that watches
+    recorder_type: ClassVar[type[Recorder]] = Recorder
+    failures_type: ClassVar[type[Failures]] = Failures
 
     def __init__(
         self,
@@ -116,14 +118,14 @@ class Session:
         self.closing: str | None = None
         self._has_complained = self._has_said_lacking = False
         self._paused_at: float | None = None
-        self._recorder = Recorder(self.switch_off)
+        self._recorder = self.recorder_type(self.switch_off)
         self._recorder.on_other_thread = lambda: self.say("a second thread trains, which is not watched")
         world = World(1 if watch == "every-step" and history is None else history)
         percent = None if watch == "every-step" or budget == "off" else budget
         matter = not {"nonfinite", "skipped"}.isdisjoint(on)
         self._loop = Loop(self._recorder, world, Budget(percent, from_step), watch, matter=matter)
         place = Place(output, directory or current_folder(), name, overwrite, source, part)
-        self._failures = Failures(self, self._loop, place, command, on, finds_cause=cause)
+        self._failures = self.failures_type(self, self._loop, place, command, on, finds_cause=cause)
         self._loop.asked, self._loop.last_step = asked, last_step
         self._loop.choose()
         self.snapshots, self.results = self._failures.snapshots, self._failures.results

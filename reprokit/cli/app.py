@@ -19,7 +19,7 @@ import click
 
 import reprokit
 from reprokit.capture.options import current_folder
-from reprokit.cli import capture, demo, render, show, shrink, timeline, trace, whatif
+from reprokit.cli import capture, demo, render, retry, show, shrink, timeline, trace, whatif
 from reprokit.cli.children import STARTED_IN
 from reprokit.cli.console import Plan, say, say_error
 from reprokit.errors import Interrupted, ReprokitError, UsageError
@@ -44,7 +44,7 @@ def app() -> None:
 
 for _command in (
     *(capture.command, show.command, trace.command, timeline.command, show.export_command, shrink.command),
-    *(whatif.command, render.verify_command, render.command, demo.command),
+    *(whatif.command, render.verify_command, retry.command, render.command, demo.command),
 ):
     app.add_command(_command)
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = _parse(words)
         if plan is None:
             return 0
-        return plan() if isinstance(plan, (capture.Capture, trace.TraceScript)) else _execute(plan)
+        return plan() if isinstance(plan, (capture.Capture, retry.Retry, trace.TraceScript)) else _execute(plan)
     except ReprokitError as error:
         say_error(error)
         return error.exit_code

@@ -139,5 +139,6 @@ def verify_command(
     if expect_fixed and result.exit_code != 0:
         unclear = "this does not show whether the failure is gone"
         console.say("the failure is still there" if result.fails else unclear, verbosity)
+        console.say("if the bug is in your own code, edit that and run: reprokit retry FILE SCRIPT [ARGS]", verbosity)
         return 1
     return 0 if result.is_unanimous else 5

@@ -181,7 +181,7 @@ def _trace_file(path: Path, output: Output, max_time: float, verbosity: console.
     return 0
 
 
-class _Command(click.Command):
+class OptionsAnywhere(click.Command):
     """Takes its options before the script, or behind the script's own arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -196,14 +196,16 @@ class _Command(click.Command):
     def _are_options(self, ctx: click.Context, words: list[str]) -> bool:
         """True if all these words are options of this command and their values."""
         try:
-            return words[0].startswith("-") and not self.make_parser(ctx).parse_args(list(words))[1]
+            return (
+                words[0].startswith("-") and words[0] != "--" and not self.make_parser(ctx).parse_args(list(words))[1]
+            )
         except click.UsageError:
             return False
 
 
 @click.command(
     "trace",
-    cls=_Command,
+    cls=OptionsAnywhere,
     short_help="Measure the module calls of chosen steps.",
     context_settings={"allow_interspersed_args": False},
 )

@@ -1,0 +1,191 @@
+"""``reprokit retry``: the captured step with the edited script."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reprokit.snapshot.format import load, save
+from tests.conftest import Run
+
+SCRIPT = """\
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+
+torch.manual_seed(3)
+np.random.seed(3)
+samples = torch.from_numpy(np.memmap("samples.dat", dtype="float32", mode="r+", shape=(96, 4)))
+targets = samples.sum(1, keepdim=True).abs() + 0.1
+net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(samples, targets), 10)
+
+
+def loss_of(x, y, k):
+    gap = (net(x) + k * 1e-3 - y).abs()
+    return torch.log(gap + y.max() / y.max()).mean()
+
+
+for k, (x, y) in enumerate(loader):
+    loss = loss_of(x + np.random.rand(), y, k)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    print("own", k, loss.item())
+"""
+FAULT = "gap + y.max() / y.max()"  # 0 / 0 in the batch whose targets are all zero
+
+
+def write_samples(folder: Path, bad: int | None) -> None:
+    samples = np.random.default_rng(0).uniform(-1, 1, (96, 4)).astype("float32")
+    if bad is not None:
+        samples[10 * bad : 10 * bad + 10] = 0
+    samples.tofile(folder / "samples.dat")
+
+
+@pytest.fixture
+def captured(tmp_path: Path, run_reprokit: Run) -> Path:
+    """The folder of a script whose step 6 was captured: targets of zero are 0 / 0."""
+    write_samples(tmp_path, 6)
+    (tmp_path / "train.py").write_text(SCRIPT.replace(".abs() + 0.1", ".abs()"))
+    done = run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py")
+    assert done.returncode == 3, done.stderr
+    assert load(tmp_path / "s.pt").step == 6
+    return tmp_path
+
+
+def test_a_step_fails_again_until_the_code_is_mended(captured: Path, run_reprokit: Run) -> None:
+    before = (captured / "samples.dat").read_bytes()
+    again = run_reprokit("retry", "s.pt", "train.py", "--json")
+    assert again.returncode == 1, again.stderr
+    result = json.loads(again.stdout.splitlines()[-1])
+    assert result["verdict"] == "fails" and result["same"] is True
+    assert result["failure"]["call"] == "torch.Tensor.div" and result["failure"]["site"]["line"] == 19
+    assert "the step fails in the same way: nan from `torch.Tensor.div`, train.py:19" in again.stderr
+    # Calls may come and go, before and after the one that failed, and lines may move.
+    text = (captured / "train.py").read_text()
+    mended = text.replace("y.max() / y.max()", "y.max() / y.max().clamp(min=1e-6)")
+    mended = mended.replace("    gap = (net(x)", "    x = x.clamp(-1, 1)\n    gap = (net(x)").replace(
+        "import sys\n", "\n"
+    )
+    (captured / "mended.py").write_text(mended)
+    done = run_reprokit("retry", "s.pt", "mended.py")
+    assert done.returncode == 0, done.stderr
+    assert "the step is finite with this code: loss " in done.stderr
+    assert done.stdout.count("own") < 4  # it stops there
+    other = text.replace("return torch.log(gap + y.max() / y.max())", "return torch.log(y * 0 + gap * 0)")
+    (captured / "other.py").write_text(other)
+    fails = run_reprokit("retry", "s.pt", "other.py", "--json")
+    assert fails.returncode == 1 and json.loads(fails.stdout.splitlines()[-1])["same"] is False
+    assert "the step fails in another way: inf from `torch.log`, other.py:19" in fails.stderr
+    assert (captured / "samples.dat").read_bytes() == before
+
+
+def test_the_step_of_a_healthy_file_is_that_of_training_bit_for_bit(tmp_path: Path, run_reprokit: Run) -> None:
+    """Dropout, Adam's state, NumPy's generator, a schedule and a number that depends on the step."""
+    write_samples(tmp_path, None)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert run_reprokit("capture", "-o", "s.pt", "--at-step", "6", "train.py").returncode == 0
+    snapshot = load(tmp_path / "s-step6.pt")
+    row = next(row for row in snapshot.timeline if row.step == 6)
+    moved = SCRIPT.replace("+ k * 1e-3", "+ 6 * 1e-3")  # the number of the step is not in the file
+    (tmp_path / "moved.py").write_text(moved)
+    done = run_reprokit("retry", "s-step6.pt", "moved.py", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["loss"] == row.loss and result["verdict"] == "finite" and result["grad_norm"] > 0
+    assert "the learning rate is 0.005, as a schedule had set it" in done.stderr
+    weights = done.stdout.splitlines()
+    assert len(weights) <= 3
+
+
+def test_what_cannot_be_matched_is_said(captured: Path, run_reprokit: Run) -> None:
+    text = (captured / "train.py").read_text()
+    cases = {
+        "nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)": (
+            "nn.Linear(4, 24), nn.Tanh(), nn.Dropout(0.3), nn.Linear(24, 1)",
+            "the model of the script has `0.weight` of (24, 4), and the captured state of (16, 4)",
+        ),
+        "nn.Dropout(0.3), nn.Linear(16, 1)": (
+            "nn.Linear(16, 1)",
+            "the model of the script has no `3.weight`",
+        ),
+        "loss_of(x + np.random.rand(), y, k)": (
+            "loss_of(x + np.random.rand(), y.long()[:, 0] * 0, k)",
+            "gap = (net(x) + k * 1e-3 - y).abs(), where the script reads int64 (6,) in `mul`, edited.py:23: loss",
+        ),
+        "    loss.backward()": ("    raise SystemExit", "the script ended before it made the captured step"),
+        "    optimizer.zero_grad()": ("    raise KeyError('own')", "a step of the script's own fails before: KeyError"),
+    }
+    for old, (new, message) in cases.items():
+        assert old in text
+        (captured / "edited.py").write_text(text.replace(old, new))
+        done = run_reprokit("retry", "s.pt", "edited.py", "--json")
+        assert done.returncode == 2, (new, done.stderr)
+        assert message in done.stderr, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["verdict"] == "not_matched"
+
+
+def test_a_line_that_only_some_steps_come_to_is_no_proof(tmp_path: Path, run_reprokit: Run) -> None:
+    write_samples(tmp_path, None)
+    condition = "    if k == 6:\n        loss = loss + (loss - loss.detach()).sqrt()\n    optimizer.zero_grad()"
+    (tmp_path / "train.py").write_text(SCRIPT.replace("    optimizer.zero_grad()", condition))
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    done = run_reprokit("retry", "s.pt", "train.py")
+    assert done.returncode == 2
+    assert (
+        "the step does not come to train.py:25 (loss = loss + (loss - loss.detach()).sqrt()), which failed"
+        in done.stderr
+    )
+
+
+def test_a_minibatch_of_another_size_takes_the_place_of_the_own_one(tmp_path: Path, run_reprokit: Run) -> None:
+    """The last minibatch of 33 samples has one, whose deviation is NaN; the loop's first one has 16."""
+    (tmp_path / "ppo.py").write_text(
+        """\
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+samples = torch.randn(33, 4)
+samples = (samples - samples.mean(0)) / samples.std(0)
+for epoch in range(4):
+    order = torch.randperm(33)
+    for start in range(0, 33, 16):
+        x = samples[order[start : start + 16]]
+        x = x - x.mean(0)
+        loss = (net(x / (x.std(0) + 1)) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+    )
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "ppo.py").returncode == 3
+    again = run_reprokit("retry", "s.pt", "ppo.py")
+    assert again.returncode == 1 and "fails in the same way: nan from `torch.Tensor.std`, ppo.py:13" in again.stderr
+    mended = (tmp_path / "ppo.py").read_text().replace("x.std(0) + 1)", "x.std(0, unbiased=False) + 1)")
+    (tmp_path / "ppo.py").write_text(mended)
+    assert run_reprokit("retry", "s.pt", "ppo.py").returncode == 0
+
+
+def test_files_and_words_that_cannot_be_used(captured: Path, run_reprokit: Run) -> None:
+    snapshot = load(captured / "s.pt")
+    save(replace(snapshot, before=None), captured / "old.pt")
+    old = run_reprokit("retry", "old.pt", "train.py")
+    assert old.returncode == 2 and "does not hold the state from before the step" in old.stderr
+    assert "hint: capture the failure again" in old.stderr and "own" not in old.stdout  # it was not run
+    (captured / "no.pt").write_bytes(b"no")
+    for words, code in ((("no.pt", "train.py"), 2), (("s.pt", "none.py"), 2), (("s.pt",), 2), (("s.pt", "-m"), 2)):
+        assert run_reprokit("retry", *words).returncode == code, words
+    assert run_reprokit("retry", "s.pt", "-m", "train").returncode == 1
+    assert run_reprokit("retry", "s.pt", "--", "train.py").returncode == 1
