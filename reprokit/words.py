@@ -76,13 +76,18 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def _stretches(numbers: Sequence[int], most: int | None = None) -> list[str]:
+    """Numbers one after the other, those in a row as ``0-3``; behind so many stretches the count of the others."""
+    groups = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    found = [[number for _, number in group] for _, group in groups]
+    words = [f"{one[0]}-{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in found[:most]]
+    others = sum(map(len, found[len(words) :]))
+    return [*words, f"{others:,} more"] if others else words
+
+
 def row_words(rows: Sequence[int]) -> str:
     """``rows 0-3, 6``; empty for none."""
-    words = []
-    for _, group in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-        numbers = [row for _, row in group]
-        words.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
-    return f"row{'s' if len(rows) > 1 else ''} {', '.join(words)}" if rows else ""
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(_stretches(rows))}" if rows else ""
 
 
 def rows_in(words: str) -> list[int]:
@@ -94,15 +99,9 @@ def rows_in(words: str) -> list[int]:
     return found
 
 
-_MOST_SAMPLES = 8
-
-
 def sample_words(indices: Sequence[int]) -> str:
     """``samples 1207, 88 and 4012``."""
-    shown = [str(index) for index in indices[:_MOST_SAMPLES]]
-    if len(indices) > len(shown):
-        shown.append(f"{len(indices) - len(shown):,} more")
-    return f"sample{'s' if len(indices) != 1 else ''} {listed(shown)}"
+    return f"sample{'s' if len(indices) != 1 else ''} {listed(_stretches(indices, most=8))}"
 
 
 def replay_words(fidelity: str, note: str | None) -> str:

@@ -26,16 +26,16 @@ _MOST_INDICES = 65_536  # of a batch; a larger one is no batch that a reader loo
 
 
 class _Batch(NamedTuple):
-    """The index batch of a batch; ``rows`` as in `Samples`, of a tensor with so many rows."""
+    """The index batch of a batch. ``are_rows``: those of a tensor with so many rows are the samples, in their order."""
 
     indices: tuple[int, ...]
-    rows: str
+    are_rows: bool
 
 
 class _Drawn(NamedTuple):
     """The index batches of an iterator that have no batch yet; ``None`` stands for one of something else than ints."""
 
-    rows: str
+    are_rows: bool
     waiting: deque[_Batch | None]
 
 
@@ -93,8 +93,9 @@ class SampleWatch:
     def samples(self, number: Number | None, name: str, num_rows: int) -> Samples | None:
         """The samples of a tensor with so many rows."""
         batch = self.of(number) if number is not None else None
-        rows = batch.rows if batch is not None and num_rows == len(batch.indices) else "none"
-        return Samples(name, batch.indices, rows) if batch is not None else None
+        if batch is None:
+            return None
+        return Samples(name, batch.indices, batch.are_rows and num_rows == len(batch.indices))
 
     def words(self, number: Number | None, ops: Sequence[Op], rows: Sequence[int], num_rows: int) -> str:
         """The samples of some rows of a tensor that ``ops`` may have made of a batch; empty if they are not known."""
@@ -117,8 +118,8 @@ class SampleWatch:
         self._iterators.pop(iterator, None)
         is_in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         if is_in_order and not isinstance(loader.dataset, IterableDataset):
-            is_sure = loader.batch_sampler is not None and loader.collate_fn is default_collate
-            self._iterators[iterator] = _Drawn("sure" if is_sure else "collated", deque())
+            are_rows = loader.batch_sampler is not None and loader.collate_fn is default_collate
+            self._iterators[iterator] = _Drawn(are_rows, deque())
 
     def _draw(self, iterator: Any, index: Any) -> None:
         drawn = self._iterators.get(iterator)
@@ -129,7 +130,7 @@ class SampleWatch:
         if not isinstance(index, tuple) and len(given) <= _MOST_INDICES:  # a tuple may be one key of several indices
             with contextlib.suppress(TypeError):  # keys of another kind, such as names
                 indices = tuple(map(operator.index, given))
-                batch = _Batch(indices, "none" if is_single else drawn.rows) if indices else None
+                batch = _Batch(indices, drawn.are_rows or len(indices) == 1) if indices else None
         drawn.waiting.append(batch)
 
     def _arrive(self, iterator: Any, data: Any) -> None:

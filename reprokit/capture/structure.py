@@ -93,7 +93,10 @@ def map_leaves(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any], dept
         ]
         if all(map(operator.is_, new, value)):
             return value
-        return type(value)._make(new) if hasattr(value, "_make") else type(value)(new)  # such as a `PackedSequence`
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            made: Any = tuple.__new__  # a `PackedSequence` looks at its items when it is made
+            return made(type(value), new)
+        return type(value)(new)
     is_mapping = isinstance(value, Mapping)
     if not is_mapping and not hasattr(value, "__dict__"):
         return value

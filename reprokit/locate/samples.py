@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
 
-from reprokit.grammar import Name, one_of
+from reprokit.grammar import Name
 from reprokit.locate.failure import Failure
 from reprokit.locate.spelling import short_name
 from reprokit.program.dataflow import values_behind, writer_of
@@ -27,20 +26,17 @@ KEEP_ROWS = frozenset([
 class Samples:
     """The samples that a batch of a `DataLoader` was made of, by their indices in its data set.
 
-    ``rows`` says what a row of the value is: ``sure``, row i is the sample of the index number i; ``collated``, there
-    are as many rows, in the order in which the loop's own ``collate_fn`` has put them; ``none``, it is no sample.
+    ``are_rows``: row i is the sample of index number i. A ``collate_fn`` of the user's may sort them, or drop some.
     """
 
     name: Name
     indices: tuple[int, ...]
-    rows: Annotated[str, one_of("sure", "collated", "none")]
+    are_rows: bool
 
     def words(self, rows: Sequence[int]) -> str:
         """``samples 1207, 88 and 4012`` of these rows; empty if they are no samples."""
-        if not rows or self.rows == "none" or max(rows) >= len(self.indices):
-            return ""
-        doubt = ", if `collate_fn` has kept their order" if self.rows == "collated" else ""
-        return f"{sample_words([self.indices[row] for row in rows])}{doubt}"
+        is_known = rows and self.are_rows and max(rows) < len(self.indices)
+        return sample_words([self.indices[row] for row in rows]) if is_known else ""
 
 
 _MOST_ROWS = 8  # that are listed
@@ -88,12 +84,13 @@ def _samples_behind(program: Program, known: SamplesByValue, value: int, before:
 
 def _sample_of(program: Program, known: SamplesByValue, value: int) -> int | None:
     """The sample of which a value is a part, where the calls up to the one that stacks all samples are known."""
+    calls = program.calls
     for batch, found in known.items():
-        index = writer_of(program.calls, batch, len(program.calls)) if found.rows == "sure" else None
-        first = program.calls[index].args[0] if index is not None and program.calls[index].args else None
+        index = next((n for n, call in enumerate(calls) if batch in call.output_refs()), None)
+        first = calls[index].args[0] if index is not None and calls[index].args else None
         parts = [part.value for part in first if isinstance(part, Ref)] if isinstance(first, (list, tuple)) else []
-        owners = [n for n, part in enumerate(parts) if value in values_behind(program.calls, [part], index)]
-        if len(parts) == len(found.indices) and len(owners) == 1:
+        owners = [n for n, part in enumerate(parts) if value in values_behind(calls, [part], index)]
+        if found.are_rows and len(parts) == len(found.indices) and len(owners) == 1:
             return found.indices[owners[0]]
     return None
 
@@ -103,7 +100,7 @@ def bad_row_text(program: Program, known: SamplesByValue, value: int | None, row
     words, samples = rows_of(program, known, value, rows)
     if samples or not words:
         return f": {text}" if (text := row_text(program, known, value, rows)) else ""
-    found = [one for one in known.values() if one.rows != "none" and len(one.indices) == num_rows]
+    found = [one for one in known.values() if one.are_rows and len(one.indices) == num_rows]
     if len({one.indices for one in found}) != 1:
         return ""
     verb, names = "is" if len(rows) == 1 else "are", listed([f"`{one.name}`" for one in found])
@@ -122,13 +119,12 @@ def with_samples(failure: Failure, program: Program, known: SamplesByValue) -> F
 
 def batch_words(known: SamplesByValue) -> str:
     """``the rows of `x` and `y` are samples 12, 7 and 30``, of every batch."""
-    batches: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    batches: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for found in known.values():
-        batches.setdefault((found.indices, found.rows), []).append(f"`{found.name}`")
+        batches.setdefault((found.indices, found.are_rows), []).append(f"`{found.name}`")
     words = []
-    for (indices, rows), names in batches.items():
+    for (indices, are_rows), names in batches.items():
         made = f"{listed(names)} {'was' if len(names) == 1 else 'were'} made of"
-        lead = f"the rows of {listed(names)} are" if rows == "sure" else made
-        order = ", in the order of `collate_fn`" if rows == "collated" else ""
-        words.append(f"{lead} {sample_words(indices)}{order}")
+        lead = f"the rows of {listed(names)} are" if are_rows else made
+        words.append(f"{lead} {sample_words(indices)}")
     return "; ".join(words)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.locate.samples import SamplesByValue, bad_rows, row_text
+from reprokit.locate.samples import SamplesByValue, row_text
 from reprokit.locate.spelling import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.program.convert import exact_results
 from reprokit.program.dataflow import needed_calls, values_behind, writer_of
@@ -151,10 +151,10 @@ class Scene:
         except KeyError:
             return None
 
-    def rows(self, value: int | None, bad: torch.Tensor, before: int | None = None) -> str:
-        """The rows of a value where a mask is true, with their samples: ``: row 7 (sample 88)``."""
-        text = row_text(self.program, self.samples, value, bad_rows(bad), before)
-        return f": {text}" if text else ""
+    def row_text(self, argument: Any, rows: Sequence[int], before: int | None = None) -> str:
+        """Rows of an argument of a call, with their samples: ``row 7 (sample 88)``."""
+        value = argument.value if isinstance(argument, Ref) else None
+        return row_text(self.program, self.samples, value, rows, before)
 
     def arguments(self) -> list[torch.Tensor]:
         """All tensors that the origin is given."""

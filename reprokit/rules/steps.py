@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 
 from reprokit.compare.quantity import measured
+from reprokit.locate.samples import bad_rows
 from reprokit.locate.spelling import short_name
 from reprokit.program.ir import Ref
 from reprokit.rules.edits import loss_over_count, set_argument
@@ -27,7 +28,8 @@ def input_is(scene: Scene, roles: str) -> Numbers | None:
     item = next((item for item in scene.program.inputs if item.value == failure.value), None)
     if item is None or item.role not in roles.split():
         return None
-    rows = scene.rows(item.value, ~torch.isfinite(scene.tensors[item.value])) if item.role == "batch" else ""
+    rows = scene.row_text(Ref(item.value), bad_rows(~torch.isfinite(scene.tensors[item.value])))
+    rows = f": {rows}" if rows and item.role == "batch" else ""
     counts = {"count": failure.num_bad, "total": failure.num_elements}
     return {"input": f"`{item.name}`", **counts, "role": item.role, "rows": rows}
 
@@ -51,18 +53,19 @@ def target_is_longer(scene: Scene) -> Numbers | None:
         start += length
         needed = length + int((labels[1:] == labels[:-1]).sum())
         if needed > available:
-            return {"needed": needed, "available": available, "sample": number}
+            row = scene.row_text(scene.recorded("target_lengths"), [number], scene.index)
+            return {"needed": needed, "available": available, "row": row}
     return None
 
 
 def has_empty_sequence(scene: Scene) -> Numbers | None:
     """True if a length is zero or less; without ``enforce_sorted`` the origin is given them sorted."""
-    lengths, value, before = scene.tensor(1), scene.recorded(1), scene.index
+    lengths, given, before = scene.tensor(1), scene.recorded(1), scene.index
     for index, call in scene.makers(1):
         if short_name(call) == "sort" and index in scene.seen:
-            lengths, value, before = scene.seen[index].argument("x"), call.args[0], index
-    bad = lengths <= 0
-    return places(bad, rows=scene.rows(value.value, bad, before) if isinstance(value, Ref) else "")
+            lengths, given, before = scene.seen[index].argument("x"), call.args[0], index
+    rows = scene.row_text(given, bad_rows(lengths <= 0), before)
+    return places(lengths <= 0, rows=f": {rows}" if rows else "")
 
 
 def dtypes_differ(scene: Scene) -> Numbers | None:
@@ -169,7 +172,7 @@ STEPS = [
         phases="forward", calls="ctc_loss", is_local=True, when=[target_is_longer],
         why="CTC needs at least one input step for every label, and one more between two equal labels. There is no "
             "way to align a target that needs more, so its loss is infinite and its gradient NaN.",
-        seen=["sample {sample} needs {needed} steps and has {available}"],
+        seen=["{row} needs {needed} steps and has {available}"],
         advice="Leave such samples out, lower the downsampling of the model, or pass `zero_infinity=True`.",
         expected="inputs at least as long as their targets with a blank between repeats, or `zero_infinity=True`",
         links="pytorch/pytorch/issues/31557",

@@ -293,7 +293,7 @@ def require_consistent(step: FailedProgram) -> None:
         num_rows = len(tensor) if tensor is not None and tensor.dim() else 0
         if tensor is None and value not in made:
             raise ValueError(f"no value of the program has the samples of `{found.name}`")
-        if tensor is not None and found.rows != "none" and num_rows != len(found.indices):
+        if tensor is not None and found.are_rows and num_rows != len(found.indices):
             raise ValueError(f"`{found.name}` has {num_rows} rows of {len(found.indices)} samples")
 
 
