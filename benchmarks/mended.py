@@ -41,7 +41,15 @@ MENDED: dict[str, list[Edit]] = {
     "ctc_target_too_long": [("train_asr.py", "nn.CTCLoss(blank=0)", "nn.CTCLoss(blank=0, zero_infinity=True)")],
     # Not the betas: the ratios are a buffer, which comes from before the step.
     "ddpm_snr_zero": [("ddpm.py", "/ self.snr[t]\n", "/ self.snr[t].clamp(min=1e-8)\n")],
-    "dice_sums_in_half": [("segment.py", "torch.float32 if a.fp32_loss else torch.float16", "torch.float32")],
+    # The sums alone: the masks that the step was captured with are in half precision.
+    "dice_sums_in_half": [
+        ("segment.py", "(prob * target).sum()", "(prob * target).sum(dtype=torch.float32)"),
+        (
+            "segment.py",
+            "prob.pow(2).sum() + target.sum()",
+            "prob.pow(2).sum(dtype=torch.float32) + target.sum(dtype=torch.float32)",
+        ),
+    ],
     "distill_half_teacher": [
         (
             "distill.py",
