@@ -137,6 +137,11 @@ def number_words(value: float, digits: int = 3) -> str:
     return f"{float(shown):.0f}" if "e+" in shown and abs(value) < 1e6 else shown
 
 
+def value_words(value: float) -> str:
+    """A value of data: a whole number, which may be a code such as -999999, with all its digits."""
+    return f"{value:.0f}" if abs(value) < 1e9 and value == int(value) else number_words(value)
+
+
 _VERDICTS = {
     "same": "with the same failure",
     "other": "with another failure",
@@ -182,8 +187,8 @@ def data_words(event: Mapping[str, Any]) -> str:
         return ""
     argument, _, call = str(event.get("argument") or "").partition(" of ")
     what = f"the {argument} of `{call}`" if call else f"`{argument or event['source']}`"
-    usual = f"in step {event['reference_step']} up to {number_words(event['largest_usual'])}"
-    return f"{what} is up to {number_words(event['largest'])} in magnitude, {usual}"
+    usual = f"in step {event['reference_step']} up to {value_words(event['largest_usual'])}"
+    return f"{what} is up to {value_words(event['largest'])} in magnitude, {usual}"
 
 
 def difference_words(

@@ -27,6 +27,7 @@ from reprokit.errors import pass_on
 from reprokit.locate.ways import HALVES, bad_tensor
 from reprokit.series.cause import (
     EVENTS,
+    TENTH,
     Cause,
     Intervention,
     Unlike,
@@ -72,11 +73,16 @@ def find_cause(
     rows = failing_series(snapshot.timeline)
     losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
     trained = sum(row.seconds for row in rows[-len(segments) :] if row.seconds is not None)
-    if 2 * trained > _MOST_SECONDS:  # they are played unchanged and changed
-        return None
-    seconds, kind = max(_LEAST_SECONDS, _TIMES * trained), snapshot.failure.kind
+    seconds, kind = seconds_for(trained), snapshot.failure.kind
     since = snapshot.step if kind in EVENTS else segments[-1].mark.step
-    return _Experiments(loop, segments, frame, losses, seconds, kind, since, raised).run()
+    return _Experiments(loop, segments, frame, losses, seconds, kind, since, raised).run() if seconds else None
+
+
+def seconds_for(trained: float) -> float | None:
+    """The seconds that may be used on steps that took so long in training; ``None`` if that is not worth it."""
+    if 2 * trained > _MOST_SECONDS:  # they are run unchanged and changed
+        return None
+    return min(_MOST_SECONDS, max(_LEAST_SECONDS, _TIMES * trained))
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ class _Experiments:
         self._kind, self._since = kind, since
         self._is_event = kind in EVENTS  # then no value is bad, and a smaller step makes any loss more usual
         self._diverged, self._limits = divergence(losses), usual_limits(losses)
-        self._deadline = time.monotonic() + min(_MOST_SECONDS, seconds)
+        self._deadline = time.monotonic() + seconds
         self._longest = 0.0
         self._steps = list(dict.fromkeys(segment.mark.step for segment in segments))  # one may have several updates
         self._tried: list[Intervention] = []
@@ -279,7 +285,7 @@ class _Experiments:
         update = max(watch.updates[-_RECENT:], default=0.0) if not self._is_event else 0.0
         if rates and (self._diverged is not None or update > _LARGE_UPDATE):
             says = rate_words(self._diverged, update, min(rates), max(rates))
-            yield _Plan("setting", says, "a tenth of the learning rate", edit=_with_smaller_rate)
+            yield _Plan("setting", says, TENTH, edit=_with_smaller_rate)
 
     def _odd_values(self, watch: InputWatch) -> Iterator[_Plan]:
         """Values that differ from the steps before, in the order in which the failing step reads them: their odd rows

@@ -123,10 +123,9 @@ def checked(path: Path, made: Made) -> Snapshot:
     snapshot = load(path)
     if not snapshot.program.calls:
         return snapshot
-    placed = {value: tensor.to(made.devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
-    with _by_itself(snapshot.settings):
+    with by_itself(snapshot.settings):
         try:
-            differences = dict(_differences(replace(snapshot, tensors=placed), made))
+            differences = dict(_differences(placed(snapshot, made.devices), made))
         except Exception as error:  # whatever a device or a kernel may object to
             pass_on(error)
             differences = {f"running the file raised {type(error).__name__}: {error}": False}
@@ -176,8 +175,14 @@ def _signature(failure: Failure) -> tuple[Any, ...]:
     return failure.phase, failure.kind, failure.call, failure.call_index, failure.input_name, raised
 
 
+def placed(snapshot: Snapshot, devices: Mapping[int, torch.device]) -> Snapshot:
+    """A snapshot with its tensors on the devices of training."""
+    tensors = {value: tensor.to(devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
+    return replace(snapshot, tensors=tensors)
+
+
 @contextlib.contextmanager
-def _by_itself(settings: Settings) -> Iterator[None]:
+def by_itself(settings: Settings) -> Iterator[None]:
     """The settings of the file, without the modes and generators of the code around."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

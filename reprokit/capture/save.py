@@ -22,8 +22,8 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
-from reprokit.capture.experiments import KINDS, find_cause
-from reprokit.capture.fidelity import Made, compiled_mismatch
+from reprokit.capture.experiments import KINDS, find_cause, seconds_for
+from reprokit.capture.fidelity import Made, by_itself, compiled_mismatch, placed
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
 from reprokit.capture.replay import (
@@ -65,10 +65,13 @@ from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Phase, Program, Ref, Site, iter_refs
 from reprokit.program.trace import InputName
+from reprokit.rules.fix import TrialBudget
+from reprokit.rules.match import diagnose
 from reprokit.series.cause import Cause
 from reprokit.series.course import Alarm
+from reprokit.series.decide import decided, is_decided
 from reprokit.series.events import Finding
-from reprokit.series.story import LayerNumbers
+from reprokit.series.story import LayerNumbers, failing_series
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import (
@@ -179,15 +182,24 @@ class Describing:
         made = self.made()
         with ignored_errors():  # the user's code may not run again with the state of then; the step is worth a file
             made = replace(made, snapshot=replace(made.snapshot, layers=self.layers(made.snapshot) or None))
-        with ignored_errors():
-            made = replace(made, snapshot=replace(made.snapshot, cause=self.cause(made.snapshot)))
-        return made
+        return replace(made, snapshot=replace(made.snapshot, cause=self.cause(made)))
 
-    def cause(self, snapshot: Snapshot) -> Cause | None:
-        """What has led to the failure, by playing the steps that are kept again with one thing changed."""
+    def cause(self, made: Made) -> Cause | None:
+        """What has led to the failure: an experiment shows it, or a rule about the call whose fix helps."""
+        found: Cause | None = None
+        if self.loop.failures.finds_cause and self.loop.ranks.is_alone:
+            with ignored_errors():
+                found = self._found_by_playing(made.snapshot)
+            if not is_decided(found) and made.snapshot.fidelity != "unfaithful":
+                with ignored_errors():
+                    found = _found_by_rule(made, found)
+        return found
+
+    def _found_by_playing(self, snapshot: Snapshot) -> Cause | None:
+        """What the steps that are kept show, played again with one thing changed."""
         loop, world, alarm, last = self.loop, self.loop.world, self.verdict.alarm, snapshot.step
         raised, raising, is_told = self.verdict.raised, loop.recorder.raised, snapshot.failure.kind in KINDS
-        if not (loop.failures.finds_cause and is_told and world.is_complete and world.copies and loop.ranks.is_alone):
+        if not (is_told and world.is_complete and world.copies):
             return None
         if isinstance(alarm, Alarm):  # later steps have shown the event
             last = alarm.values[-1].step
@@ -653,6 +665,18 @@ def _samples_in(replayed: TracedPlayer, watch: SampleWatch) -> dict[int, Samples
             samples = watch.samples(number, names[value], num_rows)
             found |= {value: samples} if samples is not None else {}
     return found
+
+
+def _found_by_rule(made: Made, cause: Cause | None) -> Cause | None:
+    """What a rule about the failing call shows, by running the recorded step with its fixes."""
+    rows = failing_series(made.snapshot.timeline)
+    seconds = seconds_for(rows[-1].seconds or 0.0 if rows else 0.0)
+    if seconds is None:
+        return cause
+    with by_itself(made.snapshot.settings):
+        budget = TrialBudget(seconds=seconds)
+        found = diagnose(placed(made.snapshot, made.devices), budget=budget)
+    return decided(cause, found, made.snapshot.failure)
 
 
 # -- the state before ----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from reprokit.words import counted, replay_words, verdict_words
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Opened
+    from reprokit.series.cause import Cause
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.source import Source
@@ -180,7 +181,7 @@ class _Work:
         except KeyboardInterrupt:
             raise self._interrupted(reduction) from None
         if self.verbosity is not console.Verbosity.QUIET:
-            print_result(reduction, summary, self.folder)
+            print_result(reduction, summary, self.folder, self.snapshot.cause)
 
     def _write_first(self, reduction: Reduction) -> None:
         """Write the repro before it is verified. An error comes up again when everything is written."""
@@ -254,7 +255,7 @@ class LineView(View):
             self.say(line)
 
 
-def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path) -> None:
+def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path, cause: Cause | None) -> None:
     """What was reached, on stderr: the sizes, the cause, and what to do next."""
     from reprokit.render.findings import one_line
 
@@ -273,8 +274,11 @@ def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path) ->
         console.say("search incomplete: the result may shrink further")
     for note in reduction.notes:
         console.say(note)
-    if reduction.diagnosis is not None:
-        console.say(f"diagnosis: {one_line(reduction.diagnosis)}")
+    found = reduction.diagnosis
+    if cause is not None and (found is None or not cause.text.startswith(found.title)):  # the rule says the same
+        console.say(f"cause: {redact_text(cause.text)}")
+    if found is not None and (found.is_known or cause is None):
+        console.say(f"diagnosis: {one_line(found, cause)}")
     if doubt := replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note")):
         console.say(f"note that {redact_text(doubt)}")
     if repro is None:

@@ -178,7 +178,8 @@ class Facts:
         found = self.reduction.diagnosis if self.reduction is not None else None
         if found is None or not found.is_known:
             return None
-        return findings.page(found, is_exception=self.snapshot.failure.kind == EXCEPTION)
+        is_exception = self.snapshot.failure.kind == EXCEPTION
+        return findings.page(found, self.snapshot.cause, is_exception=is_exception)
 
 
 def _autocast(source: Reduction | Snapshot) -> str:

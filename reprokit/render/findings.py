@@ -14,6 +14,8 @@ from typing import Any
 from reprokit.render.templates import fence, render_template, tidied
 from reprokit.render.wording import code_span, prose, renamed
 from reprokit.rules.diagnosis import Diagnosis, TriedFix
+from reprokit.series.cause import TENTH, Cause
+from reprokit.series.decide import is_second
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.redact import redact_source, redact_text
 from reprokit.whatif import MINIMUM, NOT_DONE
@@ -23,6 +25,8 @@ _TRIED = {
     False: "A change was tried on the captured step and made it finite, but its loss is absurd, so it is no fix",
     None: "A change was tried on the captured step and ended the failure; there is no loss to check",
 }
+_LOWER = r"Lower the learning rate, (?:warm it up, )?(?:or )?(\w)"
+_HIDES = "A change of the captured step alone makes it finite too, but hides the cause"
 _MADE = {
     True: "fixed when tried",
     False: "made finite when tried, but not fixed",
@@ -35,44 +39,62 @@ def markdown(shown: Mapping[str, Any]) -> str:
     return tidied(render_template("issue/_diagnosis.md.j2", found=shown, fence=fence)).rstrip()
 
 
-def page(diagnosis: Diagnosis, *, is_exception: bool = False) -> dict[str, Any]:
+def page(diagnosis: Diagnosis, cause: Cause | None = None, *, is_exception: bool = False) -> dict[str, Any]:
     """The diagnosis as plain text, in which parts in backticks are code; only links to web addresses are kept.
 
-    ``is_exception``: the step raised, so a fix is one after which the call returns.
+    ``is_exception``: the step raised, so a fix is one after which the call returns. Where ``cause`` lies before the
+    step, a fix of the call hides it.
     """
+    fix, options = diagnosis.fix, {"is_exception": is_exception, "is_second": is_second(cause, diagnosis)}
     return {
         "title": _safe(diagnosis.title),
         "sure": diagnosis.confidence,
         "mechanism": _safe(diagnosis.mechanism),
         "evidence": [_safe(line) for line in diagnosis.evidence],
-        "advice": _safe(diagnosis.advice),
+        "advice": _safe(_advice(diagnosis, cause)),
         "links": [link for link in diagnosis.links if link.startswith("https://")],
         "also": [": ".join(map(_safe, (item.title, *item.evidence[:1]))) for item in diagnosis.also],
-        "fix": _fix_data(diagnosis.fix, is_exception=is_exception) if diagnosis.fix is not None else None,
-        "tried": [_fix_data(fix, is_exception=is_exception) for fix in diagnosis.tried],
+        "fix": _fix_data(fix, **options) if fix is not None else None,
+        "tried": [_fix_data(item, **options) for item in diagnosis.tried],
         "note": _safe(diagnosis.note or ""),
     }
 
 
-def one_line(diagnosis: Diagnosis) -> str:
+def _advice(diagnosis: Diagnosis, cause: Cause | None) -> str:
+    """The advice of a rule, without a lower learning rate where the steps have failed with that too."""
+    advice = diagnosis.advice
+    if cause is not None and any(one.change == TENTH and not one.removes for one in cause.interventions):
+        words = re.sub(_LOWER, lambda found: found[1].upper(), advice)
+        advice = f"{TENTH.capitalize()} did not help. {words}" if words != advice else advice
+    return f"Begin with the cause. {advice}" if is_second(cause, diagnosis) else advice
+
+
+def one_line(diagnosis: Diagnosis, cause: Cause | None = None) -> str:
+    """The rule and its fix; ``cause`` as for `page`."""
     if not diagnosis.is_known:
         return "none of the known causes fits"
     words = f"{diagnosis.title} ({diagnosis.confidence})"
     if diagnosis.fix is not None:
         made = _MADE[diagnosis.fix.is_plausible]
+        if is_second(cause, diagnosis) and diagnosis.fix.is_plausible is not False:
+            made = "finite too, but the cause is hidden"
         words += f"; {made}: {_change(diagnosis.fix, with_places=False)} -> {diagnosis.fix.outcome}"
     return _safe(words)
 
 
-def _fix_data(fix: TriedFix, *, is_exception: bool) -> dict[str, Any]:
-    returned = "A change was tried on the captured step, and the call returned"
+def _fix_data(fix: TriedFix, *, is_exception: bool, is_second: bool) -> dict[str, Any]:
+    is_offered = fix.is_plausible is not False and not is_second
+    intro = "A change was tried on the captured step, and the call returned"
+    if not (is_exception and fix.helped):
+        intro = _HIDES if is_second and fix.is_plausible is not False else _TRIED[fix.is_plausible]
     return {
-        "intro": returned if is_exception and fix.helped else _TRIED[fix.is_plausible],
+        "intro": intro,
         "verdict": "Made the step finite, but not its loss usual" if fix.helped else "Did not help",
         "change": _change(fix),
         "outcome": _safe(fix.outcome),
-        "code": redact_source(fix.code),
-        "helped": fix.helped and fix.is_plausible is True,
+        "code": redact_source(fix.code) if is_offered else "",
+        "is_offered": is_offered,
+        "helped": fix.helped and fix.is_plausible is True and is_offered,
     }
 
 

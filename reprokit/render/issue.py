@@ -93,6 +93,7 @@ def write_summary(facts: Facts, no_module: str = "") -> str:
         "since": ". ".join(part.removesuffix(".") for part in since if part),
         "why": f"{found['mechanism'].removesuffix('.')} ({found['sure']})." if found is not None else "",
         "fix": fix,
+        "fix_word": "Fix" if found is None or found["fix"] is None or found["fix"]["is_offered"] else "Also tried",
         "repro": _sentences(how, facts.rate, f"There is no `repro_module.py`: {no_module}." if no_module else ""),
         "title": facts.title,
     }

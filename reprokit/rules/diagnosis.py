@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from reprokit.grammar import Line, Name, Text, link, one_of
+from reprokit.grammar import Line, Name, Text, left_out, link, one_of
 
 UNKNOWN = "unknown"
 
@@ -20,7 +20,7 @@ class TriedFix:
     ``text`` says what was changed (one sentence a change), ``code`` how it looks in Python, ``where`` the lines of
     the user's code. ``helped`` means that the whole step became finite; ``outcome`` says what was seen. When not
     ``is_plausible``, the step is finite and its loss still absurd, so that nothing is mended; ``None`` if the program
-    ends before a loss that could show whether it helped.
+    ends before a loss that could show whether it helped. ``loss`` is that of the step with the fix.
     """
 
     id: Name
@@ -30,6 +30,7 @@ class TriedFix:
     helped: bool
     outcome: Text
     is_plausible: bool | None = True
+    loss: float | None = left_out()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,16 @@ from reprokit.rules.edits import (
     set_argument,
     sum_over_count,
 )
-from reprokit.rules.predicates import ZERO_BY_ZERO, follows, follows_underflow, meet, places, raises, shape_of
+from reprokit.rules.predicates import (
+    ZERO_BY_ZERO,
+    follows,
+    follows_underflow,
+    ignored_by,
+    meet,
+    places,
+    raises,
+    shape_of,
+)
 from reprokit.rules.rule import Fix, Numbers, Rule
 from reprokit.rules.scene import ObservedCall, Scene
 
@@ -53,6 +62,12 @@ def _is_mask(scene: Scene, seen: ObservedCall, index: int) -> bool:
     return not makers or any(short_name(call) in _TESTS for _, call in makers)
 
 
+def divides_ignored(scene: Scene) -> Numbers | None:
+    """True if what is divided is a loss that ignores every target."""
+    losses = [index for index, call in scene.makers("numerator") if short_name(call) in ("cross_entropy", "nll_loss")]
+    return next((ignored_by(scene.seen[index]) for index in losses if index in scene.seen), None)
+
+
 def weight_row_is_zero(scene: Scene) -> Numbers | None:
     """True if a whole row of a weight-normalised weight is zero; with a ``dim`` of -1 the whole is one row."""
     weight, call = scene.tensor("x"), scene.origin.call
@@ -80,6 +95,13 @@ def reduces_one(scene: Scene) -> Numbers | None:
 
 # fmt: off
 DIVISION = [
+    Rule("no-target-counts", "A sum of losses over no target, divided by their number", cause="data",
+        kinds="nan", phases="forward", calls="div", when=[ZERO_BY_ZERO, divides_ignored],
+        why="All targets are `ignore_index`, so the sum of the losses is 0, and so is the number of targets.",
+        seen=["all {count} targets are {ignored}"],
+        advice="Leave such samples out, or divide by `max(count, 1)`.",
+        expected="at least one target that counts", links="huggingface/trl/issues/1473",
+        fixes=[Fix("divide by at least one", clamp("denominator", min=1.0))]),
     Rule("average-over-nothing", "An average over nothing",
         kinds="nan", phases="forward optimizer", calls="div", when=[ZERO_BY_ZERO, counts_something],
         why="A sum over selected elements is divided by how many there are. Nothing was selected, so 0 is divided by "

@@ -23,6 +23,7 @@ from reprokit.program.ir import Phase, Program, iter_refs
 from reprokit.rules.diagnosis import TriedFix
 from reprokit.rules.rule import Edited, Fix, asked
 from reprokit.rules.scene import Scene, observe
+from reprokit.series.cause import divergence
 from reprokit.series.story import StepNumbers
 
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
@@ -78,9 +79,9 @@ def attempt(
                 words = f"the step is finite, but {num_silent} of {len(result.gradients)} gradients became zero"
                 return _tried(changes, False, words)
             code = write(scene.program, edited.step.program) if is_local and write is not None else ""
-            words, is_plausible = _judged(edited.step.program, result, scene.timeline)
+            words, is_plausible, loss = _judged(edited.step.program, result, scene.timeline)
             words = words or ("the call returns" if scene.failure.kind == EXCEPTION else "finite")
-            return replace(_tried(changes, True, words, code), is_plausible=is_plausible)
+            return replace(_tried(changes, True, words, code), is_plausible=is_plausible, loss=loss)
         tried = _tried(changes, False, _still(result, current.failure))
         if result.kind == EXCEPTION or _is_same(result, current.failure) or not budget.take():
             break
@@ -147,11 +148,13 @@ def _still(failure: Failure, before: Failure) -> str:
     return f"then {name} gives {failure.way or failure.kind} in the {failure.phase} pass"
 
 
-def _judged(program: Program, outcome: Outcome, timeline: Sequence[StepNumbers]) -> tuple[str, bool | None]:
+def _judged(
+    program: Program, outcome: Outcome, timeline: Sequence[StepNumbers]
+) -> tuple[str, bool | None, float | None]:
     """The results of the whole step: ``loss 2.31, all 34 gradients finite, all parameters finite``; maybe nothing.
 
     And whether its loss is usual: one that is far above those of the steps before is finite and no good. ``None`` if
-    the program computes no loss.
+    the program computes no loss. And the loss if there is one.
     """
     losses = losses_of(program)
     kept = (outcome.values[value].detach() for value in losses if value in outcome.values)
@@ -168,7 +171,8 @@ def _judged(program: Program, outcome: Outcome, timeline: Sequence[StepNumbers])
         words.append(_all_words(after, "parameter") + " after the step")
     shown = {*losses, *(ref.value for ref in program.outputs)}
     values = [value for number, value in outcome.values.items() if number in shown]
-    return ", ".join(words or ([_all_words(values, "result")] if values else [])), is_plausible
+    loss = numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else None
+    return ", ".join(words or ([_all_words(values, "result")] if values else [])), is_plausible, loss
 
 
 def _compared(numbers: list[float], timeline: Sequence[StepNumbers]) -> tuple[float | None, bool]:
@@ -176,7 +180,10 @@ def _compared(numbers: list[float], timeline: Sequence[StepNumbers]) -> tuple[fl
 
     Where no loss was below zero, one that is, by more than the losses before were large, is not.
     """
-    signed = [row.loss for row in timeline if row.loss is not None and math.isfinite(row.loss)]
+    known = [(row.step, row.loss) for row in timeline if row.loss is not None and math.isfinite(row.loss)]
+    left = divergence(known)
+    is_course = left is not None and left.last_step > left.step + 1  # a single large loss is in the second largest
+    signed = [loss for step, loss in known if left is None or not is_course or step <= left.step]
     before, worst = [abs(loss) for loss in signed], max(map(abs, numbers))
     if not before:
         return None, worst < _ABSURD

@@ -181,7 +181,7 @@ def loss_was_growing(scene: Scene) -> Numbers | None:
         others = [size for step, size in steps if low_step < step != high_step]
         if high > 10.0 * max(bound, 1e-12) and max(others, default=-math.inf) > bound:
             return {"what": word, "low": low, "high": high, "from_step": low_step, "to_step": high_step,
-                    "lr": _last_rate(scene, ", at a learning rate of")}  # fmt: skip
+                    "lr": _rates_since(scene, low_step)}  # fmt: skip
     return None
 
 
@@ -193,6 +193,15 @@ def parameters_are_huge(scene: Scene) -> Numbers | None:
     worst, name = max(sizes, default=(0.0, ""))
     rate = _last_rate(scene, "; the update before was made at a learning rate of")
     return {"largest": worst, "input": f"`{name}`", "lr": rate} if worst >= 1e6 else None
+
+
+def _rates_since(scene: Scene, first: int) -> str:
+    """The learning rates of the updates since a step, behind words; empty if none was noted."""
+    rates = [rate for step, rate in _numbers(scene, "lr") if step >= first]
+    if not rates:
+        return ""
+    low, high = f"{min(rates):.4g}", f"{max(rates):.4g}"
+    return f", at a learning rate of {low}" if low == high else f", at learning rates of {low} to {high}"
 
 
 def _last_rate(scene: Scene, words: str) -> str:
@@ -243,7 +252,7 @@ PRECISION = [
         links="huggingface/transformers/issues/5651 pytorch/pytorch/issues/40497",
         fixes=[Fix("do this {call} in float32", call_in_float32()), WIDER[0],
                Fix("clamp the result of {call} to the largest number of its dtype", result_at_most()), WIDER[1]]),
-    Rule("half-normalize-eps", "An eps that half precision rounds to zero",
+    Rule("half-normalize-eps", "An eps that half precision rounds to zero", cause="framework",
         phases="forward backward", calls="normalize cosine_similarity layer_norm group_norm rms_norm instance_norm",
         is_of_torch=True, when=[loses_eps_argument],
         why="The `eps` of `{call}` is there to avoid a division by zero, but {eps:.3g} is below the smallest {dtype} "
@@ -263,13 +272,13 @@ PRECISION = [
         fixes=[Fix("keep the divisor above a number that half precision can hold", clamp("denominator", min="small")),
                Fix("divide by one where the divisor is zero", away_from_zero()),
                Fix("keep the argument of {call} above a number that half precision can hold", clamp(min="small"))]),
-    Rule("bad-hyperparameter", "A hyperparameter that is not a number", when=[has_bad_number],
+    Rule("bad-hyperparameter", "A hyperparameter that is not a number", when=[has_bad_number], cause="setting",
         why="`{name}` of `{call}` is {value}. Everything computed with it is bad.", seen=["{name} = {value}"],
         advice="Find where it is computed: a schedule that divides by zero steps, a statistic of a failed step.",
         expected="a number that is finite",
         fixes=[Fix("give the optimizer a finite learning rate", set_option("lr", 1e-3),
                    "for group in optimizer.param_groups:\n    group[\"lr\"] = 1e-3")]),
-    Rule("optimizer-eps-lost", "The optimizer's eps is zero in half precision",
+    Rule("optimizer-eps-lost", "The optimizer's eps is zero in half precision", cause="setting",
         phases="optimizer", is_of_torch=True, when=[optimizer_loses_eps],
         why="The optimizer divides by the root of the squared gradients plus `eps`. In {dtype} an eps of {eps:.3g} is "
             "zero (the smallest number above zero is {smallest:.3g}), and so are small squares, so a zero or tiny "
@@ -280,14 +289,14 @@ PRECISION = [
         fixes=[Fix("give the optimizer an eps that half precision can hold", set_option("eps", 1e-4),
                    "torch.optim.{optimizer}(params, eps=1e-4)"),
                IN_FLOAT32]),
-    Rule("optimizer-eps-zero", "The optimizer has no eps",
+    Rule("optimizer-eps-zero", "The optimizer has no eps", cause="setting",
         phases="optimizer", when=[optimizer_option("eps", equal=0.0)],
         why="The optimizer divides by the root of the squared gradients plus `eps`. With an eps of 0 a gradient of "
             "zero gives 0 / 0.",
         seen=["eps = 0"], advice="Use the default eps.",
         fixes=[Fix("give the optimizer its usual eps", set_option("eps", 1e-8),
                    "torch.optim.{optimizer}(params, eps=1e-8)")]),
-    Rule("huge-learning-rate", "A learning rate out of all proportion",
+    Rule("huge-learning-rate", "A learning rate out of all proportion", cause="setting",
         phases="optimizer", when=[optimizer_option("lr", at_least=1e6)],
         why="The update is the gradient times the learning rate, and goes beyond the largest number of the dtype.",
         seen=["the learning rate is {lr:.4g}"], advice="Check the learning rate and its schedule.",
@@ -299,7 +308,7 @@ PRECISION = [
         seen=["{count} of {total} elements divide a gradient of 0 by a size of 0"],
         advice="Add an eps to the divisor of the update.", links="kozistr/pytorch_optimizer/issues/120",
         fixes=AWAY_FROM_ZERO),
-    Rule("exp-overflow", "An exponential that overflows",
+    Rule("exp-overflow", "An exponential that overflows", cause="",
         phases="forward", calls="exp expm1 exp2 sinh cosh", is_local=True, when=[is_dangerous, turns_bad],
         why="exp(x) goes beyond the largest {dtype} number ({limit:.4g}) as soon as x is above its logarithm (88.7 "
             "for float32 and bfloat16, 11.1 for float16).",
@@ -319,19 +328,19 @@ PRECISION = [
         fixes=[Fix("subtract the largest argument before {call}",
                    on_call(lambda call: call.given("x", call["x"].sub(call.make("torch.amax", call["x"]))))),
                Fix("clamp the argument of {call} from above", clamp(max="log_max"))]),
-    Rule("learning-rate-divergence", "The numbers had been growing before",
+    Rule("learning-rate-divergence", "The numbers had been growing before", cause="setting",
         tier="context", confidence="likely", when=[loss_was_growing],
         why="The failure may be the end of a longer story: {what} had been growing for some steps before it.",
         seen=["the {what} went from {low:.4g} at step {from_step} to {high:.4g} at step {to_step}{lr}"],
         advice="Lower the learning rate, warm it up, or clip gradients (to a lower norm if they are clipped already).",
         links="pytorch/examples/pull/223"),
-    Rule("huge-parameters", "Parameters that have left every usual range",
+    Rule("huge-parameters", "Parameters that have left every usual range", cause="setting",
         tier="context", confidence="likely", when=[parameters_are_huge],
         why="The parameters were ruined before this step, by an update or what came before it; the failure is only "
             "where it shows.",
         seen=["{input} holds values up to {largest:.4g}{lr}"],
         advice="Lower the learning rate, warm it up, or clip gradients (to a lower norm if they are clipped already)."),
-    Rule("overflow", "A product or sum beyond the largest number",
+    Rule("overflow", "A product or sum beyond the largest number", cause="",
         phases="forward", tier="general", is_local=True, when=[overflows(halves=False)],
         why="`{call}` gives a number beyond the largest {dtype} number ({limit:.4g}).",
         seen=["the result would be {more}{largest:.4g}, {more}{times:.3g} times the largest {dtype} number"],
@@ -346,6 +355,7 @@ PRECISION = [
         advice="Clip gradients (to a lower norm if they are clipped already), normalise between layers, or lower the "
                "learning rate."),
     Rule("log-rate-overflow", "A log rate whose exponential overflows", phases="forward", calls="poisson_nll_loss",
+        cause="",
         is_local=True, when=[option("log_input", equal=1.0), has(above="log_max"), turns_bad],
         why="With `log_input` the loss takes the exponential of its input, which goes beyond the largest {dtype} "
             "number ({limit:.4g}).",

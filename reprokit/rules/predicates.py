@@ -22,7 +22,7 @@ from reprokit.program.dataflow import needed_calls
 from reprokit.program.ir import iter_refs
 from reprokit.program.observe import Trace, copied
 from reprokit.rules.rule import Numbers, of_scene
-from reprokit.rules.scene import Scene
+from reprokit.rules.scene import ObservedCall, Scene
 
 
 def places(mask: torch.Tensor, **more: Any) -> Numbers | None:
@@ -144,6 +144,14 @@ def raises(scene: Scene, pattern: str) -> Numbers | None:
     kind, message = scene.failure.exception
     lines = message.strip().splitlines() or [""]
     return {"exception": f"{kind}: {lines[0]}"} if re.search(pattern, f"{kind}: {message}", re.IGNORECASE) else None
+
+
+def ignored_by(loss: ObservedCall) -> Numbers | None:
+    """The targets of a loss, if it ignores all of them."""
+    target, ignored = loss.argument("target"), loss.argument("ignore_index")
+    if target.is_floating_point() or not target.numel():
+        return None
+    return {"count": target.numel(), "ignored": ignored} if bool((target == ignored).all()) else None
 
 
 def turns_bad(scene: Scene) -> Numbers | None:

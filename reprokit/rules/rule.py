@@ -93,6 +93,7 @@ class Rule:
     why: str
     seen: Sequence[str]
     advice: str
+    cause: str = "numerics"  # the class that it shows, once a fix has helped; "" where its operands may be anybody's
     kinds: str = "nan inf"
     phases: str = ""
     calls: str = ""
@@ -103,3 +104,4 @@ class Rule:
     is_of_torch: bool = False  # an issue for PyTorch
     links: str = ""  # places below https://github.com/
     fixes: Sequence[Fix] = ()
+    trial: str = ""  # the change with which a predicate has run the step, and it did not fail

@@ -11,8 +11,8 @@ from reprokit.compare.quantity import measured
 from reprokit.locate.samples import bad_rows
 from reprokit.locate.spelling import short_name
 from reprokit.program.ir import Ref
-from reprokit.rules.edits import loss_over_count, set_argument
-from reprokit.rules.predicates import dtype_name, places, raises
+from reprokit.rules.edits import loss_over_count, on_call, set_argument
+from reprokit.rules.predicates import dtype_name, ignored_by, places, raises
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
 from reprokit.rules.scene import Scene
 from reprokit.series.story import StepNumbers
@@ -36,11 +36,7 @@ def input_is(scene: Scene, roles: str) -> Numbers | None:
 
 def ignores_all_targets(scene: Scene) -> Numbers | None:
     """True if every target of a loss is the one it ignores."""
-    target = scene.tensor("target")
-    if target.is_floating_point() or not target.numel():
-        return None
-    ignored = scene.operand("ignore_index")
-    return {"count": target.numel(), "ignored": ignored} if bool((target == ignored).all()) else None
+    return ignored_by(scene.origin)
 
 
 def target_is_longer(scene: Scene) -> Numbers | None:
@@ -159,7 +155,7 @@ def origin_cuts_graph(scene: Scene) -> Numbers | None:
 
 # fmt: off
 STEPS = [
-    Rule("all-targets-ignored", "All targets are ignored",
+    Rule("all-targets-ignored", "All targets are ignored", cause="data",
         phases="forward", calls="cross_entropy nll_loss", is_local=True, when=[ignores_all_targets],
         why="The mean of the loss is taken over the targets that count. All of them are `ignore_index`, so 0 is "
             "divided by 0.",
@@ -168,7 +164,7 @@ STEPS = [
         expected="at least one target that counts", links="pytorch/pytorch/issues/70348 pytorch/pytorch/issues/116349",
         fixes=[Fix("divide the sum of the losses by the number of targets that count, at least one",
                    loss_over_count())]),
-    Rule("ctc-target-too-long", "A CTC target that is longer than its input",
+    Rule("ctc-target-too-long", "A CTC target that is longer than its input", cause="data",
         phases="forward", calls="ctc_loss", is_local=True, when=[target_is_longer],
         why="CTC needs at least one input step for every label, and one more between two equal labels. There is no "
             "way to align a target that needs more, so its loss is infinite and its gradient NaN.",
@@ -177,7 +173,7 @@ STEPS = [
         expected="inputs at least as long as their targets with a blank between repeats, or `zero_infinity=True`",
         links="pytorch/pytorch/issues/31557",
         fixes=[Fix("pass zero_infinity=True to {call}", set_argument("zero_infinity", True))]),
-    Rule("index-outside", "An index, a label or a token outside of what it indexes",
+    Rule("index-outside", "An index, a label or a token outside of what it indexes", cause="data",
         kinds="exception", confidence="likely",
         when=[raises("out of (dimension )?(bounds|range)|not in the valid range|smaller than num_classes")],
         why="`{call}` was asked for something that does not exist: a label is not one of the classes, or a token is "
@@ -186,13 +182,15 @@ STEPS = [
         advice="Compare the indexes with the size of what they index, such as the number of classes or rows: special "
                "tokens are often added later. Map a label for padding to `ignore_index`.",
         links="pytorch/pytorch/issues/15508"),
-    Rule("empty-sequence", "A sequence of length zero", kinds="exception", calls="_pack_padded_sequence",
+    Rule("empty-sequence", "A sequence of length zero", kinds="exception", calls="_pack_padded_sequence", cause="data",
         when=[raises("samples has to be greater than 0"), has_empty_sequence],
         why="`pack_padded_sequence` packs sequences of at least one element. A sample without any has no place in a "
             "packed batch.",
         seen=["{count} of {total} lengths are zero or less{rows}"],
         advice="Leave empty samples out of the batch before they are packed, or keep one padding element of them "
-               "(`lengths.clamp(min=1)`)."),
+               "(`lengths.clamp(min=1)`).",
+        fixes=[Fix("give every sequence at least one element",
+                   on_call(lambda call: call.given(1, call[1].clamp(min=1))))]),
     Rule("dtype-mismatch", "Tensors of two dtypes",
         kinds="exception", when=[raises("same dtype|scalar type|should be the same|found dtype"), dtypes_differ],
         why="`{call}` takes tensors of one dtype, and does not convert them.", seen=["`{call}` is given {dtypes}"],
@@ -205,7 +203,7 @@ STEPS = [
         why="The arguments of `{call}` do not have sizes that go together.", seen=["`{call}` raises {exception}"],
         advice="Compare the shapes of both arguments; a last batch that is smaller, or a length of padding, is the "
                "usual reason."),
-    Rule("bad-data", "The data is bad already", when=[input_is("batch random")],
+    Rule("bad-data", "The data is bad already", when=[input_is("batch random")], cause="data",
         why="The input {input} is not finite before the first call reads it. No torch call of the step computed it, "
             "so the failure lies in the data or in what prepared it.",
         seen=["{count} of {total} elements of {input} are not finite{rows}"],
@@ -218,7 +216,7 @@ STEPS = [
         seen=["{count} of {total} elements of {input} are not finite"],
         advice="Capture again without compiling (`TORCH_COMPILE_DISABLE=1`, `PYTORCH_JIT=0`), or check the values "
                "inside of that call."),
-    Rule("bad-parameter", "A parameter, buffer or gradient is bad before the step",
+    Rule("bad-parameter", "A parameter, buffer or gradient is bad before the step", cause="state",
         when=[input_is("parameter buffer state gradient")],
         why="The {role} {input} is not finite before the first call reads it: an earlier step, an initialisation or a "
             "checkpoint made it bad.",
@@ -252,28 +250,28 @@ STEPS = [
         advice="To change the tensor itself (an initial value, an update by hand) write under `torch.no_grad()`. To "
                "compute with changed values write into a copy (`x = x.clone()`).",
         links="pytorch/examples/pull/779"),
-    Rule("batch-carries-event", "The data of this step",
+    Rule("batch-carries-event", "The data of this step", cause="data",
         kinds="spike explosion", tier="general", confidence="likely", when=[batch_carries_event],
         why="Step {step} differs from step {healthy} in its data: {what}.",
         seen=["compared with step {healthy} when the step was captured: {seen}"],
         advice="Look at the data of this step: wrong labels, a unit or scale, a broken file. `reprokit trace FILE` "
                "prints the batch and all that is made of it in numbers."),
-    Rule("learning-rate-jump", "The learning rate jumped",
+    Rule("learning-rate-jump", "The learning rate jumped", cause="setting",
         kinds="spike explosion", confidence="likely", when=[learning_rate_jumped],
         why="In step {jump} the learning rate rose from {before:.4g} to {now:.4g}, above all that it was before, and "
             "the event began in step {step}.",
         seen=["the learning rate of step {jump} is {times:.3g} times that of the step before"],
         advice="Look at what sets the learning rate at this step: a scheduler's units (steps or epochs), a restart, a "
                "resumed run. Rise to such a rate over many steps."),
-    Rule("parameter-carries-event", "Parameters that an update before this step has changed",
+    Rule("parameter-carries-event", "Parameters that an update before this step has changed", cause="state",
         kinds="spike explosion", tier="general", confidence="likely", when=[parameter_carries_event],
         why="The parameter {source} is off its usual range when step {step} begins: an update after step {healthy} "
             "has changed it.",
         seen=["compared with step {healthy} when the step was captured: {source}"],
         advice="Look at the gradient and the learning rate of the step before. Lower the learning rate, warm it up, or "
                "clip gradients (to a lower norm if they are clipped already)."),
-    Rule("dead-relu-bias", "A bias that keeps a layer below zero",
-        kinds="dead", calls="relu", when=[argument_blocks_gradient, bias_blocks_gradient],
+    Rule("dead-relu-bias", "A bias that keeps a layer below zero", cause="state",
+        kinds="dead", calls="relu", when=[argument_blocks_gradient, bias_blocks_gradient], trial="a bias of zero",
         why="The bias {bias} makes all arguments of `{call}` negative. Its result and its derivative are zero, so no "
             "gradient gets behind it, and none reaches the bias.",
         seen=["the largest argument is {highest:.4g}; {bias} is {low:.4g} to {high:.4g}; with a bias of zero a "

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 from reprokit.grammar import Count, Line, Text, one_of, plain_of
-from reprokit.words import counted, number_words, row_words
+from reprokit.words import counted, number_words, row_words, value_words
 
 _JUMP = 5.0  # times the largest magnitude before: labels and images of healthy runs vary by less
 _LEAST_ALIKE = 3  # steps that a new sign, or a constant, is compared with
@@ -25,10 +25,8 @@ _GROWS = 1.1  # a step: what is carried from step to step and grows by more does
 _GROWN = 10.0  # times in all
 _DIVERGED = 10.0  # times the loss of before: where a run is on its course the loss varies by less
 _RISES = 1.5  # times the loss of the step before, in every step of a divergence
-_DIGITS = 1e9  # below which a whole number is told by all its digits
 _USUAL = 3.0  # times the largest loss of the usual steps
-
-
+TENTH = "a tenth of the learning rate"  # the change of an experiment
 EVENTS = frozenset({"spike", "explosion"})
 
 
@@ -89,12 +87,7 @@ class Unlike:
 
 
 def _range(low: float, high: float) -> str:
-    return _number(low) if low == high else f"{_number(low)} to {_number(high)}"
-
-
-def _number(value: float) -> str:
-    """A code such as -999999 is told digit by digit."""
-    return f"{value:.0f}" if value == int(value) and abs(value) < _DIGITS else number_words(value)
+    return value_words(low) if low == high else f"{value_words(low)} to {value_words(high)}"
 
 
 def _all_of(readings: Sequence[Reading]) -> tuple[float, float]:
@@ -132,7 +125,7 @@ def constant(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None
         return None
     low, high = _all_of(before)
     steps = f"steps {before[0].step}-{before[-1].step}"
-    words = f"`{name}` is {_number(now.low)} everywhere in step {now.step}, and was {_range(low, high)} in {steps}"
+    words = f"`{name}` is {value_words(now.low)} everywhere in step {now.step}, and was {_range(low, high)} in {steps}"
     return Unlike(name, role, (low, high), (now.low, now.high), before[0].step, now.step, words)
 
 
@@ -167,7 +160,9 @@ def drift(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
         return None
     (first, before), (last, now) = values[-1 - length], values[-1]
     way, by = "fell" if now < before else "rose", number_words(abs(now - before) / length)
-    words = f"`{name}` {way} by {by} in each of {counted(length, 'step')}, from {_number(before)} to {_number(now)}"
+    words = (
+        f"`{name}` {way} by {by} in each of {counted(length, 'step')}, from {value_words(before)} to {value_words(now)}"
+    )
     return Unlike(name, role, (before, before), (now, now), first, last, words)
 
 
@@ -181,7 +176,7 @@ def course(name: str, readings: Sequence[Reading], *, is_flag: bool = False) -> 
     if not (is_one_way and is_far):
         return None
     steps, way = counted(last - first, "step"), "fell" if now < before else "rose"
-    words = f"`{name}` {way} from {_number(before)} to {_number(now)} in {steps}"
+    words = f"`{name}` {way} from {value_words(before)} to {value_words(now)} in {steps}"
     return Unlike(name, "setting", (before, before), (now, now), first, last, words)
 
 

@@ -56,7 +56,8 @@ class TrainingEvent:
     def line(self) -> str:
         """The event in one line."""
         place = f" in `{self.place}`" if self.place else ""
-        return f"{self.severity}: {self.kind} at step {self.step}{place}: {self.evidence}"
+        words = self.evidence.removeprefix(f"began at step {self.step}: ")
+        return f"{self.severity}: {self.kind} at step {self.step}{place}: {words}"
 
     def to_json(self) -> str:
         """The event as a line of JSON; numbers that JSON does not have are texts, and what is unknown is left out."""

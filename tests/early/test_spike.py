@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import reprokit
 from reprokit.rules.match import diagnose
-from reprokit.words import number_words
+from reprokit.words import data_words, number_words
 from tests.capture.traps_checks import update
 from tests.conftest import run_python_in
 from tests.early import mlp
@@ -74,7 +74,7 @@ def test_events_are_told_and_logged(captured: tuple[Path, subprocess.CompletedPr
     folder, done = captured
     told = [line for line in done.stderr.splitlines() if "spike at step" in line]
     assert len(told) == 1
-    assert "began at step 30" in told[0]
+    assert told[0].count("step 30") == 1 and "began at" not in told[0]
     (line,) = (folder / "train.events.jsonl").read_text().splitlines()
     event = json.loads(line)
     assert (event["kind"], event["severity"], event["began_at"], event["place"]) == ("spike", "error", 30, "2")
@@ -339,3 +339,12 @@ def test_an_error_of_on_event_never_reaches_training(tmp_path: Path, capsys: pyt
             update(optimizer, model(torch.randn(4, 16)).abs().mean() * (1e9 if step > 60 else 1.0))
     assert step == 99
     assert "`on_event` raised (ValueError: mine)" in capsys.readouterr().err
+
+
+def test_a_code_for_missing_values_is_told_by_all_its_digits() -> None:
+    event = {"argument": "target of mse_loss", "source": "y", "reference_step": 29, "largest_usual": 5.8215}
+    words = data_words({**event, "largest": 999999.0})
+    assert words == "the target of `mse_loss` is up to 999999 in magnitude, in step 29 up to 5.82"
+    assert "up to 3e+12 in" in data_words({**event, "largest": 3e12}) and "up to inf" in data_words(
+        {**event, "largest": math.inf}
+    )

@@ -270,6 +270,12 @@ CASES: dict[str, Make] = {
         var=torch.ones(3)),
     "all-targets-ignored": step(
         lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3, grad=True), y=torch.tensor([-100, -100])),
+    "no-target-counts": step(
+        lambda x, y: F.cross_entropy(x, y, reduction="sum") / (y >= 0).sum(), x=seeded(2, 3, grad=True),
+        y=torch.tensor([-100, -100])),
+    "batch-norm-negative-variance": step(
+        lambda x, mean, var: F.batch_norm(x, mean, var), x=seeded(2, 2, grad=True), mean=torch.zeros(2),
+        var=torch.tensor([1.0, -0.5])),
     "ctc-target-too-long": step(
         lambda x: F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 1, 2]]), torch.tensor([3]), torch.tensor([3])),
         x=seeded(3, 1, 4, grad=True)),
@@ -336,6 +342,8 @@ MISSES: dict[str, Make] = {
     "mean-of-nothing": step(lambda x, m: x.masked_fill(m, NAN).nanmean(), x=torch.ones(1), m=torch.tensor([True])),
     "batch-norm-of-one": raising(
         lambda x, mean, var: F.batch_norm(x, mean, var), x=seeded(2, 3), mean=torch.zeros(2), var=torch.ones(2)),
+    "no-target-counts": step(
+        lambda x, y: (x * 0).sum() / (y >= 0).sum(), x=seeded(2, 3, grad=True), y=torch.tensor([-100, -100])),
     "ctc-target-too-long": step(
         lambda x: F.ctc_loss(x.masked_fill(torch.arange(4) == 1, -INF), torch.tensor([[1, 2]]), torch.tensor([3]),
                              torch.tensor([2])), x=seeded(3, 1, 4, grad=True)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from reprokit.rules.match import diagnose, matches, numbers_of
 from reprokit.rules.rule import CONFIDENCES, TIERS, Fix
 from reprokit.rules.scene import observe
 from reprokit.rules.table import RULES
+from reprokit.series.cause import TENTH, Cause, Intervention
 from reprokit.series.story import StepNumbers
 from tests.locate.mechanisms import (
     CASES,
@@ -56,6 +58,7 @@ def test_the_table_is_sound() -> None:
         assert rule.confidence in CONFIDENCES and rule.tier in TIERS, rule.name
         assert {*rule.kinds.split()} <= {"nan", "inf", EXCEPTION, *EVENTS}, rule.name
         assert {*rule.phases.split()} <= {*Phase}, rule.name
+        assert rule.cause in ("", "data", "setting", "state", "numerics", "framework"), rule.name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -269,6 +272,7 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
         ([-1.0, 500.0], "486.2", [0.04, 200.0, 0.03, 180.0], True),  # of that size before
         ([-1.0, 500.0], "486.2", [-0.5, 0.6, -0.4, 180.0], True),  # 800 times the usual one
         ([-1.0, 500.0], "486.2", [1.0, 2.0, 3.0], True),
+        ([-1.0, 500.0], "486.2", [0.3, 2e3, 9e3, 4e4], False),  # diverged before
         ([-1.0, 500.0], "486.2", [], True),
         ([-1.0, 0.0], "-13.82", [2.4, 2.3, 2.5, NAN], False),
         ([-1.0, 0.0], "-13.82", [2.4, -0.1, 2.5, NAN], True),  # of either sign before
@@ -296,6 +300,7 @@ def test_an_overflow_that_float32_would_not_survive_is_not_one_of_half_precision
     assert found.id == "overflow" and "half-overflow" not in [item.id for item in found.also]
     assert diagnose(record(lambda x: x * x, x=wide.float())).id == "overflow"
     assert diagnose(record(lambda x: x * x, x=half(300.0))).id == "half-overflow"
+    assert diagnose(record(lambda x: x.exp(), x=half(12.0))).id == "half-overflow"
     gradient = diagnose(record(lambda x: (x * 1e30 * 1e30).sum().backward(), x=wide.div(1e55).requires_grad_()))
     assert gradient.id == "exploding-gradients"
 
@@ -382,3 +387,21 @@ def test_rows_of_a_smaller_batch_are_not_where_an_event_begins() -> None:
     event = Predicate("loss", 3e4, 100.0, reference_step=3, began_at=4, usual=4.0)
     found = explained(step(3, 20.0, 500.0), step(4, 1.0, 1.0), Failure(Phase.FORWARD, "spike", event=event))
     assert found.call == "torch.Tensor.mul"
+
+
+def test_no_smaller_learning_rate_is_advised_where_it_did_not_help() -> None:
+    found = diagnosis_of("learning-rate-divergence")
+    assert found.advice.startswith("Lower the learning rate, warm it up, or clip gradients")
+    assert page(found)["advice"] == found.advice
+    clipped = "A tenth of the learning rate did not help. Clip gradients ("
+    for removes, advice in ((False, clipped), (True, found.advice)):
+        cause = Cause("unknown", "The run diverged.", (), (Intervention(TENTH, removes),))
+        assert page(found, cause)["advice"].startswith(advice)
+
+
+def test_growth_names_the_range_of_learning_rates() -> None:
+    snapshot = CASES["learning-rate-divergence"]()
+    assert diagnose(snapshot).evidence[0].endswith(", at a learning rate of 0.1")
+    rows = [replace(row, lr=rate) for row, rate in zip(snapshot.timeline, [0.1, 0.2, 9.9, 29.7] * 9, strict=False)]
+    evidence = diagnose(replace(snapshot, timeline=rows)).evidence[0]
+    assert re.search(r", at learning rates of 0\.[12] to 29\.7$", evidence), evidence

@@ -1,0 +1,58 @@
+"""The cause of a failure that no experiment has decided: the local rule that fits, if its fix was tried and helped."""
+
+from __future__ import annotations
+
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.rules.diagnosis import Diagnosis
+from reprokit.rules.table import RULES
+from reprokit.series.cause import Cause, Intervention
+from reprokit.words import number_words
+
+UNKNOWN = "unknown"
+_RULES = {rule.name: rule for rule in RULES}
+
+
+def is_decided(cause: Cause | None) -> bool:
+    """True if an experiment or a rule has shown the class of a cause."""
+    return cause is not None and cause.kind != UNKNOWN
+
+
+def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | None:
+    """The cause that an experiment has shown, else the one that the rule of a diagnosis shows.
+
+    A rule shows one if it is certain and the step was run with a change that helped; of bad data also if the failure
+    has gone with another batch.
+    """
+    rule = _RULES.get(found.id)
+    if is_decided(cause) or rule is None or not rule.cause:
+        return cause
+    if rule.cause == "numerics" and any(_RULES[also.id].tier == "context" for also in found.also):
+        return cause  # operands of a run that had left its course before
+    tried = cause.interventions if cause is not None else ()
+    origin, fix = failure.cause or failure, found.fix
+    place = f" at {origin.site.place}" if origin.site is not None else ""
+    says = f"{found.title}{place}: {found.evidence[0] if found.evidence else found.mechanism.removesuffix('.')}."
+    other = next((one for one in tried if one.removes), None)
+    made = None
+    if found.confidence == "certain" and fix is not None and fix.helped and fix.is_plausible is not False:
+        made = Intervention(", then ".join(dict.fromkeys(fix.text)), True, fix.loss, 1)
+        loss = f" (loss {number_words(made.loss)})" if made.loss is not None else ""
+        after = f"The step stays finite{loss}" if fix.is_plausible else "Its result is finite"
+        says += f" {'The call returns' if failure.kind == EXCEPTION else after} after this change: {made.change}."
+    elif found.confidence == "certain" and rule.trial:
+        made = Intervention(rule.trial, True, None, 1)
+    elif rule.cause == "data" and other is not None:
+        says += f" {other.words(failure.kind)}"
+    else:
+        return cause
+    evidence = tuple(" ".join(line.split()) for line in found.evidence)
+    before = cause.evidence if cause is not None else ()
+    return Cause(rule.cause, says, (*evidence, *before), (*tried, *([made] if made is not None else [])))
+
+
+def is_second(cause: Cause | None, found: Diagnosis) -> bool:
+    """True if the fix of a diagnosis would only hide the failure: its cause lies before the step, or in the data."""
+    rule = _RULES.get(found.id)
+    if cause is None or cause.kind not in ("data", "setting", "state"):
+        return False
+    return rule is not None and rule.cause != cause.kind
