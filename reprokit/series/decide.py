@@ -41,10 +41,9 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
         says += f" {'The call returns' if failure.kind == EXCEPTION else after} after this change: {made.change}."
     elif found.confidence == "certain" and rule.trial:
         made = Intervention(rule.trial, True, None, 1)
-    elif rule.cause == "data" and other is not None:
-        says += f" {other.words(failure.kind)}"
-    else:
+    elif rule.cause != "data" or other is None:
         return cause
+    says += f" {other.words(failure.kind)}" if other is not None else ""
     evidence = tuple(" ".join(line.split()) for line in found.evidence)
     before = cause.evidence if cause is not None else ()
     return Cause(rule.cause, says, (*evidence, *before), (*tried, *([made] if made is not None else [])))
