@@ -369,7 +369,7 @@ def test_a_rule_decides_by_a_fix_that_was_tried(
     assert captured(tmp_path, lambda: losses_of(loss_of), overwrite=True, cause=False).cause is None
 
 
-def test_a_rule_decides_an_exception_and_a_dead_layer(tmp_path: Path) -> None:
+def test_a_rule_decides_an_exception(tmp_path: Path) -> None:
     def empty(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         lengths = x.long()
         packed = torch.nn.utils.rnn.pack_padded_sequence(weight.expand(4, 4, 4), lengths, True, False)
@@ -379,7 +379,7 @@ def test_a_rule_decides_an_exception_and_a_dead_layer(tmp_path: Path) -> None:
         captured(tmp_path, lambda: losses_of(empty))
     cause = load(tmp_path / "s.pt").cause
     assert cause is not None and cause.kind == "data"
-    assert "1 of 4 lengths is zero or less. The call returns after this change: give every" in cause.text
+    assert "1 of 4 lengths is zero or less: row 1. The call returns after this change: give every" in cause.text
 
 
 def test_rules_leave_the_training_as_it_was(tmp_path: Path) -> None:
