@@ -276,7 +276,7 @@ class RetrySession(Session):
         while True:
             wanted = given_to(captured.program, captured.tensors, self._prepared)
             own = given_to(player.program, player.tensors, self._prepared)
-            kept = {line_of(call) for call in player.program.calls} - {None}  # lines that are as they were
+            kept = {line_of(one.call) for one in own} - {None}  # lines that still read an input
             for before, now in zip(wanted, own, strict=False):
                 is_moved = line_of(before.call) != line_of(now.call) and line_of(before.call) in kept
                 if is_moved or (before.tensor.dtype, before.tensor.dim()) != (now.tensor.dtype, now.tensor.dim()):
