@@ -57,7 +57,9 @@ def rows_of(
 
 def bad_rows(bad: torch.Tensor) -> tuple[int, ...]:
     """The indexes of the first dimension where a mask is true somewhere; empty if all are, or more than are listed."""
-    rows = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist() if bad.dim() and bad.numel() else ()
+    if not (bad.dim() and bad.numel()):
+        return ()
+    rows = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
     return tuple(rows) if len(rows) <= _MOST_ROWS and len(rows) < len(bad) else ()
 
 

@@ -323,6 +323,15 @@ def test_the_sample_that_a_call_of_the_data_set_made_bad_is_named(tmp_path: Path
     assert snapshot.failure.call == "torch.Tensor.mul" and snapshot.bad_rows == f"sample {BAD}"
 
 
+def test_a_bad_input_of_a_single_number_has_no_rows(tmp_path: Path) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with contextlib.suppress(SystemExit), reprokit.capture(tmp_path / "s.pt", quiet=True):
+        for factor in (1.0, math.nan):
+            update(torch.optim.SGD([weight], lr=0.1), (weight * torch.from_numpy(np.array(factor))).sum())
+    snapshot = load(tmp_path / "s.pt")
+    assert snapshot.failure.is_given and snapshot.bad_rows == ""
+
+
 def test_rows_of_a_batch_that_no_loader_gave_have_no_samples(tmp_path: Path) -> None:
     """`float` returns its argument: the call that made it is that argument's own."""
     model = nn.Linear(4, 1)
