@@ -93,11 +93,8 @@ MENDED: dict[str, list[Edit]] = {
     "mean_teacher_buffer_decay": [("mean_teacher.py", "default=1.2)", "default=0.2)")],
     # An empty text is read as one word that is padding.
     "packed_lstm_empty_text": [
-        (
-            "sentiment.py",
-            "    def forward(self, ids, lengths):\n",
-            "    def forward(self, ids, lengths):\n        lengths = lengths.clamp(min=1)\n",
-        )
+        ("sentiment.py", "self.emb(ids), lengths, ", "self.emb(ids), lengths.clamp(min=1), "),
+        ("sentiment.py", "/ lengths[:, None]", "/ lengths[:, None].clamp(min=1)"),
     ],
     "pinn_point_at_centre": [("pinn.py", '"--eps", type=float, default=0.0', '"--eps", type=float, default=1e-3')],
     # The deviation of one sample is 0; a loop that leaves a minibatch of one out would not take the captured one.
