@@ -53,10 +53,9 @@ _NO_COPIES = 10**6  # steps between copies: they are taken here
 _MEASURED = ("loss", "gradient norm", "update")  # quantities of an event that one step has
 # Calls of the loop that hand data on: their results are inputs, such as the minibatch `x[32:48]` of all samples.
 _HANDING_ON = frozenset(
-    ["__getitem__", "__setitem__", "bool", "cat", "chunk", "clone", "concat", "contiguous", "copy_", "cpu", "cuda",
-     "detach", "double", "expand", "flatten", "float", "gather", "half", "index_select", "int", "long", "movedim",
-     "narrow", "permute", "pin_memory", "repeat", "reshape", "select", "split", "squeeze", "stack", "t", "to",
-     "transpose", "type", "unbind", "unsqueeze", "view"]
+    ["__getitem__", "__setitem__", "cat", "chunk", "clone", "concat", "contiguous", "copy_", "detach", "expand",
+     "flatten", "gather", "index_select", "movedim", "narrow", "permute", "repeat", "reshape", "select", "split",
+     "squeeze", "stack", "t", "transpose", "unbind", "unsqueeze", "view"]
 )  # fmt: skip
 
 
@@ -188,7 +187,7 @@ class RetrySession(Session):
         self._slots: list[Slot] = []
         self._reached: set[int] = set()  # orders of slots that the loop has come to again
         self._next = self._num_own = self._waits_until = 0
-        self._lacks_generators = True
+        self._lacks_generators, self._was_first = True, False
         self._modules: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, list[OptimizerGroup]]] = []
         self._weights: list[torch.Tensor] = []
@@ -231,8 +230,9 @@ class RetrySession(Session):
         if self.has_begun:
             self._finish()
         self._num_own += 1
-        if self._slots and not self._reached and self._num_own < self._waits_until:
-            return  # a step of another model, say
+        is_other = not (self._reached and self._was_first)  # the next step may be that of another model
+        if self._slots and is_other and self._num_own < self._waits_until:
+            return
         if self._slots:  # what is not read again was read when the training began, or a part of the data
             unseen = [slot for slot in self._slots if slot.order not in self._reached] or self._slots
             self._prepared.update(line_of(one.call) for slot in unseen for one in (slot.own, slot.captured))
@@ -254,7 +254,7 @@ class RetrySession(Session):
         loop.tape.carried = list(itertools.compress(loop.tape.carried, has_graph))
         recorder: Any = self._recorder
         recorder.hand, recorder.begin_root = (self._hand if self._slots else None), self._begin_root
-        self._waits_until = self._num_own + _MOST_WAITED
+        self._waits_until, self._was_first = self._num_own + _MOST_WAITED, self._num_own == 1
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[tuple[TracedPlayer, list[Op]]]:

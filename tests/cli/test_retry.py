@@ -120,8 +120,8 @@ def test_what_cannot_be_matched_is_said(captured: Path, run_reprokit: Run) -> No
             "the model of the script has no `3.weight`",
         ),
         "loss_of(x + np.random.rand(), y, k)": (
-            "loss_of(x + np.random.rand(), y.long()[:, 0] * 0, k)",
-            "gap = (net(x) + k * 1e-3 - y).abs(), where the script reads int64 (6,) in `mul`, edited.py:23: loss",
+            "loss_of(x + np.random.rand(), torch.from_numpy(np.zeros(len(y), dtype=int)), k)",
+            "gap = (net(x) + k * 1e-3 - y).abs(), where the script reads int64 (6,) in `sub`, edited.py:18: gap",
         ),
         "    loss.backward()": ("    raise SystemExit", "the script ended before it made the captured step"),
         "    optimizer.zero_grad()": ("    raise KeyError('own')", "a step of the script's own fails before: KeyError"),
