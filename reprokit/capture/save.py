@@ -660,8 +660,9 @@ def _samples_in(replayed: TracedPlayer, watch: SampleWatch) -> dict[int, Samples
     names = replayed.of_loop | {item.value: item.name for item in program.inputs}
     known = names.keys() & {*replayed.tensors, *(value for call in program.calls for value in call.output_refs())}
     for number, tensor in replayed.env.items():
-        value, num_rows = replayed.tracer.value_of(tensor), len(tensor) if tensor.dim() else 0
+        value = replayed.tracer.value_of(tensor) if watch.of(number) is not None else None
         if value is not None and value in known:
+            num_rows = tensor.size(0) if tensor.dim() else 0
             samples = watch.samples(number, names[value], num_rows)
             found |= {value: samples} if samples is not None else {}
     return found

@@ -194,7 +194,10 @@ class Snapshot:
         """``row 2 (sample 23)``: where an input is bad, or the sample that a call of the data set has made bad."""
         value = self.failure.value
         tensor = self.tensors.get(value) if self.failure.is_given and value is not None else None
-        rows = bad_rows(~torch.isfinite(tensor)) if tensor is not None else ()
+        is_plain = tensor is not None and tensor.layout is torch.strided and tensor.is_floating_point()
+        rows: tuple[int, ...] = ()
+        if tensor is not None and is_plain and tensor.element_size() > 1:  # `isfinite` knows no 8-bit floats
+            rows = bad_rows(~torch.isfinite(tensor))
         return row_text(self.program, self.samples or {}, value, rows)
 
     def _describe_failure(self) -> dict[str, Any]:
