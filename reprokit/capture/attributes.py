@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.structure import ATOMS, iter_tensors
+from reprokit.program.sites import kind_of_file
 
 Owner = torch.nn.Module | torch.optim.Optimizer
 
@@ -141,12 +143,14 @@ def attributes_kept(roots: Iterable[torch.nn.Module], optimizers: Iterable[torch
     """Whatever runs inside, modules have the attributes, parameters and buffers of before afterwards; the user's own
     optimizers have their attributes.
 
-    Lists, dicts and sets in attributes, at any depth, have the same items again, and tensors the same values.
+    Lists, dicts and sets in attributes, at any depth, have the same items again, and tensors the same values; so do
+    those of an object in an attribute, such as one that counts.
     """
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     own = [optimizer for optimizer in optimizers if not is_of_torch(optimizer)]
     flags = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters(False)]
-    containers = Containers([*modules, *own])
+    objects = {id(value): value for module in modules for value in vars(module).values() if _is_of_user(value)}
+    containers = Containers([*modules, *own, *objects.values()])
     state = {id(buffer) for module in modules for buffer in module.buffers(False)}  # which is put back elsewhere
     state.update(id(tensor) for optimizer in own for tensor in iter_tensors([*optimizer.state.values()]))
     tensors = []
@@ -174,7 +178,7 @@ _MOST_BYTES = 2**26  # of tensors in attributes, which are copied in case that a
 class Containers:
     """The containers of owners with the items that each has at one moment."""
 
-    def __init__(self, owners: Iterable[Owner]) -> None:
+    def __init__(self, owners: Iterable[Any]) -> None:
         self.all = _containers_of(owners)
         self._items = [container.copy() for container in self.all]
 
@@ -186,7 +190,7 @@ class Containers:
                 (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
-def _containers_of(owners: Iterable[Owner], most_items: float = math.inf) -> list[Any]:
+def _containers_of(owners: Iterable[Any], most_items: float = math.inf) -> list[Any]:
     """The ``__dict__`` of owners, and of the settings and optimizers they hold, and every container in one of them
     that has at most ``most_items``."""
     found: dict[int, Any] = {}
@@ -215,6 +219,14 @@ def tensors_held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """True if the class of an optimizer is one of torch's."""
     return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _is_of_user(value: Any) -> bool:
+    """True for an object of a class in the user's code; one of a library may have threads that change it meanwhile."""
+    if type(getattr(value, "__dict__", None)) is not dict or isinstance(value, type):
+        return False
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    return isinstance(file, str) and kind_of_file(file) == "user"
 
 
 def _tensors_in(containers: Iterable[Any], found: set[int]) -> Iterator[torch.Tensor]:

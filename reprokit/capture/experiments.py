@@ -24,10 +24,11 @@ from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
 from reprokit.errors import pass_on
+from reprokit.locate.samples import bad_rows
 from reprokit.locate.ways import HALVES, bad_tensor
 from reprokit.series.cause import (
     EVENTS,
-    TENTH,
+    SMALLER_RATES,
     Cause,
     Intervention,
     Unlike,
@@ -38,6 +39,7 @@ from reprokit.series.cause import (
     drift,
     growth,
     rate_words,
+    rewritten,
     sign,
     usual_limits,
 )
@@ -60,7 +62,6 @@ _LEAST_SECONDS = 2.0  # steps of a millisecond cost a replay more than they cost
 _LARGE_UPDATE = 0.3  # of the norm of the parameters in one step: a healthy update is below a hundredth
 _RECENT = 3  # updates and gradients before the failure that count: the first ones of parameters that are zero are large
 _LARGE_NORM = 20.0  # times the median norm of the gradients: clipping changes all that follows
-_TENTH = 0.1
 _MOST_OF_A_KIND = 3  # changes: the same images may be read at many places
 _MOST_INPUTS = 4  # of a step that are exchanged one at a time
 
@@ -75,7 +76,8 @@ def find_cause(
     trained = sum(row.seconds for row in rows[-len(segments) :] if row.seconds is not None)
     seconds, kind = seconds_for(trained), snapshot.failure.kind
     since = snapshot.step if kind in EVENTS else segments[-1].mark.step
-    return _Experiments(loop, segments, frame, losses, seconds, kind, since, raised).run() if seconds else None
+    began = snapshot.settings.began_at or 0
+    return _Experiments(loop, segments, frame, losses, seconds, kind, since, raised, began).run() if seconds else None
 
 
 def seconds_for(trained: float) -> float | None:
@@ -83,6 +85,22 @@ def seconds_for(trained: float) -> float | None:
     if 2 * trained > _MOST_SECONDS:  # they are run unchanged and changed
         return None
     return min(_MOST_SECONDS, max(_LEAST_SECONDS, _TIMES * trained))
+
+
+def rewritten_inputs(loop: Loop, segment: Segment, frame: FrameType | None) -> Iterator[str]:
+    """The inputs of a step whose memory is not torch's, and holds other values by now, in words."""
+    read = {number for op in segment.ops for number in op.ins}
+    modules, alive = loop.world.modules, loop.tape.alive()
+    names = Names(alive, modules, root_names(modules, frame), {}, segment.ops, frame, [])
+    for number, now, then in loop.tape.rewritten():
+        if number in read and not then.is_complex():
+            found, differs = names.describe(number, now), ~((now == then) | ((now != now) & (then != then)))
+            rows = list(bad_rows(differs))
+            values = [part[rows] if rows else part for part in (now, then)]
+            name = found.name if found is not None else UNNAMED
+            yield rewritten(
+                name, segment.mark.step, rows, *((float(part.amin()), float(part.amax())) for part in values)
+            )
 
 
 @dataclass(frozen=True)
@@ -156,6 +174,7 @@ class _Experiments:
         kind: str,
         since: int,
         raised: Raised | None,
+        began: int,
     ) -> None:
         self._loop, self._segments, self._frame, self._raised = loop, segments, frame, raised
         self._kind, self._since = kind, since
@@ -163,7 +182,9 @@ class _Experiments:
         self._diverged, self._limits = divergence(losses), usual_limits(losses)
         self._deadline = time.monotonic() + seconds
         self._longest = 0.0
-        self._steps = list(dict.fromkeys(segment.mark.step for segment in segments))  # one may have several updates
+        self._began = began  # steps before are another model's
+        self._own = [segment for segment in segments if segment.mark.step >= began]
+        self._steps = list(dict.fromkeys(segment.mark.step for segment in self._own))  # one may have several updates
         self._tried: list[Intervention] = []
 
     def run(self) -> Cause | None:
@@ -210,12 +231,16 @@ class _Experiments:
         world, started, segments = self._loop.world, time.monotonic(), self._segments
         if plan is not None and plan.edit is not None:
             edit = plan.edit
-            segments = [Segment([edit(op, mark) for op in ops], mark) for ops, mark in segments]
+            segments = [
+                Segment([edit(op, mark) for op in ops], mark) if mark.step >= self._began else Segment(ops, mark)
+                for ops, mark in segments
+            ]
         replay = Replay(world, self._loop.tape, segments, world.copies[0])
         try:
             with replay.going_back(), in_silence():
                 try:
-                    if replay.play(observer):
+                    first = len(segments) - len(self._own)
+                    if replay.play(LossWatch(self._deadline), (first, 0)) or replay.play(observer):
                         return None
                 except Exception as error:  # of the user's code, which a change may not suit
                     pass_on(error)
@@ -279,13 +304,14 @@ class _Experiments:
             yield _Plan("setting", says, f"gradients clipped to a norm of {number_words(usual)}", norm=usual)
 
     def _smaller_rate(self, watch: InputWatch) -> Iterator[_Plan]:
-        """A tenth of the learning rate, for a run that has diverged or had a large update."""
-        steps = [op for ops, _ in self._segments for op in ops if op.kind is OptimizerStep]
+        """A smaller learning rate, for a run that has diverged or had a large update."""
+        steps = [op for ops, _ in self._own for op in ops if op.kind is OptimizerStep]
         rates = [group["lr"] for op in steps for group in op.note.options if _is_number(group.get("lr"))]
         update = max(watch.updates[-_RECENT:], default=0.0) if not self._is_event else 0.0
         if rates and (self._diverged is not None or update > _LARGE_UPDATE):
             says = rate_words(self._diverged, update, min(rates), max(rates))
-            yield _Plan("setting", says, TENTH, edit=_with_smaller_rate)
+            for text, factor in SMALLER_RATES.items():
+                yield _Plan("setting", says, text, edit=partial(_with_smaller_rate, factor))
 
     def _odd_values(self, watch: InputWatch) -> Iterator[_Plan]:
         """Values that differ from the steps before, in the order in which the failing step reads them: their odd rows
@@ -441,11 +467,11 @@ def _with_settings(values: Mapping[Key, Any], since: int, op: Op, mark: Mark) ->
     return op._replace(args=args, kwargs={name: values.get((*call, name), value) for name, value in op.kwargs.items()})
 
 
-def _with_smaller_rate(op: Op, mark: Mark) -> Op:
+def _with_smaller_rate(factor: float, op: Op, mark: Mark) -> Op:
     if op.kind is not OptimizerStep:
         return op
     options = [
-        {**group, "lr": group["lr"] * _TENTH} if _is_number(group.get("lr")) else group for group in op.note.options
+        {**group, "lr": group["lr"] * factor} if _is_number(group.get("lr")) else group for group in op.note.options
     ]
     return op._replace(note=replace(op.note, options=options))
 

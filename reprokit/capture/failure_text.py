@@ -49,13 +49,27 @@ def what(result: Mapping[str, Any]) -> str:
 def event_words(result: Mapping[str, Any]) -> str:
     """An event in words: ``began at step 20: the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``.
 
-    Gradients of zeros may be older than any kept step, so of those it is not said that they began.
+    Gradients of zeros may be older than any kept step, so of those it is not said that they began; nor is it of a
+    number that was as high before.
     """
     if "difference" in result["failure"]:
         return words.difference_words(**result["failure"]["difference"])
     event = result["failure"]["event"]
-    lead = "" if event["quantity"] == "share of zeros" else f"began at step {event['began_at']}: "
-    return f"{lead}{words.event_words(event)}"
+    lead, before = f"began at step {event['began_at']}: ", _as_high_before(event, result["timeline"])
+    if before is not None:  # a data set whose rows grow with each use: single steps are off before there are several
+        lead = f"at step {event['began_at']}, after {words.number_words(before[1])} at step {before[0]}: "
+    return f"{'' if event['quantity'] == 'share of zeros' else lead}{words.event_words(event)}"
+
+
+def _as_high_before(event: Mapping[str, Any], timeline: Sequence[Mapping[str, Any]]) -> tuple[int, float] | None:
+    """The step before an event with the highest value if that is as high, behind a step with a usual one: the first
+    losses of a run are high too."""
+    name = {"loss": "loss", "gradient norm": "grad_norm"}.get(event["quantity"], "")
+    series = [row for row in timeline if row.get("optimizer") == timeline[-1].get("optimizer")]
+    rows = [(row["step"], row[name]) for row in series if row.get(name) is not None and row["step"] < event["began_at"]]
+    known = itertools.dropwhile(lambda row: not row[1] < event["threshold"], rows)
+    highest = max((row for row in known if math.isfinite(row[1])), key=lambda row: row[1], default=None)
+    return highest if highest is not None and highest[1] >= event["value"] else None
 
 
 def cause_line(result: Mapping[str, Any]) -> str | None:

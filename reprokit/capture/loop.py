@@ -802,7 +802,7 @@ class Loop:
         world.know_addresses()
         self.recorder.roots.met.clear()
         self.recorder.roots.attributes.begin_anew([*world.modules, *world.optimizers])
-        self._is_converted = False
+        self._is_converted, self._met = False, None  # the next ones are met again, and held
         world.rest(started)
 
     def _begin_anew(self) -> None:

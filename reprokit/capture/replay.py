@@ -131,7 +131,7 @@ class Player:
         if known is not None:
             return known
         live, content = self.alive.get(number), self._contents.get(number)
-        saved = self._tape.saved.get(number)
+        saved = self._tape.saved.get(number) if id(live) not in self._state else None
         if content is not None:
             found = content.detach().clone().requires_grad_(content.requires_grad)
         elif live is None:
@@ -748,7 +748,7 @@ class Finder(PlayObserver):
             self._contents = {
                 number: tensor.detach().clone().requires_grad_(tensor.requires_grad)
                 for number, tensor in replay.contents().items()
-                if not tensor.requires_grad or number in replay.tape.inputs  # graphs are made again
+                if not tensor.requires_grad or is_leaf(tensor) or number in replay.tape.inputs  # graphs are made again
             }
         return False
 

@@ -22,7 +22,7 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
-from reprokit.capture.experiments import KINDS, find_cause, seconds_for
+from reprokit.capture.experiments import KINDS, find_cause, rewritten_inputs, seconds_for
 from reprokit.capture.fidelity import Made, by_itself, compiled_mismatch, placed
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
@@ -182,7 +182,10 @@ class Describing:
         made = self.made()
         with ignored_errors():  # the user's code may not run again with the state of then; the step is worth a file
             made = replace(made, snapshot=replace(made.snapshot, layers=self.layers(made.snapshot) or None))
-        return replace(made, snapshot=replace(made.snapshot, cause=self.cause(made)))
+        made = replace(made, snapshot=replace(made.snapshot, cause=self.cause(made)))
+        with ignored_errors():
+            made = replace(made, snapshot=replace(made.snapshot, cause=self._with_rewritten(made.snapshot)))
+        return made
 
     def cause(self, made: Made) -> Cause | None:
         """What has led to the failure: an experiment shows it, or a rule about the call whose fix helps."""
@@ -208,6 +211,16 @@ class Describing:
             segments[-1].ops.append(raising[1])
         segments = [segment for segment in segments if segment.ops and segment.mark.step <= last]
         return find_cause(loop, segments, snapshot, self.verdict.frame, raised)
+
+    def _with_rewritten(self, snapshot: Snapshot) -> Cause | None:
+        """The cause, with the inputs of the step that something else has written since."""
+        step = next((one for one in self._steps() if one.mark.step == snapshot.step), None)
+        if step is None or not self.loop.failures.finds_cause:
+            return snapshot.cause
+        found = [*rewritten_inputs(self.loop, step, self.verdict.frame)]
+        known = snapshot.cause or Cause("unknown", "")
+        text = " ".join(filter(None, [known.text, *(f"{one}." for one in found)]))
+        return replace(known, text=text, evidence=(*known.evidence, *found)) if found else snapshot.cause
 
     def made(self) -> Made:
         """The first bad step: in the past if the state is bad, else the one that is running."""

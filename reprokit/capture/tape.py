@@ -1,9 +1,10 @@
 """The tape: what the loop has called since the last copy of the state, in one flat list.
 
 Every tensor has a number; a write into one gives it a new number. What came from outside (a batch, a small state) is
-held, with a copy of what it held before the loop wrote into it; results are held only weakly, because a replay makes
-them again. What an earlier step has made is held while the running step uses it. An update ends a step with a `Mark`:
-steps are pieces of one list, so a graph that goes on over an update needs nothing special.
+held, with a copy of what it held before the loop wrote into it, or at once if its memory is NumPy's; results are held
+only weakly, because a replay makes them again. What an earlier step has made is held while the running step uses it.
+An update ends a step with a `Mark`: steps are pieces of one list, so a graph that goes on over an update needs nothing
+special.
 
 Version counters do not decide anything here; they are the alarm for writes that the tape could not see.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ import torch
 
 from reprokit import torch_private
 from reprokit.capture.structure import ATOMS, TENSORS, iter_leaves, map_leaves
+from reprokit.program.dataflow import same_bits
 from reprokit.program.ir import Mode
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ SWEEP_BYTES = 2**26
 MOST_BYTES = 256 * 2**20  # of tensors from outside that a step may hold
 MOST_OPS = 16_384  # of a step whose data are made by calls of their own; a noted call takes a kilobyte
 _SINGLE = ATOMS | {slice, type(...), torch.Size}  # have no tensors in them
+_FOREIGN = -2  # the stamp of memory that is not torch's, such as NumPy's: no counter knows what others write there
+_MOST_COPIED = 2**18  # elements of such memory, which takes 0.1 ms
 _MOST_CARRIED = 512  # calls before a copy that made graphs which are alive
 
 
@@ -147,20 +151,48 @@ class Tape:
         if tensor.__class__ is not torch.nn.Parameter and id(tensor) not in self._counted:
             self._counted.add(id(tensor))
             self.num_bytes += _bytes_of(tensor)
+        if tensor.__class__ is torch.Tensor and tensor.layout is torch.strided:
+            try:
+                memory = tensor.untyped_storage()  # that of data loaders' workers is shared
+                if not (memory.resizable() or memory.is_shared() or tensor.requires_grad) and tensor.is_cpu:
+                    self._copy(number, tensor)
+            except (RuntimeError, NotImplementedError):
+                pass
         return number
+
+    def _copy(self, number: Number, tensor: torch.Tensor) -> None:
+        """Keep what an input holds whose memory others may write, unless it is large."""
+        if tensor.numel() <= _MOST_COPIED:
+            self.stamps[number] = _FOREIGN
+            self.saved[number] = tensor.detach().clone(memory_format=torch.preserve_format)
+            self.num_bytes += _bytes_of(tensor)
+
+    def rewritten(self) -> Iterator[tuple[Number, torch.Tensor, torch.Tensor]]:
+        """The inputs whose memory is not torch's and was written since the loop has read it last: what they hold now,
+        and what they held."""
+        last = {self.inputs[number].data_ptr(): number for number, stamp in self.stamps.items() if stamp == _FOREIGN}
+        for number in last.values():
+            now, then = self.inputs[number], self.saved[number]
+            if self.known(now) is number and not same_bits(now, then):
+                yield number, now, then
 
     def _hold(self, number: Number, tensor: torch.Tensor) -> Number:
         """The running step uses a tensor from before; something unseen may have written it meanwhile."""
         is_input, version = number in self.inputs, version_of(tensor)
-        if is_input and self.stamps[number] != version and tensor.__class__ is not torch.nn.Parameter:
+        stamp = self.stamps[number] if is_input else version
+        is_same = stamp == version or (stamp == _FOREIGN and torch.equal(self.saved[number], tensor))
+        if not is_same and tensor.__class__ is not torch.nn.Parameter:
             return self.add_input(tensor)
         number.step = self.step
         self.held[number] = tensor
         self.stamps.setdefault(number, version)
         if number in self._early:
             self._early.discard(number)
-            if not is_input:
+            if tensor.grad_fn is not None and not is_input:
                 self.before[number] = tensor.detach()
+            elif not is_input:  # a replay from the last copy does not make it
+                self.inputs[number] = tensor
+                self.num_bytes += _bytes_of(tensor)
         return number
 
     def new_number(self, tensor: torch.Tensor) -> Number:
@@ -320,7 +352,7 @@ class Tape:
         self.log, self.marks = self.log[end * SLOTS :], self.marks[num_marks:]
         for mark in self.marks:
             mark.end -= end
-        self._early |= {number for op in early for number in op.outs}
+        self._early |= {number for op in (*early, *later) for number in op.outs}
         self.before = self.before if later else {}
         self._keep()
         self._early &= set(self.values.values())

@@ -34,6 +34,7 @@ DEFAULT_STATE_BYTES = 2 * 2**30
 MOST_STEPS = 1000
 LEAST_STEPS = 32  # since a copy that is kept when the next one is taken: 20, and those that an alarm takes to come
 _BEGINNING = 2  # steps: a graph that a step may not use again is used again in the next one
+_YOUNG = 10  # steps of a new model that can be played from its start: what diverges from there shows in the first few
 _FEW_STEPS = 8  # until the next copy, while nothing is known of what one costs
 _STATISTICS = ("running_mean", "running_var")
 _SHORT = 0.005  # seconds: in a step that short every microsecond counts
@@ -170,15 +171,19 @@ class Buffers:
         self.__init__()  # type: ignore[misc]
 
 
-Structure = tuple[torch.optim.Optimizer, Callable[[], None]]  # and what goes back to its structure of one moment
+Structure = tuple[weakref.ref[torch.optim.Optimizer], Callable[[], None]]  # and what gives it its structure of then
 
 
 def _noted(optimizer: torch.optim.Optimizer) -> Structure:
     """Its options, and the names of the state of each parameter; the attributes of one of the user's own."""
     options, attributes = options_of(optimizer), None if is_of_torch(optimizer) else Containers([optimizer])
     states = [(key, state, dict(state)) for key, state in optimizer.state.items() if isinstance(state, dict)]
+    reference = weakref.ref(optimizer)  # a training that is over may let go of it
 
     def give_back() -> None:
+        optimizer = reference()
+        if optimizer is None:
+            return
         if attributes is not None:
             attributes.give_back()
         set_options(optimizer, options)
@@ -188,7 +193,7 @@ def _noted(optimizer: torch.optim.Optimizer) -> Structure:
             state.update(content)
             optimizer.state[key] = state
 
-    return optimizer, give_back
+    return reference, give_back
 
 
 def _parameters_of(part: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -198,13 +203,17 @@ def _parameters_of(part: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 class _Bindings:
-    """Which tensors the parameters and buffers of modules are; a forward may replace buffers."""
+    """Which tensors the parameters and buffers of modules are; a forward may replace buffers. Modules may go."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self.modules = list(modules)
-        self._parts = []
-        for part in {id(part): part for module in self.modules for part in module.modules()}.values():
-            self._parts.append((part, dict(torch_private.buffers_of(part)), _parameters_of(part)))
+        known = {id(part): part for module in modules for part in module.modules()}.values()
+        self._parts = [
+            (weakref.ref(part), dict(torch_private.buffers_of(part)), _parameters_of(part)) for part in known
+        ]
+
+    def now(self) -> _Bindings:
+        """Which tensors they are by now."""
+        return _Bindings(part for reference, *_ in self._parts if (part := reference()) is not None)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """The tensors that buffers are."""
@@ -217,16 +226,19 @@ class _Bindings:
 
     def check(self) -> None:
         """Raises `CannotGoBack` if a parameter is another one by now."""
-        for part, _, parameters in self._parts:
-            now = _parameters_of(part)
+        for reference, _, parameters in self._parts:
+            part = reference()
+            now = _parameters_of(part) if part is not None else parameters
             if now.keys() != parameters.keys() or any(now[name] is not known for name, known in parameters.items()):
                 raise CannotGoBack("a parameter was replaced since the last copy of the state")
 
     def give_back(self) -> None:
         """Go back to it."""
-        for part, buffers, _ in self._parts:
+        for reference, buffers, _ in self._parts:
+            part = reference()
+            space = torch_private.buffers_of(part) if part is not None else {}
             for name, buffer in buffers.items():  # those of a scripted module are no dict
-                torch_private.buffers_of(part)[name] = buffer
+                space[name] = buffer
 
 
 class Copy:
@@ -277,8 +289,8 @@ class Copy:
             binding.check()
         current = Copy()
         current.contents = Contents(self.contents.tensors)
-        current._notes = [_noted(optimizer) for optimizer, _ in self._notes]
-        current._bindings = [_Bindings(binding.modules) for binding in self._bindings]
+        current._notes = [_noted(optimizer) for reference, _ in self._notes if (optimizer := reference()) is not None]
+        current._bindings = [binding.now() for binding in self._bindings]
         for binding in current._bindings:  # a call that is played may write into a buffer of now
             current.contents.add(binding.buffers())
         try:
@@ -303,7 +315,8 @@ class World:
 
     ``every`` is the number of steps between copies, ``None`` to choose it by cost, 0 for no copies. ``is_complete``
     says whether the steps since the copy are all on the tape, so that one can go back. With ``keeps_earlier`` there are
-    copies of two moments, at least `LEAST_STEPS` apart, if both fit into the limit. ``addresses`` is the memory of the
+    copies of two moments, at least `LEAST_STEPS` apart, if both fit into the limit; in the first `_YOUNG` steps of a
+    model there are in any case, the first of them from before its first step. ``addresses`` is the memory of the
     state, ``untouched`` that of frozen parameters which nothing has written so far. ``is_short``: steps are so short
     that every microsecond counts.
     """
@@ -321,10 +334,11 @@ class World:
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._parameters: list[torch.Tensor] | None = None
-        self._held: list[object] = []
+        self._held: dict[int, object] = {}
         self._trained: set[int] = set()  # ids of plain tensors that the loop trains
         self._ways_met: dict[int, frozenset[str]] = {}  # of buffers at first, if no copies are taken
         self._has_grown = False
+        self._num_young = 0  # steps since the first copy that was taken after a model was new
         self._cost = 0.0
         self._taken_at = time.perf_counter()
 
@@ -333,7 +347,10 @@ class World:
     def meet_module(self, module: torch.nn.Module) -> bool:
         """A root is about to run; whether it is a new one. A new one is added to the last copy as it is now."""
         known = self._modules.get(id(module))
-        if (known is not None and known() is module) or is_unmade(module):
+        if known is not None and known() is module:
+            self._held[id(module)] = module
+            return False
+        if is_unmade(module):
             return False
         self._modules[id(module)] = weakref.ref(module)
         self._parameters = None
@@ -351,6 +368,7 @@ class World:
         """An optimizer is about to step; whether it is a new one."""
         known = self._optimizers.get(id(optimizer))
         if known is not None and known() is optimizer:
+            self._held[id(optimizer)] = optimizer
             return False
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self.num_optimizers = len(self._optimizers)
@@ -361,8 +379,8 @@ class World:
         return True
 
     def _hold(self, owner: object) -> None:
-        """Keep an owner of state alive until the next copy, so that the check at the end of a script still finds it."""
-        self._held.append(owner)
+        """Keep an owner of state that is used alive until the next copy, for the check at the end of a script."""
+        self._held[id(owner)] = owner
         self._has_grown = self.num_copies > 0
 
     def _add(self, tensors: list[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -451,7 +469,8 @@ class World:
             for tensor in state_tensors(optimizer):
                 unique[id(tensor)] = tensor
         for tensor in self.copies[-1].contents.tensors if self.copies else ():
-            if id(tensor) not in unique and (self.is_trained(tensor) or isinstance(tensor, torch.nn.Parameter)):
+            is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+            if id(tensor) not in unique and (id(tensor) in self._trained or is_frozen):
                 unique[id(tensor)] = tensor  # written by the loop: frozen, or of no module and no optimizer
         return list(unique.values())
 
@@ -553,7 +572,7 @@ class World:
     ) -> bool:
         """Copy the state of now, so many steps after the last copy; ``started`` is when the checks before it began.
 
-        The optimizers that are ``unfinished`` have gradients of which they are still to make a step. True if the last
+        The optimizers that are ``unfinished`` have gradients of which they are still to make a step. True if an earlier
         copy is kept as well, which it is if it ``may_keep`` and that is wanted; then ``num_marks`` are to be set.
         """
         if num_steps and self.num_copies > 1:  # the first steps are longer than those that follow
@@ -561,27 +580,32 @@ class World:
             is_on_gpu = bool(self.copies) and "cuda" in {t.device.type for t in self.copies[-1].contents.tensors}
             self.is_short = step_seconds < _SHORT and not is_on_gpu
         self._parameters = None
-        self._held, self._has_grown = [], False  # those that only this holds are gone now
-        self._held = [*self.modules, *self.optimizers]
+        kept = self._kept(num_steps) if may_keep and self.is_complete and self._has_room_for_two() else []
+        new = next((copy for copy in self.copies if copy not in kept), Copy())
+        self._held, self._has_grown = {}, False  # those that only this holds are gone now
         if self._every == 0:
             return False
         tensors = self.changing()
         if num_bytes(tensors) > self._limit:
             self.give_up()
             return False
-        is_kept = may_keep and self.keeps_earlier and self.is_complete and self._has_room_for_two()
-        if is_kept:
-            new = self.copies.pop(0) if len(self.copies) > 1 else Copy()
-        else:
-            new = self.copies[-1] if self.copies else Copy()
-            self.copies.clear()
         new.take(tensors, self.optimizers, self.modules)
         unused = [p for optimizer in unfinished for p in parameters_of(optimizer)]
         new.gradients = [(p, p.grad.detach().clone()) for p in unused if p.grad is not None]
-        self.copies.append(new)
+        self.copies = [*kept, new]
         self.is_complete = True
         self.num_copies += 1
-        return is_kept
+        return bool(kept)
+
+    def _kept(self, num_steps: int) -> list[Copy]:
+        """The copy to keep beside the next one, so many steps after the last one."""
+        if self._has_grown:
+            self._num_young = 0
+            return self.copies[-1:]
+        self._num_young += num_steps
+        if self._num_young < _YOUNG:
+            return self.copies[:1]
+        return self.copies[-1:] if self.keeps_earlier else []
 
     def _has_room_for_two(self) -> bool:
         """True if two copies of the state fit into the limit, and beside what a device has free."""
@@ -614,7 +638,7 @@ class World:
 
     def forget(self) -> None:
         """The capture is over: let go of everything that belongs to the user."""
-        self._held, self.untouched, self.addresses = [], {}, {}
+        self._held, self.untouched, self.addresses = {}, {}, {}
         self._modules.clear()
         self._optimizers.clear()
         self._trained.clear()

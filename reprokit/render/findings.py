@@ -14,7 +14,7 @@ from typing import Any
 from reprokit.render.templates import fence, render_template, tidied
 from reprokit.render.wording import code_span, prose, renamed
 from reprokit.rules.diagnosis import Diagnosis, TriedFix
-from reprokit.series.cause import TENTH, Cause
+from reprokit.series.cause import SMALLER_RATES, TENTH, Cause
 from reprokit.series.decide import is_second
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.redact import redact_source, redact_text
@@ -63,7 +63,8 @@ def page(diagnosis: Diagnosis, cause: Cause | None = None, *, is_exception: bool
 def _advice(diagnosis: Diagnosis, cause: Cause | None) -> str:
     """The advice of a rule, without a lower learning rate where the steps have failed with that too."""
     advice = diagnosis.advice
-    if cause is not None and any(one.change == TENTH and not one.removes for one in cause.interventions):
+    rates = [one.removes for one in cause.interventions if one.change in SMALLER_RATES] if cause is not None else []
+    if rates and not any(rates):
         words = re.sub(_LOWER, lambda found: found[1].upper(), advice)
         advice = f"{TENTH.capitalize()} did not help. {words}" if words != advice else advice
     return f"Begin with the cause. {advice}" if is_second(cause, diagnosis) else advice

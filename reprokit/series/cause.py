@@ -27,6 +27,7 @@ _DIVERGED = 10.0  # times the loss of before: where a run is on its course the l
 _RISES = 1.5  # times the loss of the step before, in every step of a divergence
 _USUAL = 3.0  # times the largest loss of the usual steps
 TENTH = "a tenth of the learning rate"  # the change of an experiment
+SMALLER_RATES = {TENTH: 0.1, "a hundredth of the learning rate": 0.01}  # 50 for 0.5 diverges at 5 too
 EVENTS = frozenset({"spike", "explosion"})
 
 
@@ -142,6 +143,15 @@ def changed(name: str, readings: Sequence[Reading], *, is_flag: bool) -> Unlike 
             limits = readings[place - 1].limits, later[0].limits
             return Unlike(name, "setting", *limits, before[0].step, later[0].step, words)
     return None
+
+
+def rewritten(name: str, step: int, rows: Sequence[int], now: tuple[float, float], then: tuple[float, float]) -> str:
+    """That an input of a step has other values by now, in all rows if none are given."""
+    lead = f"`{name}` of step {step} is no longer what it was when the step read it"
+    where = f"{row_words(rows)} {'are' if len(rows) > 1 else 'is'}" if rows else "it is"
+    was = "were" if len(rows) > 1 else "was"
+    values = f"{where} {_range(*now)} now and {was} {_range(*then)}"
+    return f"{lead}: its memory, which is not torch's, was written since; {values}"
 
 
 def drift(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:

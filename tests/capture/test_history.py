@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import reprokit
+from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
@@ -85,6 +87,26 @@ def test_a_parameter_poisoned_by_its_own_rate(history: int | None, tmp_path: Pat
     assert fidelity(snapshot) == EXACT
     assert [item.step for item in snapshot.timeline][-1] == 400
     assert all(math.isfinite(item.loss) for item in snapshot.timeline)
+
+
+@pytest.mark.parametrize("earlier", [0, 40])
+def test_what_diverges_from_its_start_is_played_from_its_start(earlier: int, tmp_path: Path) -> None:
+    """The loss rises from the first step of a model on, and its square overflows in step 7; another one was first."""
+
+    def loop() -> None:
+        for num_steps, rate in ((earlier, 0.01), (40, 1e3)):
+            torch.manual_seed(1)
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            for _ in range(num_steps):
+                x = torch.randn(16, 4)
+                update(optimizer, (model(x).squeeze(1) - x[:, 0]).pow(2).mean())
+
+    with reprokit.capture(tmp_path / "s.pt", quiet=True):
+        loop()
+    snapshot = load(tmp_path / "s.pt")
+    assert snapshot.failure.kind == "inf" and snapshot.step > earlier + 3 and snapshot.layers is not None
+    assert sorted({row.step for row in snapshot.layers}) == list(range(earlier, snapshot.step + 1))
 
 
 def test_without_copies_the_snapshot_says_that_there_was_no_going_back(tmp_path: Path) -> None:

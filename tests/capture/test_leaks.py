@@ -76,6 +76,22 @@ def capture_once(folder: Path, *, bad: bool = False, error: bool = False) -> Non
             raise ValueError("out of the block")
 
 
+def test_models_that_are_over_are_let_go_of(tmp_path: Path) -> None:
+    """A search trains one model after another; copies of the state hold no more than the last ones."""
+    models, sizes = list[weakref.ref[nn.Module]](), list[int]()
+    with Session(directory=tmp_path, after="continue", quiet=True) as session:
+        for _ in range(12):
+            model, optimizer = training()
+            models.append(weakref.ref(model))
+            for _, x, y in batches(2):
+                update(optimizer, classify(model, x, y))
+            del model, optimizer
+            gc.collect()
+            assert sum(reference() is not None for reference in models) <= 3
+            sizes.append(max(len(copy.contents.tensors) for copy in session._loop.world.copies))
+        assert sizes[-1] <= sizes[5]
+
+
 @pytest.mark.slow
 def test_nothing_piles_up(tmp_path: Path) -> None:
     capture_once(tmp_path)

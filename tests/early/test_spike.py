@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,25 @@ def test_events_are_told_and_logged(captured: tuple[Path, subprocess.CompletedPr
     event = json.loads(line)
     assert (event["kind"], event["severity"], event["began_at"], event["place"]) == ("spike", "error", 30, "2")
     assert event["snapshot"].endswith("train-step30.repro.pt")
+
+
+@pytest.mark.parametrize("odd", [(), (40, 46)])
+def test_a_loss_that_was_as_high_before_does_not_begin_anew(
+    odd: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of the data have grown; they are in single batches before they are in several in a row."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with reprokit.capture(tmp_path / "s.pt", on=("spike",)):
+        for step in range(80):
+            x = torch.randn(16, 4) * (20 if step in odd else 1 if step < 52 else 10 if step < 54 else 60)
+            loss = model(x).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: spike" in line]
+    assert re.search(r"at step 52, after \d+ at step 4[06]: the loss was" if odd else "began at step 52: ", line), line
 
 
 def test_the_repro_asserts_the_recorded_threshold(captured: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
