@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit.capture.calls import OptimizerStep, Root, ScaleLoss
-from reprokit.capture.readings import UNNAMED, InputWatch, Key, LossWatch, Series, Setting, StatePart, slot_name
+from reprokit.capture.readings import (
+    UNNAMED,
+    InputWatch,
+    Key,
+    LossWatch,
+    Series,
+    Setting,
+    StatePart,
+    slot_name,
+    spaces_of,
+)
 from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
@@ -270,7 +280,7 @@ class _Experiments:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 path = ".".join(filter(None, [root, user_path(name)]))
                 parts.setdefault(id(tensor), StatePart(path, root, tensor))
-        return InputWatch(self._deadline, self._loop.world.state_ids(), parts)
+        return InputWatch(self._deadline, self._loop.world.state_ids(), parts, self._frame)
 
     def _names(self) -> Names:
         modules = self._loop.world.modules
@@ -316,21 +326,26 @@ class _Experiments:
     def _odd_values(self, watch: InputWatch) -> Iterator[_Plan]:
         """Values that differ from the steps before, in the order in which the failing step reads them: their odd rows
         as in a usual step, then all of them."""
-        names, found = self._names(), []
+        names, spaces, found = self._names(), spaces_of(self._frame), []
         for slot, series in watch.series.items():
             if series.readings and series.readings[-1].step == self._steps[-1]:
-                one = series.unlike(slot_name(names, series, slot))
+                one = series.unlike(slot_name(names, series, slot, spaces))
                 found += [(series, one)] if one is not None else []
-        for series, one in found[:_MOST_OF_A_KIND]:
+        last = self._steps[-1]
+        odd = sorted([(_is_over(series, one, last), place) for place, (series, one) in enumerate(found)])
+        for is_over, place in odd[:_MOST_OF_A_KIND]:
+            series, one = found[place]
             step = one.first if one.role == "carried" else max((n for n in series.values if n < one.since), default=-1)
             kind, one = "data" if one.role == "batch" else "state", self._with_rows(one, series)
             if one.rows and (values := _replaced(series, step, one, is_whole=False)):
                 text = f"{row_words(one.rows)} of `{one.name}` of step {step} in their place"
-                yield _Plan(kind, f"{one.text}.", text, values=values)
+                yield _Plan(kind, f"{one.text}.", text, not is_over, values=values)
             if values := _replaced(series, step, one, is_whole=True):
-                yield _Plan(kind, f"{one.text}.", f"`{one.name}` of step {step} in its place", values=values)
+                yield _Plan(
+                    kind, f"{one.text}.", f"`{one.name}` of step {step} in its place", not is_over, values=values
+                )
             else:
-                yield _Plan(kind, f"{one.text}.", "")
+                yield _Plan(kind, f"{one.text}.", "", not is_over)
 
     def _with_rows(self, found: Unlike, series: Series) -> Unlike:
         """With the rows of the first odd batch that are beyond what was before, if these are some of them."""
@@ -373,7 +388,8 @@ class _Experiments:
     def _exchanges(self, watch: InputWatch) -> Iterator[_Plan]:
         """The last batch from before the failure, if it is of the same kind, in the place of all since: each of its
         values alone, then all."""
-        names, later = self._names(), [step for step in self._steps if step >= self._since]
+        names, spaces = self._names(), spaces_of(self._frame)
+        later = [step for step in self._steps if step >= self._since]
         read = [(slot, one) for slot, one in watch.series.items() if later[-1] in one.values and one.role == "batch"]
         given = [(slot, one) for slot, one in read if not one.is_random]
         before = [step for step in self._steps if step < self._since]
@@ -385,7 +401,7 @@ class _Experiments:
             for now in later:
                 if not all(map(torch.equal, one.values[now], one.values[step])):
                     found = zip(one.numbers[now], one.values[step], strict=True)
-                    pairs.setdefault(slot_name(names, one, slot), {}).update(found)
+                    pairs.setdefault(slot_name(names, one, slot, spaces), {}).update(found)
         which = f"step {self._since}" if len(later) == 1 else f"steps {self._since}-{later[-1]}"
         few = pairs if len(pairs) <= _MOST_INPUTS else {}
         parts = {f"`{name}`": values for name, values in few.items() if name != UNNAMED}
@@ -402,6 +418,15 @@ def _are_alike(series: Series, step: int, later: Iterable[int]) -> bool:
     return all(kinds[n] == kinds[step] and len(series.numbers.get(n, ())) == len(kinds[n]) for n in later)
 
 
+def _is_over(series: Series, found: Unlike, last: int) -> bool:
+    """True if a value was odd in an earlier step, and is as before in the last one."""
+    return found.role == "batch" and found.since < last and not _is_beyond(series.values.get(last, ()), found)
+
+
+def _is_beyond(values: Iterable[torch.Tensor], found: Unlike) -> bool:
+    return any(float(value.abs().max()) > max(map(abs, found.before)) for value in values if value.numel())
+
+
 def _rows_beyond(tensor: torch.Tensor, found: Unlike) -> list[int]:
     beyond = tensor.double().abs().flatten(1).amax(1) if tensor.dim() > 1 else tensor.double().abs()
     rows: list[int] = (beyond > max(map(abs, found.before))).nonzero().flatten().tolist()
@@ -416,6 +441,8 @@ def _replaced(series: Series, step: int, found: Unlike, *, is_whole: bool) -> di
             for number, old, now in zip(numbers, usual, series.values.get(later, ()), strict=False):
                 if old.shape != now.shape or old.dtype != now.dtype:
                     return {}
+                if found.role == "batch" and not found.words and not _is_beyond([now], found):
+                    continue
                 values[number] = old
                 if not is_whole:
                     rows = _rows_beyond(now, found)

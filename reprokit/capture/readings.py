@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ from reprokit.series.timeline import parameters_of
 from reprokit.words import user_path
 
 _MOST_KEPT = 2**24  # elements of the values of usual steps that are kept to be put in the place of odd ones
+_RECENT = 3  # steps before the failing one whose batches may have led to it
 UNNAMED = "input"
+_COMMUTATIVE = frozenset({"add", "mul"})
 _MOST_NAME = 30  # characters of an expression that is a name
 
 Slot = tuple[Any, int, int | str]  # the code and instruction of a call, and the position or name of an argument
@@ -76,10 +79,11 @@ class Series:
     values: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def unlike(self, name: str) -> Unlike | None:
-        """How its last reading is unlike those before."""
+        """How its last reading is unlike those before, or one of the last ones: a bad batch may ruin the weights, and
+        the next one fails (`exp_outlier_before` of the benchmark of causes)."""
         if self.role == "carried":
             return growth(name, self.role, self.readings)
-        return constant(name, self.role, self.readings) or jump(name, self.role, self.readings)
+        return constant(name, self.role, self.readings) or jump(name, self.role, self.readings, _RECENT)
 
 
 @dataclass
@@ -125,8 +129,11 @@ class InputWatch(LossWatch):
     """Reads what the steps were given. ``parts`` are parameters and buffers by ``id``; of these some are
     ``followed``."""
 
-    def __init__(self, deadline: float, state: set[int], parts: Mapping[int, StatePart]) -> None:
+    def __init__(
+        self, deadline: float, state: set[int], parts: Mapping[int, StatePart], frame: FrameType | None
+    ) -> None:
         super().__init__(deadline)
+        self._spaces = spaces_of(frame)
         self.series: dict[Slot, Series] = {}
         self.settings: dict[Key, Setting] = {}
         self.followed = [part for part in parts.values() if part.is_followed]
@@ -171,7 +178,7 @@ class InputWatch(LossWatch):
 
     def after(self, replay: Replay, op: Op) -> bool:
         step = replay.segment.mark.step
-        if op.kind.is_forward and self._meets_model(replay, op):
+        if (op.kind.is_forward and self._meets_model(replay, op)) or op.kind is Backward:
             self._made_in.update(dict.fromkeys(op.outs, step))
         elif op.kind is Function:
             is_drawn = op.note is not None and op.note.rng is not None
@@ -226,7 +233,7 @@ class InputWatch(LossWatch):
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return
         if key not in self.settings:
-            name = name or (_argument_name(op, key[2]) if op is not None else "")
+            name = name or (argument_name(op, key[2], self._spaces) if op is not None else "")
             self.settings[key] = Setting(name, isinstance(value, bool))
         known = self.settings[key]
         reading = Reading(step, float(value), float(value))
@@ -281,9 +288,21 @@ def _given(op: Op) -> Iterator[tuple[Slot, Number]]:
                 yield (op.code, op.instruction, f"{place}[{inner}]"), number
 
 
-def slot_name(names: Names, series: Series, slot: Slot) -> str:
+Spaces = Mapping[CodeType, Mapping[str, Any]]  # the variables of running functions
+
+
+def spaces_of(frame: FrameType | None) -> Spaces:
+    """The variables of the functions that run in a frame and around it."""
+    found: dict[CodeType, Mapping[str, Any]] = {}
+    while frame is not None:
+        found.setdefault(frame.f_code, {**frame.f_globals, **frame.f_locals})
+        frame = frame.f_back
+    return found
+
+
+def slot_name(names: Names, series: Series, slot: Slot, spaces: Spaces) -> str:
     """As the line that reads a value calls it, else the variable that holds it."""
-    text = _argument_name(series.op, slot[2])
+    text = argument_name(series.op, slot[2], spaces)
     if text:
         return text
     number = next(iter(series.numbers.get(series.readings[-1].step, ())), None)
@@ -292,29 +311,38 @@ def slot_name(names: Names, series: Series, slot: Slot) -> str:
     return found.name if found is not None and found.role != "opaque" else UNNAMED
 
 
-def _argument_name(op: Op, place: object) -> str:
+def argument_name(op: Op, place: object, spaces: Spaces) -> str:
     """The expression that is an argument of a call, where the call is written; empty if that is not known or long."""
     for part in parts(make_site(op.code, op.instruction)) if op.code is not None else ():
         text = ""
         if isinstance(place, str) and isinstance(part, ast.Call):
             given = {one.arg: one.value for one in part.keywords}
             text = ast.unparse(given[place]) if place in given else ""
-        elif isinstance(place, int) and place < len(operands := _operands(part, len(op.args))):
+        elif isinstance(place, int) and place < len(operands := _operands(part, op, spaces)):
             text = ast.unparse(operands[place])
         if text and len(text) <= _MOST_NAME:
             return text
     return ""
 
 
-def _operands(part: ast.AST, number: int) -> list[ast.expr]:
-    """The expressions of the arguments of a call, if there are so many."""
-    found: list[ast.expr] = []
+def _operands(part: ast.AST, op: Op, spaces: Spaces) -> list[ast.expr]:
+    """The expressions of the arguments of a call, if there are so many and their order is known."""
+    number, found = len(op.args), list[ast.expr]()
     if isinstance(part, ast.Call):
         found = list(part.args)
         if len(found) == number - 1 and isinstance(part.func, ast.Attribute):
             found = [part.func.value, *found]
     elif isinstance(part, ast.BinOp):
         found = [part.left, part.right]
-        if isinstance(part.left, ast.Constant):  # a reflected method is given the tensor first
+        space, name = spaces.get(op.code, {}) if op.code is not None else {}, name_of(op).rpartition(".")[2]
+        are_numbers = [isinstance(side, ast.Constant) or _is_number_name(side, space) for side in found]
+        has_number = sum(isinstance(value, Number) for value in op.args) == 1
+        if name.startswith("__r") or are_numbers == [True, False]:  # such a method is given the tensor first
             found.reverse()
+        elif has_number and name in _COMMUTATIVE and are_numbers != [False, True]:
+            return []
     return found if len(found) == number else []
+
+
+def _is_number_name(expression: ast.expr, space: Mapping[str, Any]) -> bool:
+    return isinstance(expression, ast.Name) and isinstance(space.get(expression.id), (int, float))

@@ -95,15 +95,15 @@ def _all_of(readings: Sequence[Reading]) -> tuple[float, float]:
     return min(reading.low for reading in readings), max(reading.high for reading in readings)
 
 
-def jump(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
-    """How the last reading is beyond all of before, ``None`` if it is not."""
+def jump(name: str, role: str, readings: Sequence[Reading], num_past: int = 0) -> Unlike | None:
+    """How the last reading is beyond all of before, or one of so many before it; ``None`` if none is."""
     for place in range(1, len(readings)):
         before, now = readings[:place], readings[place]
         largest = max(reading.size for reading in before)
         if not largest < math.inf:
             return None
         if largest and now.step > before[0].step and now.size > _JUMP * largest:
-            if readings[-1].size <= _JUMP * largest:
+            if readings[-1].size <= _JUMP * largest and len(readings) - 1 - place > num_past:
                 return None
             return Unlike(name, role, _all_of(before), (now.low, now.high), before[0].step, now.step)
     return None

@@ -209,7 +209,7 @@ def one_large_gradient() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.02)
     for step in range(STEPS):
         factor = 1 if step != 12 else 3000
-        loss = ((weight - 2.1).square() * torch.tensor(factor)).sum().exp()
+        loss = ((weight - 2.1).square().sum() * factor).exp()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
