@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit.capture.calls import OptimizerStep, Root, ScaleLoss
+from reprokit.capture.calls import CompiledStep, OptimizerStep, Root, ScaleLoss, Transform
 from reprokit.capture.readings import (
     UNNAMED,
     InputWatch,
@@ -38,7 +38,9 @@ from reprokit.locate.samples import bad_rows
 from reprokit.locate.ways import HALVES, bad_tensor
 from reprokit.series.cause import (
     EVENTS,
+    JUMP,
     SMALLER_RATES,
+    TENTH,
     Cause,
     Intervention,
     Unlike,
@@ -55,7 +57,7 @@ from reprokit.series.cause import (
 )
 from reprokit.series.story import failing_series
 from reprokit.series.timeline import parameters_of
-from reprokit.words import number_words, row_words, user_path
+from reprokit.words import counted, number_words, row_words, user_path
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -69,7 +71,7 @@ KINDS = EVENTS | {"nan", "inf", "exception", DEAD}
 _MOST_SECONDS = 30.0  # a longer wait for the file is not worth a cause
 _TIMES = 20  # the seconds that the steps took in training
 _LEAST_SECONDS = 2.0  # steps of a millisecond cost a replay more than they cost training
-_LARGE_UPDATE = 0.3  # of the norm of the parameters in one step: a healthy update is below a hundredth
+_LARGE_UPDATE = 0.5  # of the norm of the parameters in one step: a healthy update is below a hundredth
 _RECENT = 3  # updates and gradients before the failure that count: the first ones of parameters that are zero are large
 _LARGE_NORM = 20.0  # times the median norm of the gradients: clipping changes all that follows
 _MOST_OF_A_KIND = 3  # changes: the same images may be read at many places
@@ -196,6 +198,7 @@ class _Experiments:
         self._own = [segment for segment in segments if segment.mark.step >= began]
         self._steps = list(dict.fromkeys(segment.mark.step for segment in self._own))  # one may have several updates
         self._tried: list[Intervention] = []
+        self._num_unreached = 0
 
     def run(self) -> Cause | None:
         """Play unchanged, compare, and try what may have led to the failure, likeliest first."""
@@ -204,7 +207,9 @@ class _Experiments:
         if control is None or not control.is_alike or not (control.is_bad or self._kind == DEAD):
             return None
         evidence = [] if self._diverged is None else [self._diverged.text]
+        is_odd = False  # a batch is
         for plan in self._plans(watch):
+            is_odd = is_odd or (plan.kind == "data" and plan.is_odd)
             if plan.is_odd and not any(plan.says.startswith(line) for line in evidence):
                 evidence.append(plan.says.removesuffix("."))
             if plan.text and self._kind != DEAD and self._removes(plan):
@@ -214,12 +219,14 @@ class _Experiments:
         exchanges = self._exchanges(watch) if self._kind != DEAD else iter(())
         exchanged = next((plan for plan in exchanges if self._removes(plan)), None)
         if exchanged is not None:
-            kind = "data" if self._is_event else "unknown"
-            why = "" if self._is_event else "; why, no experiment has decided"
+            is_data = self._is_event or is_odd
+            kind, why = ("data", "") if is_data else ("unknown", "; why, no experiment has decided")
             return Cause(kind, f"{self._told(exchanged).removesuffix('.')}{why}.", tuple(evidence), tuple(self._tried))
         if not evidence:
             return None
         why = "no experiment has decided why" if self._tried else "no experiment could be made"
+        if self._num_unreached:
+            why += f", and {counted(self._num_unreached, 'change')} could not be tried in the time"
         return Cause("unknown", f"{evidence[0]}; {why}.", tuple(evidence), tuple(self._tried))
 
     def _told(self, plan: _Plan) -> str:
@@ -228,11 +235,14 @@ class _Experiments:
     def _removes(self, plan: _Plan) -> bool:
         """Try a change, if there is time."""
         if time.monotonic() + self._longest > self._deadline:
+            self._num_unreached += 1
+            return False
+        if any(one.change == plan.text for one in self._tried):
             return False
         played = self._play(plan, _Changing(plan, self._deadline))
         if played is None:
             return False
-        loss = played.loss if math.isfinite(played.loss) else None
+        loss = played.loss if math.isfinite(played.loss) and self._raised is None else None
         self._tried.append(Intervention(plan.text, not played.is_bad, loss, len(self._steps)))
         return not played.is_bad
 
@@ -275,11 +285,12 @@ class _Experiments:
         modules = self._loop.world.modules
         roots = root_names(modules, self._frame)
         parts: dict[int, StatePart] = {}
+        stepped = {id(one) for optimizer in self._loop.world.optimizers for one in parameters_of(optimizer)}
         for module in modules:
             root = roots.get(id(module), "")
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 path = ".".join(filter(None, [root, user_path(name)]))
-                parts.setdefault(id(tensor), StatePart(path, root, tensor))
+                parts.setdefault(id(tensor), StatePart(path, root, tensor, id(tensor) in stepped))
         return InputWatch(self._deadline, self._loop.world.state_ids(), parts, self._frame)
 
     def _names(self) -> Names:
@@ -298,13 +309,19 @@ class _Experiments:
         yield from self._smaller_rate(watch) if self._diverged is not None else ()
         yield from self._odd_state(watch)
         for keys, one in _grouped(watch.settings, course):
+            if one.name == "lr" and self._diverged is None:  # a warm-up: a model that does not train never fails
+                continue
             yield _setting_plan(watch, keys, one, one.first, is_odd=False)
-        yield from self._smaller_rate(watch) if self._diverged is None else ()
         halves = {dtype for op in self._segments[-1].ops for _, dtype in op.mode.autocast}
         halves &= {str(dtype) for dtype in HALVES}
-        if halves and self._diverged is None:  # what is large in any precision ends as finite in a wider one
+        names = {type(module).__name__ for module in self._loop.world.modules}
+        compiled = {op.kind for ops, _ in self._segments for op in ops} & {Transform, CompiledStep}
+        is_compiled = bool(compiled) or "OptimizedModule" in names  # it would be compiled again
+        # What is large in any precision ends as finite in a wider one.
+        if halves and self._diverged is None and not is_compiled:
             says = f"The step runs in {' and '.join(sorted(halves)).replace('torch.', '')} under autocast."
             yield _Plan("numerics", says, "autocast off", is_odd=False, edit=_without_autocast)
+        yield from self._smaller_rate(watch) if self._diverged is None else ()
         norms = [norm for norm in watch.norms if math.isfinite(norm)]
         usual = median(norms) if norms else 0.0
         largest = max(norms[-_RECENT:], default=0.0)
@@ -321,15 +338,18 @@ class _Experiments:
         if rates and (self._diverged is not None or update > _LARGE_UPDATE):
             says = rate_words(self._diverged, update, min(rates), max(rates))
             for text, factor in SMALLER_RATES.items():
+                if text != TENTH and self._diverged is None:
+                    continue
                 yield _Plan("setting", says, text, edit=partial(_with_smaller_rate, factor))
 
     def _odd_values(self, watch: InputWatch) -> Iterator[_Plan]:
         """Values that differ from the steps before, in the order in which the failing step reads them: their odd rows
         as in a usual step, then all of them."""
         names, spaces, found = self._names(), spaces_of(self._frame), []
+        num_past = _RECENT if self._diverged is None else max(_RECENT, self._steps[-1] - self._diverged.step + 1)
         for slot, series in watch.series.items():
             if series.readings and series.readings[-1].step == self._steps[-1]:
-                one = series.unlike(slot_name(names, series, slot, spaces))
+                one = series.unlike(slot_name(names, series, slot, spaces), num_past)
                 found += [(series, one)] if one is not None else []
         last = self._steps[-1]
         odd = sorted([(_is_over(series, one, last), place) for place, (series, one) in enumerate(found)])
@@ -348,13 +368,13 @@ class _Experiments:
                 yield _Plan(kind, f"{one.text}.", "", not is_over)
 
     def _with_rows(self, found: Unlike, series: Series) -> Unlike:
-        """With the rows of the first odd batch that are beyond what was before, if these are some of them."""
-        tensor = series.values.get(found.since, [torch.empty(())])[0]
-        if not tensor.dim() or found.role != "batch" or found.words:
+        """With the rows of the odd batch that are unlike before, if these are some of them, and of a single tensor."""
+        odd = [(n, value) for n, value in enumerate(series.values.get(found.since, ())) if _is_odd(value, found)]
+        if found.role != "batch" or found.words or len(odd) != 1 or not odd[0][1].dim():
             return found
-        rows, number = _rows_beyond(tensor, found), series.numbers[found.since][0]
-        ops = [op for ops, mark in self._segments if mark.step == found.since for op in ops]
-        samples = self._loop.samples.words(number, ops, rows, len(tensor))
+        (place, tensor), ops = odd[0], [op for ops, mark in self._segments if mark.step == found.since for op in ops]
+        rows = _odd_rows(tensor, found)
+        samples = self._loop.samples.words(series.numbers[found.since][place], ops, rows, len(tensor))
         return replace(found, rows=tuple(rows), samples=samples) if len(rows) < len(tensor) else found
 
     def _odd_settings(self, watch: InputWatch) -> Iterator[_Plan]:
@@ -367,14 +387,12 @@ class _Experiments:
         """Parts of the state that grow, fall or drift: as they were first."""
         found = []
         for part in watch.followed:
-            is_parameter = isinstance(part.tensor, torch.nn.Parameter)
             odd, unlike = None, drift(part.name, "state", part.readings) if part.tensor.numel() == 1 else None
-            if not is_parameter:  # a bias drifts in many runs, and goes anywhere in one that has diverged
+            if not part.is_stepped:  # a bias drifts in many runs, and goes anywhere in one that has diverged
                 odd = growth(part.name, "state", part.readings) or decay(part.name, "state", part.readings)
                 unlike = odd or unlike or sign(part.name, "state", part.readings)
             found += [(part, unlike, odd is not None)] if unlike is not None else []
         for part, unlike, is_odd in sorted(found, key=lambda item: not item[2])[:_MOST_OF_A_KIND]:
-            assert part.first is not None
             is_single = part.tensor.numel() == 1
             value = number_words(float(part.first)) if is_single else f"its value before step {self._steps[0]}"
             text, says = f"`{part.name}` held at {value}", f"{unlike.text}."
@@ -382,7 +400,9 @@ class _Experiments:
             if not is_single:  # averages of a teacher are made of all its buffers: teacher_variance_negative
                 held = [(one.tensor, one.first) for one in watch.followed if one.root == part.root]
                 owner = f"`{part.root}`" if part.root else "the model"
-                text = f"the buffers of {owner} held at their values before step {self._steps[0]}"
+                has_weights = any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held)
+                what = f"{owner} held at its" if has_weights else f"the buffers of {owner} held at their"
+                text = f"{what} values before step {self._steps[0]}"
                 yield _Plan("state", says, text, is_odd, held=held)
 
     def _exchanges(self, watch: InputWatch) -> Iterator[_Plan]:
@@ -420,17 +440,23 @@ def _are_alike(series: Series, step: int, later: Iterable[int]) -> bool:
 
 def _is_over(series: Series, found: Unlike, last: int) -> bool:
     """True if a value was odd in an earlier step, and is as before in the last one."""
-    return found.role == "batch" and found.since < last and not _is_beyond(series.values.get(last, ()), found)
+    odd = (_is_odd(value, found) for value in series.values.get(last, ()))
+    return found.role == "batch" and found.since < last and not any(odd)
 
 
-def _is_beyond(values: Iterable[torch.Tensor], found: Unlike) -> bool:
-    return any(float(value.abs().max()) > max(map(abs, found.before)) for value in values if value.numel())
+def _is_odd(value: torch.Tensor, found: Unlike) -> bool:
+    return bool(found.words) or bool(_odd_elements(value, found).any())
 
 
-def _rows_beyond(tensor: torch.Tensor, found: Unlike) -> list[int]:
-    beyond = tensor.double().abs().flatten(1).amax(1) if tensor.dim() > 1 else tensor.double().abs()
-    rows: list[int] = (beyond > max(map(abs, found.before))).nonzero().flatten().tolist()
+def _odd_rows(tensor: torch.Tensor, found: Unlike) -> list[int]:
+    rows: list[int] = _odd_elements(tensor, found).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
     return rows
+
+
+def _odd_elements(tensor: torch.Tensor, found: Unlike) -> torch.Tensor:
+    """Which elements have left the range of before; of a new sign, which are negative."""
+    limit = JUMP * max(map(abs, found.before))
+    return tensor.double().abs() > limit if max(map(abs, found.now)) > limit else tensor < 0
 
 
 def _replaced(series: Series, step: int, found: Unlike, *, is_whole: bool) -> dict[Number, torch.Tensor]:
@@ -441,11 +467,11 @@ def _replaced(series: Series, step: int, found: Unlike, *, is_whole: bool) -> di
             for number, old, now in zip(numbers, usual, series.values.get(later, ()), strict=False):
                 if old.shape != now.shape or old.dtype != now.dtype:
                     return {}
-                if found.role == "batch" and not found.words and not _is_beyond([now], found):
+                if found.role == "batch" and not _is_odd(now, found):
                     continue
                 values[number] = old
                 if not is_whole:
-                    rows = _rows_beyond(now, found)
+                    rows = _odd_rows(now, found)
                     values[number] = now.clone()
                     values[number][rows] = old[rows]
     return values

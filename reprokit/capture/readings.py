@@ -18,9 +18,11 @@ import torch
 
 from reprokit.capture.calls import (
     Backward,
+    CompiledStep,
     Function,
     OptimizerStep,
     Root,
+    Transform,
     gives_gradients,
     name_of,
     starts_of,
@@ -33,12 +35,11 @@ from reprokit.capture.tensor_names import Names
 from reprokit.compare.quantity import norm_of, number_of, update_of
 from reprokit.program.functions import written_argument
 from reprokit.program.sites import make_site, parts
-from reprokit.series.cause import Reading, Unlike, constant, growth, jump, written
+from reprokit.series.cause import Reading, Unlike, constant, emptied, growth, jump, sign, written
 from reprokit.series.timeline import parameters_of
 from reprokit.words import user_path
 
 _MOST_KEPT = 2**24  # elements of the values of usual steps that are kept to be put in the place of odd ones
-_RECENT = 3  # steps before the failing one whose batches may have led to it
 UNNAMED = "input"
 _COMMUTATIVE = frozenset({"add", "mul"})
 _MOST_NAME = 30  # characters of an expression that is a name
@@ -78,12 +79,13 @@ class Series:
     numbers: dict[int, list[Number]] = field(default_factory=dict)
     values: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
-    def unlike(self, name: str) -> Unlike | None:
-        """How its last reading is unlike those before, or one of the last ones: a bad batch may ruin the weights, and
-        the next one fails (`exp_outlier_before` of the benchmark of causes)."""
+    def unlike(self, name: str, num_past: int) -> Unlike | None:
+        """How its last reading is unlike those before, or one of so many before it: a bad batch may ruin the weights,
+        and a later one fails (`exp_outlier_before` of the benchmark of causes)."""
         if self.role == "carried":
             return growth(name, self.role, self.readings)
-        return constant(name, self.role, self.readings) or jump(name, self.role, self.readings, _RECENT)
+        given = name, self.role, self.readings
+        return constant(*given) or jump(*given, num_past) or sign(*given) or emptied(*given)
 
 
 @dataclass
@@ -94,6 +96,7 @@ class StatePart:
     name: str
     root: str
     tensor: torch.Tensor
+    is_stepped: bool
     readings: list[Reading] = field(default_factory=list)
     content: torch.Tensor | None = None
 
@@ -105,8 +108,8 @@ class StatePart:
 
     @property
     def is_followed(self) -> bool:
-        """True for single numbers and buffers: what others hold follows from the gradients."""
-        is_own = self.tensor.numel() == 1 or not isinstance(self.tensor, torch.nn.Parameter)
+        """True for single numbers, and what no optimizer steps: what others hold follows from the gradients."""
+        is_own = self.tensor.numel() == 1 or not self.is_stepped
         return is_own and self.tensor.is_floating_point()
 
 
@@ -191,9 +194,10 @@ class InputWatch(LossWatch):
                 was, now, part = read(step, old), read(step, tensor), self._parts.get(id(tensor))
                 if part is None or was is None or now is None or not tensor.is_floating_point():
                     continue
+                earlier = [reading for reading in part.readings if reading.step < step]
                 _add(part.readings, now)
                 site = make_site(op.code, op.instruction) if op.code is not None else None
-                found = written(part.name, was, now, f"{site.file}:{site.line}" if site is not None else "")
+                found = written(part.name, was, now, f"{site.file}:{site.line}" if site is not None else "", earlier)
                 self.written += [(found, tensor, old)] if found is not None else []
         self._before = []
         return False
@@ -207,7 +211,8 @@ class InputWatch(LossWatch):
                 yield owner if owner is not None else tensor
 
     def _meets_model(self, replay: Replay, op: Op) -> bool:
-        return op.kind is Root or any(number in self._made_in or self._is_state(replay, number) for number in op.ins)
+        is_whole = op.kind in (Root, Transform, CompiledStep)  # with parameters that are no arguments
+        return is_whole or any(number in self._made_in or self._is_state(replay, number) for number in op.ins)
 
     def _is_state(self, replay: Replay, number: Number) -> bool:
         tensor = replay.player.alive.get(number)
@@ -268,8 +273,12 @@ def read(step: int, tensor: torch.Tensor) -> Reading | None:
     """The range of a tensor; ``None`` of one that has none, or a bad value, which is the failure itself."""
     if tensor.numel() == 0 or tensor.is_complex() or tensor.layout is not torch.strided:
         return None
-    low, high = map(float, tensor.detach().aminmax())
-    return Reading(step, low, high, tensor.numel()) if math.isfinite(low) and math.isfinite(high) else None
+    try:
+        low, high = map(float, tensor.detach().aminmax())
+        zeros = 1 - int(tensor.detach().count_nonzero()) / tensor.numel()
+    except (RuntimeError, NotImplementedError):  # of a type that torch cannot compare, or without memory
+        return None
+    return Reading(step, low, high, tensor.numel(), zeros) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def _arguments(op: Op) -> Iterator[tuple[int | str, Any]]:

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -37,18 +37,21 @@ from reprokit.capture.tape import Op
 from reprokit.capture.tensor_names import names_of
 from reprokit.capture.traits import facts_of
 from reprokit.capture.world import set_python_generators
-from reprokit.compare.quantity import number_of, update_of
+from reprokit.compare.quantity import number_of, observed, update_of
 from reprokit.errors import NotMatched, ignored_errors, pass_on
+from reprokit.locate.blame import locate
 from reprokit.locate.failure import HEALTHY, Failure
 from reprokit.program.functions import is_factory
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Phase, Program, Ref, Site, map_leaves
+from reprokit.series.cause import usual_limits
 from reprokit.series.story import failing_series
 from reprokit.snapshot.format import OptimizerGroup, Snapshot, StateBefore, load
 from reprokit.words import number_words
 
 _MOST_STEPS = 32  # of the loop's own: trainings that take turns between models repeat themselves sooner
 _MOST_WAITED = 8  # steps in which the place where the first input is read is not reached again
+_ABSURD = 1000.0  # times the highest usual loss: a finite one that mends nothing
 _NO_COPIES = 10**6  # steps between copies: they are taken here
 _MEASURED = ("loss", "gradient norm", "update")  # quantities of an event that one step has
 # Calls of the loop that hand data on: their results are inputs, such as the minibatch `x[32:48]` of all samples.
@@ -164,7 +167,8 @@ class RetrySession(Session):
     """Watches a script until it has made the step of ``captured``.
 
     ``failure`` is the summary of the failure then; ``loss`` and ``grad_norm`` are those of a step without one, which is
-    ``unusual`` (in words) if an event was captured and it still shows it. ``refusal`` says why the step could not be
+    ``unusual`` (in words) if an event was captured and it still shows it, ``not_mended`` if it is finite and
+    something else is wrong. ``refusal`` says why the step could not be
     made, ``why`` the last step of the script's own could not stand for it. ``other_shape`` names the
     first input that has another shape in the script, ``notes`` what else is not as the code has it.
     """
@@ -180,7 +184,7 @@ class RetrySession(Session):
         self.loss: float | None = None
         self.grad_norm: float | None = None
         self.is_over = False
-        self.unusual = self.why = self.other_shape = ""
+        self.not_mended = self.unusual = self.why = self.other_shape = ""
         self.notes: list[str] = []
         self._captured, self._before = captured, _state_of(captured)
         self._prepared: set[str | None] = set()
@@ -196,6 +200,12 @@ class RetrySession(Session):
     @property
     def failure(self) -> dict[str, Any] | None:
         return self.results[0] if self.results else None
+
+    @property
+    def led_to(self) -> str:
+        """What an experiment has shown to have led to the failure."""
+        cause = self._captured.cause
+        return cause.text if cause is not None and cause.kind in ("setting", "state") else ""
 
     @property
     def has_begun(self) -> bool:
@@ -242,6 +252,7 @@ class RetrySession(Session):
             self.refuse(f"none of {_MOST_STEPS} steps of the script is like the captured one: {why}")
         try:
             with self._recorded() as (player, ops):
+                self._own_numbers = _numbers_of(player.program)
                 own = self._own_inputs(player)
                 self.why = own if isinstance(own, str) else self._pair_state()
                 if not self.why and not isinstance(own, str):
@@ -407,10 +418,23 @@ class RetrySession(Session):
         if self._next < len(self._slots):
             self.refuse(f"the step has ended before the script has read {self._slots[self._next].own.words} again")
         failure, row, parameters = self._captured.failure, self._loop.timeline.last({}), self._loop.world.parameters
-        if failure.site is not None and self._leaves_out(failure.site):
+        program = self._program()
+        if program is None:
+            self.notes.append("it could not be looked at whether the step comes to the line that failed")
+        elif failure.site is not None and self._leaves_out(failure.site, program):
             what = f"the step does not come to {failure.site.place} ({failure.site.code.strip()}), which failed"
-            self.refuse(f"{what}: its number, or something else of the script's own, decides about that")
+            why = "its number, or something else of the script's own, decides about that"
+            self.refuse(f"{what}, or to an edited line: {why}")
+        if program is not None and (other := self._other_number(program)):
+            self.refuse(f"{other}: what decides about that lies before the step")
         self.loss, self.grad_norm = row.loss, row.grad_norm
+        world, high = self._loop.world, usual_limits(_losses(self._captured))[1]
+        if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):
+            self.not_mended = "a parameter" if world.newly_bad() is not None else f"`{bad[0][0]}`"
+            self.not_mended += " is nan or infinite after it"
+        elif failure.event is None and self.loss is not None and self.loss > _ABSURD * high:
+            usual = f"of usual steps it was at most {number_words(high)}"
+            self.not_mended = f"its loss is {number_words(self.loss)}, and {usual}"
         if self.grad_norm is None:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             self.grad_norm = math.hypot(*(float(torch.linalg.vector_norm(one.float())) for one in gradients))
@@ -422,15 +446,89 @@ class RetrySession(Session):
                 self.unusual = f"{event.quantity} {number_words(value)}, {usual}"
         self._stop()
 
-    def _leaves_out(self, site: Site) -> bool:
-        """True if the line that failed is still there, and has made no call in this step."""
+    def _program(self) -> Program | None:
+        """The step as a program, ``None`` if it cannot be recorded."""
         with ignored_errors(), self._recorded() as (player, _):
-            line, sites = site.code.strip(), [call.site for call in player.program.calls if call.site is not None]
-            files = {Path(folder, one.file) for one in sites for folder in (os.getcwd(), sys.path[0])}
-            texts = [file.read_text().splitlines() for file in files if file.is_file()]
-            is_there = any(line in map(str.strip, text) for text in texts)
-            return is_there and line not in [one.code.strip() for one in sites]
-        return False
+            return player.program
+        return None
+
+    def _leaves_out(self, site: Site, program: Program) -> bool:
+        """True if the line that failed has made no call in this step, and is still there or no other line is new."""
+        line, sites = site.code.strip(), [call.site for call in program.calls if call.site is not None]
+        files = {Path(folder, one.file) for one in sites for folder in (os.getcwd(), sys.path[0])}
+        texts = [file.read_text().splitlines() for file in files if file.is_file()]
+        is_there = any(line in map(str.strip, text) for text in texts)
+        before = {call.site.code.strip() for call in self._captured.program.calls if call.site is not None}
+        forward = {call.site.code.strip() for call in _before_backward(program) if call.site is not None}
+        return line not in {one.code.strip() for one in sites} and (is_there or forward <= before)
+
+    def _other_number(self, program: Program) -> str:
+        """A flag, or a number that is another one in each step, in a line that is not edited and without which the
+        captured step does not fail; empty if there is none."""
+        captured = self._captured
+        before, now = _numbers_of(captured.program), _numbers_of(program)
+        others: dict[Line, list[Plain]] = {}
+        for line in before.keys() & now.keys():
+            own = self._own_numbers.get(line, now[line])
+            if len(before[line]) == len(now[line]) == len(own) and before[line] != now[line]:
+                trio = zip(before[line], now[line], own, strict=True)
+                others[line] = [new if isinstance(new, bool) or new != mine else old for old, new, mine in trio]
+        changed = [line for line in others if others[line] != before[line]]
+        edited = replace(captured.program, calls=tuple(_with_numbers(captured.program, others)))
+        if not changed or _fails(edited, captured):
+            return ""
+        (code, name, _), pairs = changed[0], zip(before[changed[0]], others[changed[0]], strict=True)
+        old, new = next((old, new) for old, new in pairs if old != new)
+        return f"the captured step has {old} in `{name}` ({code.strip()}), the script has {new}"
+
+
+Plain = float | bool
+Line = tuple[str, str, str]  # its code, the call there, and the module
+
+
+def _fails(program: Program, captured: Snapshot) -> bool:
+    """True if the captured step still fails with these calls."""
+    if captured.failure.event is not None:
+        return observed(program, captured.tensors, captured.failure)[0] is not None
+    return locate(program, captured.tensors) is not None
+
+
+def _line_of_numbers(call: Call) -> Line:
+    return call.site.code if call.site is not None else "", call.name, call.scope[-1].path if call.scope else ""
+
+
+def _numbers_of(program: Program) -> dict[Line, list[Plain]]:
+    """Flags and fractional numbers that the calls of the forward pass are given."""
+    found: dict[Line, list[Plain]] = {}
+    for call in _before_backward(program):
+        leaves: list[Any] = []
+        map_leaves((call.args, dict(call.kwargs)), leaves.append)
+        found.setdefault(_line_of_numbers(call), []).extend(leaf for leaf in leaves if isinstance(leaf, (bool, float)))
+    return found
+
+
+def _with_numbers(program: Program, others: Mapping[Line, Sequence[Plain]]) -> Iterator[Call]:
+    """The calls of a program with other numbers on some lines."""
+    numbers, num_before = {line: iter(values) for line, values in others.items()}, len(_before_backward(program))
+    for index, call in enumerate(program.calls):
+        own = numbers.get(_line_of_numbers(call)) if index < num_before else None
+        if own is not None:
+            args, kwargs = map_leaves(
+                (call.args, dict(call.kwargs)),
+                lambda leaf, own=own: next(own) if isinstance(leaf, (bool, float)) else leaf,  # type: ignore[misc]
+            )
+            call = replace(call, args=args, kwargs=kwargs)
+        yield call
+
+
+def _losses(captured: Snapshot) -> list[tuple[int, float]]:
+    rows = failing_series(captured.timeline)
+    return [(row.step, row.loss) for row in rows if row.loss is not None and row.step < captured.step]
+
+
+def _before_backward(program: Program) -> list[Call]:
+    last = max((n for n, call in enumerate(program.calls) if call.is_differentiation), default=len(program.calls))
+    return list(program.calls[:last])
 
 
 def _state_of(captured: Snapshot) -> StateBefore:

@@ -80,6 +80,8 @@ class Retry:
                 raise NotMatched(f"a step of the script's own fails before: {told}")
             if described["exception"] is not None and not is_same and session.other_shape:
                 raise NotMatched(f"the script does not take the captured inputs: {told}", hint=session.other_shape)
+            if is_same and session.led_to:
+                session.notes.append(f"the file says what led to it, perhaps before this step: {session.led_to}")
             way = f"in {'the same' if is_same else 'another'} way"
             return f"the step fails {way}: {told}", {
                 "verdict": "fails",
@@ -90,6 +92,12 @@ class Retry:
         if not session.is_over:
             how = f"raised {type(ending).__name__}" if isinstance(ending, Exception) else "ended"
             raise NotMatched(f"the script {how} before it made the captured step", hint=session.why or None)
+        if session.not_mended:
+            return f"the step is finite, and not mended: {session.not_mended}", {
+                "verdict": "fails",
+                **result,
+                "same": False,
+            }
         if session.unusual:
             return f"the step fails in the same way: {session.unusual}", {"verdict": "fails", **result, "same": True}
         loss, norm = (number_words(math.nan if n is None else n) for n in (session.loss, session.grad_norm))

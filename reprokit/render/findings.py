@@ -15,7 +15,7 @@ from reprokit.render.templates import fence, render_template, tidied
 from reprokit.render.wording import code_span, prose, renamed
 from reprokit.rules.diagnosis import Diagnosis, TriedFix
 from reprokit.series.cause import SMALLER_RATES, TENTH, Cause
-from reprokit.series.decide import is_second
+from reprokit.series.decide import is_of_course, is_second
 from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.redact import redact_source, redact_text
 from reprokit.whatif import MINIMUM, NOT_DONE
@@ -67,7 +67,9 @@ def _advice(diagnosis: Diagnosis, cause: Cause | None) -> str:
     if rates and not any(rates):
         words = re.sub(_LOWER, lambda found: found[1].upper(), advice)
         advice = f"{TENTH.capitalize()} did not help. {words}" if words != advice else advice
-    return f"Begin with the cause. {advice}" if is_second(cause, diagnosis) else advice
+    if is_second(cause, diagnosis):
+        return "Begin with the cause." if is_of_course(diagnosis) else f"Begin with the cause. {advice}"
+    return advice
 
 
 def one_line(diagnosis: Diagnosis, cause: Cause | None = None) -> str:

@@ -106,7 +106,7 @@ DIVISION = [
         kinds="nan", phases="forward optimizer", calls="div", when=[ZERO_BY_ZERO, counts_something],
         why="A sum over selected elements is divided by how many there are. Nothing was selected, so 0 is divided by "
             "0.",
-        seen=["{count} of {total} counts are zero (the divisor comes from `{maker}`)"],
+        seen=["{count} of {total} elements are divided by a count of zero (it comes from `{maker}`)"],
         advice="Divide by `count.clamp(min=1)`: the average over nothing is then 0.",
         expected="a divisor that is never zero", links="meta-pytorch/torchtune/issues/2341 huggingface/trl/issues/1473",
         fixes=[Fix("divide by at least one", clamp("denominator", min=1.0)),

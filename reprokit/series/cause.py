@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from reprokit.grammar import Count, Line, Text, one_of, plain_of
 from reprokit.words import counted, number_words, row_words, value_words
 
-_JUMP = 5.0  # times the largest magnitude before: labels and images of healthy runs vary by less
+JUMP = 5.0  # times the largest magnitude before: labels and images of healthy runs vary by less
 _LEAST_ALIKE = 3  # steps that a new sign, or a constant, is compared with
 _LEAST_DRIFT = 5  # steps in a row that make a drift
 _EVEN = 1.5  # the largest step of a drift over its smallest
@@ -25,6 +25,7 @@ _GROWS = 1.1  # a step: what is carried from step to step and grows by more does
 _GROWN = 10.0  # times in all
 _DIVERGED = 10.0  # times the loss of before: where a run is on its course the loss varies by less
 _RISES = 1.5  # times the loss of the step before, in every step of a divergence
+_MOSTLY, _HARDLY = 0.5, 0.1  # shares of zeros
 _USUAL = 3.0  # times the largest loss of the usual steps
 TENTH = "a tenth of the learning rate"  # the change of an experiment
 SMALLER_RATES = {TENTH: 0.1, "a hundredth of the learning rate": 0.01}  # 50 for 0.5 diverges at 5 too
@@ -38,6 +39,7 @@ class Reading(NamedTuple):
     low: float
     high: float
     numel: int = 1
+    zeros: float = 0.0  # the share of zeros
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -52,7 +54,8 @@ class Reading(NamedTuple):
 
     def joined(self, other: Reading) -> Reading:
         """The range of both."""
-        return Reading(self.step, min(self.low, other.low), max(self.high, other.high), self.numel + other.numel)
+        limits = min(self.low, other.low), max(self.high, other.high)
+        return Reading(self.step, *limits, self.numel + other.numel, max(self.zeros, other.zeros))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,8 @@ def jump(name: str, role: str, readings: Sequence[Reading], num_past: int = 0) -
         largest = max(reading.size for reading in before)
         if not largest < math.inf:
             return None
-        if largest and now.step > before[0].step and now.size > _JUMP * largest:
-            if readings[-1].size <= _JUMP * largest and len(readings) - 1 - place > num_past:
+        if largest and now.step > before[0].step and now.size > JUMP * largest:
+            if readings[-1].size <= JUMP * largest and len(readings) - 1 - place > num_past:
                 return None
             return Unlike(name, role, _all_of(before), (now.low, now.high), before[0].step, now.step)
     return None
@@ -130,12 +133,23 @@ def constant(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None
     return Unlike(name, role, (low, high), (now.low, now.high), before[0].step, now.step, words)
 
 
+def emptied(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
+    """How most elements are zero in the last step, and hardly any was before."""
+    *before, now = readings
+    share = max((reading.zeros for reading in before), default=1.0)
+    if len(before) < _LEAST_ALIKE or now.zeros < _MOSTLY or share > _HARDLY:
+        return None
+    steps = f"steps {before[0].step}-{before[-1].step}"
+    words = f"`{name}` is zero in {now.zeros:.0%} of its elements in step {now.step}, and was in at most {share:.0%}"
+    return Unlike(name, role, _all_of(before), now.limits, before[0].step, now.step, f"{words} in {steps}")
+
+
 def changed(name: str, readings: Sequence[Reading], *, is_flag: bool) -> Unlike | None:
     """How a setting has jumped up or down since some step, or a flag has a value that it never had."""
     for place in range(1, len(readings)):
         before, later = readings[:place], readings[place:]
         sizes, now = [reading.size for reading in before], [reading.size for reading in later]
-        is_far = min(now) > _JUMP * max(sizes) or max(now) * _JUMP < min(sizes)
+        is_far = min(now) > JUMP * max(sizes) > 0 or max(now) * JUMP < min(sizes)  # many begin with 0
         is_new = is_flag and len(later) == 1 and now[0] not in sizes
         if is_new or (is_far and not is_flag):
             was, is_now = [str(bool(one.low)) if is_flag else _range(*one.limits) for one in readings[place - 1 :][:2]]
@@ -218,9 +232,9 @@ def decay(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
     return Unlike(name, role, start.limits, end.limits, start.step, end.step, words)
 
 
-def written(name: str, was: Reading, now: Reading, where: str) -> Unlike | None:
+def written(name: str, was: Reading, now: Reading, where: str, earlier: Sequence[Reading] = ()) -> Unlike | None:
     """How a call of the loop has written other values into a part of the state, on the line ``where``."""
-    if now.size <= _JUMP * was.size:
+    if was.size == 0 or now.size <= JUMP * max([was.size, *(one.size for one in earlier)]):
         return None
     change = f"went from {_range(was.low, was.high)} to {_range(now.low, now.high)}"
     words = f"`{name}` {change} at step {now.step}, which {where or 'the loop'} has written"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.rules.diagnosis import Diagnosis
 from reprokit.rules.table import RULES
-from reprokit.series.cause import Cause, Intervention
+from reprokit.series.cause import SMALLER_RATES, Cause, Intervention
 from reprokit.words import number_words
 
 UNKNOWN = "unknown"
@@ -52,6 +52,12 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
 def is_second(cause: Cause | None, found: Diagnosis) -> bool:
     """True if the fix of a diagnosis would only hide the failure: its cause lies before the step, or in the data."""
     rule = _RULES.get(found.id)
-    if cause is None or cause.kind not in ("data", "setting", "state"):
+    if rule is None or cause is None or cause.kind not in ("data", "setting", "state"):
         return False
-    return rule is not None and rule.cause != cause.kind
+    removing = next((one.change for one in cause.interventions if one.removes), "")
+    return rule.cause != cause.kind or (is_of_course(found) and removing not in SMALLER_RATES)
+
+
+def is_of_course(found: Diagnosis) -> bool:
+    """True if a rule is about numbers that had left their course before the step."""
+    return found.id in _RULES and _RULES[found.id].tier == "context"

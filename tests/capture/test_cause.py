@@ -275,15 +275,15 @@ def test_batch_on_which_a_failure_depends_is_told_without_a_class(tmp_path: Path
         weight = nn.Parameter(torch.ones(4))
         optimizer = torch.optim.SGD([weight], lr=1e-3)
         for step in range(STEPS):
-            x = torch.tensor([1.0, -1.0 if step == 12 else 0.5, 0.0, 0.0])
+            x = torch.tensor([0.3 if step == 12 else 3.0, -0.5, 0.0, 0.0])
             loss = (weight * x).sum().acosh()  # of which there is no rule
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
     cause = captured(tmp_path, loop).cause
-    assert cause is not None and cause.kind == "unknown" and cause.interventions[-1].removes
-    assert "`x` of step 11 in its place" in cause.text and "no experiment has decided" in cause.text
+    assert cause is not None and cause.kind == "unknown"
+    assert "With `x` of step 11 in its place" in cause.text and "no experiment has decided" in cause.text
 
 
 @pytest.mark.parametrize("read", ["loss", "exception"])
@@ -395,7 +395,7 @@ def test_rules_leave_the_training_as_it_was(tmp_path: Path) -> None:
     with reprokit.capture(tmp_path / "s.pt", quiet=True, history=2 * STEPS, after="continue"):
         watched = run()
     cause = load(tmp_path / "s.pt").cause
-    assert cause is not None and cause.kind == "numerics"
+    assert cause is not None and cause.kind == "unknown"
     assert torch.equal(bare[0], watched[0]) and torch.equal(bare[1], watched[1]) and bare[2] == watched[2]
 
 
