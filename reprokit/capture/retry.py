@@ -271,7 +271,8 @@ class RetrySession(Session):
     def _recorded(self) -> Iterator[tuple[TracedPlayer, list[Op]]]:
         """The step that is over as a program, and its calls. Raises `NotKept`."""
         describing = Describing(self._loop, Verdict("", sys._getframe(3)), [])
-        with self.replaying(ends=False), describing.kept() as segments:
+        with self.replaying(ends=False), describing.kept():
+            segments = describing.segments()
             if not segments:
                 raise NotKept("it was not kept")
             with describing.begun(segments, len(segments) - 1) as case:
@@ -381,6 +382,7 @@ class RetrySession(Session):
         self._weights = [parameter.detach().clone() for parameter in loop.world.parameters]
         self._set_generators()
         loop.tape.forget()
+        loop.world.interrupt()  # what was before is no part of the step
         loop.copy_state(time.perf_counter())
         loop.matter = True
 
@@ -459,27 +461,36 @@ class RetrySession(Session):
         texts = [file.read_text().splitlines() for file in files if file.is_file()]
         is_there = any(line in map(str.strip, text) for text in texts)
         before = {call.site.code.strip() for call in self._captured.program.calls if call.site is not None}
-        forward = {call.site.code.strip() for call in _before_backward(program) if call.site is not None}
-        return line not in {one.code.strip() for one in sites} and (is_there or forward <= before)
+        is_update = self._captured.failure.phase == Phase.OPTIMIZER
+        calls = program.calls if is_update else _before_backward(program)
+        made = {call.site.code.strip() for call in calls if call.site is not None}
+        return line not in {one.code.strip() for one in sites} and (is_there or made <= before)
 
     def _other_number(self, program: Program) -> str:
         """A flag, or a number that is another one in each step, in a line that is not edited and without which the
-        captured step does not fail; empty if there is none."""
+        captured step does not fail; empty if there is none. Of any other number that is said."""
         captured = self._captured
         before, now = _numbers_of(captured.program), _numbers_of(program)
-        others: dict[Line, list[Plain]] = {}
-        for line in before.keys() & now.keys():
-            own = self._own_numbers.get(line, now[line])
-            if len(before[line]) == len(now[line]) == len(own) and before[line] != now[line]:
-                trio = zip(before[line], now[line], own, strict=True)
-                others[line] = [new if isinstance(new, bool) or new != mine else old for old, new, mine in trio]
-        changed = [line for line in others if others[line] != before[line]]
-        edited = replace(captured.program, calls=tuple(_with_numbers(captured.program, others)))
-        if not changed or _fails(edited, captured):
-            return ""
-        (code, name, _), pairs = changed[0], zip(before[changed[0]], others[changed[0]], strict=True)
-        old, new = next((old, new) for old, new in pairs if old != new)
-        return f"the captured step has {old} in `{name}` ({code.strip()}), the script has {new}"
+        lines = [line for line in before if line in now and before[line] != now[line]]
+        lines = [line for line in lines if len(before[line]) == len(now[line])]
+        for is_told in (False, True):
+            others: dict[Line, list[Plain]] = {}
+            for line in lines:
+                trio = zip(before[line], now[line], self._own_numbers.get(line, now[line]), strict=False)
+                varied = [isinstance(new, bool) or new != own for _, new, own in trio]
+                pairs = zip(before[line], now[line], varied, strict=False)
+                others[line] = [new if is_told or varies else old for old, new, varies in pairs]
+            changed = [line for line in lines if others[line] != before[line]]
+            edited = replace(captured.program, calls=tuple(_with_numbers(captured.program, others)))
+            if changed and not _fails(edited, captured):
+                code, name, _ = changed[0]
+                both = zip(before[changed[0]], others[changed[0]], strict=False)
+                old, new = next((old, new) for old, new in both if old != new)
+                words = f"has {old} in `{name}` ({code.strip()}), the script has {new}"
+                if not is_told:
+                    return f"the captured step {words}"
+                self.notes.append(f"it is finite because of a number: the captured step {words}")
+        return ""
 
 
 Plain = float | bool

@@ -395,7 +395,7 @@ def test_rules_leave_the_training_as_it_was(tmp_path: Path) -> None:
     with reprokit.capture(tmp_path / "s.pt", quiet=True, history=2 * STEPS, after="continue"):
         watched = run()
     cause = load(tmp_path / "s.pt").cause
-    assert cause is not None and cause.kind == "unknown"
+    assert cause is not None and cause.kind == "numerics"
     assert torch.equal(bare[0], watched[0]) and torch.equal(bare[1], watched[1]) and bare[2] == watched[2]
 
 
