@@ -346,7 +346,7 @@ class _Experiments:
         """Values that differ from the steps before, in the order in which the failing step reads them: their odd rows
         as in a usual step, then all of them."""
         names, spaces, found = self._names(), spaces_of(self._frame), []
-        num_past = _RECENT if self._diverged is None else max(_RECENT, self._steps[-1] - self._diverged.step + 1)
+        num_past = _RECENT if self._diverged is None else len(self._steps)
         for slot, series in watch.series.items():
             if series.readings and series.readings[-1].step == self._steps[-1]:
                 one = series.unlike(slot_name(names, series, slot, spaces), num_past)
