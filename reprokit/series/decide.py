@@ -46,6 +46,7 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
     says += f" {other.words(failure.kind)}" if other is not None else ""
     evidence = tuple(" ".join(line.split()) for line in found.evidence)
     before = cause.evidence if cause is not None else ()
+    says = f"{before[0]}. {says}" if before and rule.cause == "state" else says
     return Cause(rule.cause, says, (*evidence, *before), (*tried, *([made] if made is not None else [])))
 
 
