@@ -35,7 +35,7 @@ from reprokit.capture.tensor_names import Names
 from reprokit.compare.quantity import norm_of, number_of, update_of
 from reprokit.program.functions import written_argument
 from reprokit.program.sites import make_site, parts
-from reprokit.series.cause import Reading, Unlike, constant, emptied, growth, jump, sign, written
+from reprokit.series.cause import Reading, Unlike, constant, emptied, growth, jump, reshaped, sign, written
 from reprokit.series.timeline import parameters_of
 from reprokit.words import user_path
 
@@ -85,7 +85,7 @@ class Series:
         if self.role == "carried":
             return growth(name, self.role, self.readings)
         given = name, self.role, self.readings
-        return constant(*given) or jump(*given, num_past) or sign(*given) or emptied(*given)
+        return constant(*given) or jump(*given, num_past) or sign(*given) or emptied(*given) or reshaped(*given)
 
 
 @dataclass
@@ -278,7 +278,10 @@ def read(step: int, tensor: torch.Tensor) -> Reading | None:
         zeros = 1 - int(tensor.detach().count_nonzero()) / tensor.numel()
     except (RuntimeError, NotImplementedError):  # of a type that torch cannot compare, or without memory
         return None
-    return Reading(step, low, high, tensor.numel(), zeros) if math.isfinite(low) and math.isfinite(high) else None
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return None
+    rows, dtype = len(tensor) if tensor.dim() else 0, str(tensor.dtype).removeprefix("torch.")
+    return Reading(step, low, high, tensor.numel(), zeros, rows, dtype)
 
 
 def _arguments(op: Op) -> Iterator[tuple[int | str, Any]]:

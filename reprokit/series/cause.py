@@ -40,6 +40,8 @@ class Reading(NamedTuple):
     high: float
     numel: int = 1
     zeros: float = 0.0  # the share of zeros
+    rows: int = 0  # the size of the first dimension, 0 without one
+    dtype: str = ""
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -55,7 +57,8 @@ class Reading(NamedTuple):
     def joined(self, other: Reading) -> Reading:
         """The range of both."""
         limits = min(self.low, other.low), max(self.high, other.high)
-        return Reading(self.step, *limits, self.numel + other.numel, max(self.zeros, other.zeros))
+        zeros, rows = max(self.zeros, other.zeros), min(self.rows, other.rows)
+        return Reading(self.step, *limits, self.numel + other.numel, zeros, rows, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,20 @@ def emptied(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
     steps = f"steps {before[0].step}-{before[-1].step}"
     words = f"`{name}` is zero in {now.zeros:.0%} of its elements in step {now.step}, and was in at most {share:.0%}"
     return Unlike(name, role, _all_of(before), now.limits, before[0].step, now.step, f"{words} in {steps}")
+
+
+def reshaped(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
+    """How a value is of another type in the last step, or has far fewer rows: the last batch may be a single one."""
+    *before, now = readings
+    if len(before) < _LEAST_ALIKE:
+        return None
+    words, least = "", min(reading.rows for reading in before)
+    if now.dtype not in [reading.dtype for reading in before]:
+        words = f"is {now.dtype} in step {now.step}, and was {before[-1].dtype} before"
+    elif now.rows and now.rows * JUMP < least:
+        words = f"has {counted(now.rows, 'row')} in step {now.step}, and had {least} or more before"
+    limits = _all_of(before), now.limits
+    return Unlike(name, role, *limits, before[0].step, now.step, f"`{name}` {words}") if words else None
 
 
 def changed(name: str, readings: Sequence[Reading], *, is_flag: bool) -> Unlike | None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -642,6 +643,24 @@ def test_what_the_model_counts_is_what_it_counts_unwatched(tmp_path: Path, monke
     assert isinstance(bare, Counting) and isinstance(watched, Counting)
     assert (bare.count, bare.calls, bare.seen.count) == (watched.count, watched.calls, watched.seen.count)
     assert bare.seen.steps == watched.seen.steps and bare.seen.last == watched.seen.last
+
+
+def test_batch_of_another_size_or_type_is_told(tmp_path: Path) -> None:
+    def loop(last: torch.Tensor) -> None:
+        layer = nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+        for x in (*(torch.rand(8, 2) for _ in range(12)), last):
+            loss = (layer(x.float()) / layer(x.float()).std(0)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, which is asked for the spread of one
+        single = captured(tmp_path, lambda: loop(torch.rand(1, 2))).cause
+    assert single is not None and any("has 1 row in step 12, and had 8 or more" in line for line in single.evidence)
+    half = captured(tmp_path, lambda: loop(torch.ones(8, 2, dtype=torch.bfloat16)), overwrite=True).cause
+    assert half is None or all("had 8" not in line for line in half.evidence)
 
 
 def readings(*values: float) -> list[Reading]:
