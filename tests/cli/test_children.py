@@ -86,7 +86,7 @@ def test_a_child_is_watched(start: str, run_reprokit: Run, tmp_path: Path) -> No
     assert "rank 1 ends" not in result.stdout
     (file,) = tmp_path.glob("*.pt")
     assert file.name.startswith(("train.pid", "worker.pid")) and file.name.endswith("-step3.repro.pt")
-    *_, captured, _, _, following = result.stderr.splitlines()
+    *_, captured, _, _, _, following = result.stderr.splitlines()
     assert f"captured nan from `torch.log` at step 3 -> {file.name}" in captured
     assert following == f"reprokit: next: reprokit shrink {file.name}"
 

@@ -148,13 +148,14 @@ def test_a_failure_is_captured(captured: tuple[Path, subprocess.CompletedProcess
     *printed, summary = result.stdout.splitlines()
     assert printed == ["0", "1", "2"]
     assert json.loads(summary)["path"] == str(folder / "train-step3.repro.pt")
-    first, found, told, place, losses, following = result.stderr.splitlines()
+    first, found, told, place, losses, cause, following = result.stderr.splitlines()
     assert found == "reprokit: the loss is nan at step 3; replaying the step"
     assert first == "reprokit: watching `train.py`; a failing step goes to train-step<N>.repro.pt"
     assert told.startswith("reprokit: captured ")
     assert told.endswith(" -> train-step3.repro.pt")
     assert place == "reprokit:   train.py:8: loss = (weight / scale * scale).sum()"
     assert losses == "reprokit:   loss  3  2.7  2.4  nan"
+    assert "of step 2 in its place the same 4 steps stay finite" in cause
     assert following == "reprokit: next: reprokit shrink train-step3.repro.pt"
 
 
