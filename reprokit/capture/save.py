@@ -454,7 +454,9 @@ class Describing:
         segments.append(Segment(loop.tape.running(), loop.mark()))
         names = root_names(world.modules, self.verdict.frame)
         began = snapshot.settings.began_at or 0
-        called = {id(op.target) for one in segments for op in one.ops if op.kind is Root and one.mark.step >= began}
+        # The first of its steps may hold calls of a model that the loop has given up: three_models_one_handled.
+        own = [one for one in segments if one.mark.step > began] or segments[-1:]
+        called = {id(op.target) for one in own for op in one.ops if op.kind is Root}
         layers = {
             in_root(path or f"<{type(root).__name__}>", names.get(id(root))) or "": layer
             for root in world.modules
