@@ -52,6 +52,7 @@ from reprokit.words import number_words
 _MOST_STEPS = 32  # of the loop's own: trainings that take turns between models repeat themselves sooner
 _MOST_WAITED = 8  # steps in which the place where the first input is read is not reached again
 _ABSURD = 1000.0  # times the highest usual loss: a finite one that mends nothing
+_OF_MODE = ("batch_norm", "dropout", "instance_norm")  # calls that `train()` and `eval()` decide about
 _NO_COPIES = 10**6  # steps between copies: they are taken here
 _MEASURED = ("loss", "gradient norm", "update")  # quantities of an event that one step has
 # Calls of the loop that hand data on: their results are inputs, such as the minibatch `x[32:48]` of all samples.
@@ -477,7 +478,8 @@ class RetrySession(Session):
             others: dict[Line, list[Plain]] = {}
             for line in lines:
                 trio = zip(before[line], now[line], self._own_numbers.get(line, now[line]), strict=False)
-                varied = [isinstance(new, bool) or new != own for _, new, own in trio]
+                has_mode = any(word in line[1] for word in _OF_MODE)
+                varied = [(has_mode and isinstance(new, bool)) or new != own for _, new, own in trio]
                 pairs = zip(before[line], now[line], varied, strict=False)
                 others[line] = [new if is_told or varies else old for old, new, varies in pairs]
             changed = [line for line in lines if others[line] != before[line]]
