@@ -34,7 +34,7 @@ from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
 from reprokit.errors import pass_on
-from reprokit.locate.samples import bad_rows
+from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
 from reprokit.series.cause import (
     EVENTS,
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from reprokit.capture.save import Raised
     from reprokit.snapshot.format import Snapshot
 
-DEAD = "dead"  # of which a play shows nothing: what is unlike the steps before is told, and nothing is tried
+DEAD = "dead"  # a play cannot show it: the difference from the steps before is printed, and no change is tried
 KINDS = EVENTS | {"nan", "inf", "exception", DEAD}
 _MOST_SECONDS = 30.0  # a longer wait for the file is not worth a cause
 _TIMES = 20  # the seconds that the steps took in training
@@ -373,7 +373,7 @@ class _Experiments:
         if found.role != "batch" or found.words or len(odd) != 1 or not odd[0][1].dim():
             return found
         (place, tensor), ops = odd[0], [op for ops, mark in self._segments if mark.step == found.since for op in ops]
-        rows = _odd_rows(tensor, found)
+        rows = rows_where(_odd_elements(tensor, found))
         samples = self._loop.samples.words(series.numbers[found.since][place], ops, rows, len(tensor))
         return replace(found, rows=tuple(rows), samples=samples) if len(rows) < len(tensor) else found
 
@@ -448,11 +448,6 @@ def _is_odd(value: torch.Tensor, found: Unlike) -> bool:
     return bool(found.words) or bool(_odd_elements(value, found).any())
 
 
-def _odd_rows(tensor: torch.Tensor, found: Unlike) -> list[int]:
-    rows: list[int] = _odd_elements(tensor, found).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
-    return rows
-
-
 def _odd_elements(tensor: torch.Tensor, found: Unlike) -> torch.Tensor:
     """Which elements have left the range of before; of a new sign, which are negative."""
     limit = JUMP * max(map(abs, found.before))
@@ -471,7 +466,7 @@ def _replaced(series: Series, step: int, found: Unlike, *, is_whole: bool) -> di
                     continue
                 values[number] = old
                 if not is_whole:
-                    rows = _odd_rows(now, found)
+                    rows = rows_where(_odd_elements(now, found))
                     values[number] = now.clone()
                     values[number][rows] = old[rows]
     return values

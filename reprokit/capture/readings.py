@@ -1,4 +1,4 @@
-"""What the kept steps were given, read while they are played unchanged: values, settings, state, updates and gradients.
+"""Reads the inputs of the kept steps while they are played unchanged: values, settings, state, updates, gradients.
 
 A value is compared where it meets the model: data, and what earlier steps have left. What a step computes of its
 parameters is a consequence, and is not compared.

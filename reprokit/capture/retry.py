@@ -477,16 +477,18 @@ class RetrySession(Session):
         for is_told in (False, True):
             others: dict[Line, list[Plain]] = {}
             for line in lines:
-                trio = zip(before[line], now[line], self._own_numbers.get(line, now[line]), strict=False)
+                own = self._own_numbers.get(line, [])
+                trio = zip(before[line], now[line], own if len(own) == len(now[line]) else now[line], strict=True)
                 has_mode = any(word in line[1] for word in _OF_MODE)
-                varied = [(has_mode and isinstance(new, bool)) or new != own for _, new, own in trio]
-                pairs = zip(before[line], now[line], varied, strict=False)
-                others[line] = [new if is_told or varies else old for old, new, varies in pairs]
+                others[line] = [
+                    new if is_told or new != mine or (has_mode and isinstance(new, bool)) else old
+                    for old, new, mine in trio
+                ]
             changed = [line for line in lines if others[line] != before[line]]
             edited = replace(captured.program, calls=tuple(_with_numbers(captured.program, others)))
             if changed and not _fails(edited, captured):
                 code, name, _ = changed[0]
-                both = zip(before[changed[0]], others[changed[0]], strict=False)
+                both = zip(before[changed[0]], others[changed[0]], strict=True)
                 old, new = next((old, new) for old, new in both if old != new)
                 words = f"has {old} in `{name}` ({code.strip()}), the script has {new}"
                 if not is_told:

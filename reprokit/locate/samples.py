@@ -55,11 +55,17 @@ def rows_of(
     return row_words(rows), found.words(rows) if found is not None else ""
 
 
+def rows_where(mask: torch.Tensor) -> list[int]:
+    """The indexes of the first dimension where a mask of at least one dimension is true somewhere."""
+    rows: list[int] = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist()
+    return rows
+
+
 def bad_rows(bad: torch.Tensor) -> tuple[int, ...]:
     """The indexes of the first dimension where a mask is true somewhere; empty if all are, or more than are listed."""
     if not (bad.dim() and bad.numel()):
         return ()
-    rows = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
+    rows = rows_where(bad)
     return tuple(rows) if len(rows) <= _MOST_ROWS and len(rows) < len(bad) else ()
 
 

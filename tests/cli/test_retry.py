@@ -189,3 +189,51 @@ def test_files_and_words_that_cannot_be_used(captured: Path, run_reprokit: Run) 
         assert run_reprokit("retry", *words).returncode == code, words
     assert run_reprokit("retry", "s.pt", "-m", "train").returncode == 1
     assert run_reprokit("retry", "s.pt", "--", "train.py").returncode == 1
+
+
+LOOP = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(4, 1)
+norm = nn.BatchNorm1d(4)
+model = nn.ModuleList([net, norm])
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for k in range(12):
+    x = torch.randn(8, 4)
+    scale = 1 - k / 8
+    {body}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCHEDULED = "loss = (net(x) / scale).pow(2).mean()"
+BY_NUMBER = "loss = net(x).pow(2).mean()\n    if k == 8:\n        loss = loss + (loss - loss.detach()).pow(2).sqrt()"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (SCHEDULED, "the captured step has 0.0 in `div`"),
+        (BY_NUMBER, "the step does not come to train.py:14"),
+    ],
+)
+def test_a_step_that_a_number_decides_about_is_not_taken_for_mended(
+    body: str, said: str, run_reprokit: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LOOP.format(body=body))
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    (tmp_path / "edited.py").write_text(LOOP.format(body=body).replace(".pow(2).sqrt()", ".square().sqrt()"))
+    for script in ("train.py", "edited.py"):  # the edit is not reached, or there is none
+        done = run_reprokit("retry", "s.pt", script)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_a_finite_loss_with_a_ruined_buffer_is_not_mended(run_reprokit: Run, tmp_path: Path) -> None:
+    body = "x = x * (1e30 if k == 8 else 1.0)\n    loss = net(norm(x)).pow(2).mean()"
+    (tmp_path / "train.py").write_text(LOOP.format(body=body))
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    (tmp_path / "mended.py").write_text(LOOP.format(body=body).replace("norm(x)).pow(2)", "norm(x)).tanh().pow(2)"))
+    done = run_reprokit("retry", "s.pt", "mended.py")
+    assert done.returncode == 1 and "running_var` is nan or infinite after it" in done.stderr, done.stderr
