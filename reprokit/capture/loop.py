@@ -395,6 +395,8 @@ class Loop:
             self.meet_optimizer(optimizer)
             self._met, self._is_of_torch = optimizer, is_of_torch(optimizer)
         self._attributes = None if self._is_of_torch else recorder.roots.attributes.note(optimizer)
+        if self.norms is not None:
+            recorder.guard(self.norms.before_step, self.iterations.of(optimizer)[0], optimizer)
         closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
         if closure is None:
             self._check_update(optimizer)

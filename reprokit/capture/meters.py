@@ -1,8 +1,9 @@
 """Numbers that training does not compute: of every parameter while it runs (`--record`), and of steps that are played.
 
 While the training runs, never more than a small share of the time is taken on ``auto``: after every measurement the
-meter waits until its own cost is paid for. It takes one fused norm over all gradients and one over all weights, and
-waits for a device twice. Played steps cost nothing until somebody asks.
+meter waits until its own cost is paid for. It takes fused norms over all gradients, all weights and their changes, for
+which it copies the weights before the update, and waits for a device a few times. Played steps cost nothing until
+somebody asks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import collections
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +25,7 @@ from reprokit.capture.calls import Backward, Clip, OptimizerStep, Unscale
 from reprokit.capture.replay import PlayObserver, Replay
 from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Mark, Number, Op
+from reprokit.capture.world import DEFAULT_STATE_BYTES
 from reprokit.compare.quantity import norm_of, norms_of, numbers_of, share_of_zeros, update_of
 from reprokit.errors import UsageError, ignored_errors
 from reprokit.locate.ranges import Range, measure
@@ -69,6 +71,8 @@ class NormMeter:
         self._is_off = False
         self._silent: dict[int, torch.Tensor | None] | None = {}  # parameters of the first steps without a gradient
         self._before: dict[int, tuple[float, float]] = {}  # gradients before they were clipped, by ``id`` of parameters
+        self._old: dict[int, torch.Tensor] = {}  # parameters before the update, by ``id``
+        self._copied = 0.0  # seconds that this took
 
     def skip(self, seconds: float) -> None:
         """So much time has passed unwatched: it pays for nothing."""
@@ -84,20 +88,36 @@ class NormMeter:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
             self._before |= _measured(p for p in parameters if isinstance(p, torch.Tensor))
 
+    def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: copies of its parameters tell by how much it changes them."""
+        self._old.clear()
+        if self._before or self._is_due(step):
+            started = time.perf_counter()
+            whole = {id(p): local_part(p.detach()) for p in parameters_of(optimizer) if p.requires_grad}
+            if has_room(whole.values()):
+                self._old = {key: tensor.clone() for key, tensor in whole.items()}
+            self._copied = time.perf_counter() - started
+
     def measure(self, step: int, optimizer: torch.optim.Optimizer) -> RecordedStep | None:
-        """The numbers of an optimizer that has made its step, if it is to be measured. Waits for a device twice."""
+        """The numbers of an optimizer that has made its step, if it is to be measured. Waits for a device three
+        times."""
         if self._silent is not None:
             self._look_for_gradients(step, optimizer, self._silent)
         before, self._before = self._before, {}
-        if not (before or self._is_due(step)):
+        old, self._old = self._old, {}
+        if not (before or old or self._is_due(step)):
             return None
-        started = time.perf_counter()
+        started = time.perf_counter() - (self._copied if old else 0.0)
         parameters = [p for p in parameters_of(optimizer) if not p.is_meta]
         named = {name: p for p in parameters if fnmatchcase(name := self._name(p), self._pattern)}
         clipped = _measured(parameters)
         unclipped = {key: before.get(key, pair) for key, pair in clipped.items()}
         with torch.no_grad():
             weights = norms_of([local_part(p.detach()) for p in named.values()])
+            changed = {id(p): local_part(p.detach()) for p in parameters if id(p) in old}
+            sizes = dict(zip(old, norms_of(list(old.values())), strict=True))
+            changes = dict(zip(changed, norms_of([new - old[key] for key, new in changed.items()]), strict=True))
+        size = math.hypot(*(sizes[key] for key in changes))
         ended = time.perf_counter()
         self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step
         return RecordedStep(
@@ -107,6 +127,8 @@ class NormMeter:
             {name: unclipped[id(p)][1] for name, p in named.items() if id(p) in unclipped},
             math.hypot(*(norm for norm, _ in unclipped.values())),
             math.hypot(*(norm for norm, _ in clipped.values())) if before else None,
+            {name: changes[id(p)] / sizes[id(p)] for name, p in named.items() if sizes.get(id(p))} or None,
+            math.hypot(*changes.values()) / size if size else None,
         )
 
     def keep(self, row: RecordedStep, numbers: StepNumbers) -> None:
@@ -165,6 +187,16 @@ def _measured(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[float, floa
         norms, counts = norms_of(given), numbers_of([gradient.count_nonzero() for gradient in given])
     zeros = (1 - count / max(1, grad.numel()) for count, grad in zip(counts, given, strict=True))
     return dict(zip(whole, zip(norms, zeros, strict=True), strict=True))
+
+
+def has_room(tensors: Collection[torch.Tensor]) -> bool:
+    """True if a copy of tensors is small, and takes less than half of what is free on their devices."""
+    sizes: dict[torch.device, int] = {}
+    for tensor in tensors:
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+    far = {device: size for device, size in sizes.items() if device.type == "cuda"}
+    is_small = sum(sizes.values()) <= DEFAULT_STATE_BYTES
+    return is_small and all(2 * size < torch.cuda.mem_get_info(device)[0] for device, size in far.items())
 
 
 def is_capturing() -> bool:

@@ -8,7 +8,7 @@ import io
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
@@ -20,8 +20,8 @@ from reprokit.words import counted, json_line
 if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
 
-Format = Literal["table", "jsonl", "csv", "tensorboard"]
-FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "tensorboard")
+Format = Literal["table", "jsonl", "csv", "html", "tensorboard"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 Numbers = Mapping[str, Any]
 _NO_JSON = grammar.one_of("nan", "inf", "-inf")
 
@@ -46,7 +46,12 @@ def command(file: Path, to: Format, output: Path | None, force: bool, json: bool
     rows = rows_in(file) if is_log else list(steps_of(load(file)))
     if to == "tensorboard":
         return _write_events(rows, output or file.with_name(f"{file.stem}-timeline"), force, verbosity)
-    text = _FORMATS[to](rows)
+    if to == "html":
+        from reprokit.render.charts import run_page
+
+        text = run_page(f"{len(rows):,} steps of {file.name}", rows)
+    else:
+        text = _FORMATS[to](rows)
     if to == "table":
         text += _recorded_words(rows)
     if output is None:
@@ -119,12 +124,14 @@ def _row(line: bytes) -> Numbers:
 
 def _recorded_words(rows: Sequence[Numbers]) -> str:
     """A line about the numbers of parameters, which no table has room for; empty without them."""
-    kinds = "weight_norm/", "grad_norm/", "zeros/"
+    from reprokit.series.story import PARAMETER_NUMBERS
+
+    kinds = tuple(f"{kind}/" for kind in PARAMETER_NUMBERS)
     recorded = [row for row in rows if any(name.startswith(kinds) for name in row)]
     if not recorded:
         return ""
     names = {name.partition("/")[2] for row in recorded for name in row if name.startswith(kinds)}
-    words = f"{counted(len(names), 'parameter')} recorded in {counted(len(recorded), 'step')}: --to csv prints them"
+    words = f"{counted(len(names), 'parameter')} recorded in {counted(len(recorded), 'step')}: --to csv or --to html"
     hint = "; `reprokit capture --record 1` records every step" if len(recorded) < len(rows) else ""
     return f"\n{words}{hint}\n"
 

@@ -7,10 +7,8 @@ that came from the user's machine is redacted again.
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from markupsafe import Markup, escape
 
@@ -19,99 +17,17 @@ from reprokit.locate.ways import MINUS, NAN, PLUS
 from reprokit.program.step import Step
 from reprokit.render import facts as rows
 from reprokit.render import findings, wording
+from reprokit.render.charts import Chart, chart, heat_map
 from reprokit.render.facts import Facts
 from reprokit.render.issue import cut
 from reprokit.render.module_ranges import frames
 from reprokit.render.survey import ways
 from reprokit.render.templates import render_template
-from reprokit.series.story import QUANTITIES, LayerSeries, by_layer, by_optimizer, titled
+from reprokit.series.story import QUANTITIES, by_layer, by_optimizer, titled
 from reprokit.shrink.reduction import WhatIfResult
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.words import counted, number_words, verdict_words
-
-_LOG_RATIO = 100.0  # from which on a scale is logarithmic
-_HUGE = 1e300  # a larger number is drawn here, because its distance to other numbers may overflow
-_HEIGHT = 150  # of the drawing in the template
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 348, 12, 128  # the drawing area inside the labels
-_HEAT_LEVELS = 8  # classes `heat-1` to `heat-8` of the style sheet; `heat-0` is zero
-
-
-class Scale(NamedTuple):
-    """The two ends of an axis."""
-
-    low: float
-    high: float
-    is_logarithmic: bool
-
-    def fraction(self, value: float) -> float:
-        """0 at the low end, 1 at the high end, one half where they are equal."""
-        ends = (self.low, self.high, value)
-        low, high, here = map(math.log10, ends) if self.is_logarithmic else ends
-        return (here - low) / (high - low) if high > low else 0.5
-
-
-class Chart(NamedTuple):
-    """Numbers over steps as a line, with a mark at the step that failed and a cross for what is not finite.
-
-    ``ticks`` are texts with their place and anchor; ``mark`` and ``crosses`` are places on the horizontal axis.
-    """
-
-    title: str
-    last: str
-    line: str
-    ticks: Sequence[tuple[float, float, str, str]]
-    mark: float
-    crosses: list[float]
-
-
-def chart(title: str, points: Sequence[tuple[float, float | None]], mark: float) -> Chart | None:
-    """The chart of numbers by step, of which ``None`` is a gap; ``None`` when there are not two finite numbers."""
-    known = [(x, y) for x, y in points if y is not None]
-    finite = [(x, max(-_HUGE, min(y, _HUGE))) for x, y in known if math.isfinite(y)]
-    if len(finite) < 2:
-        return None
-    steps, values = [mark, *(x for x, _ in known)], [y for _, y in finite]
-    low, high = min(values), max(values)
-    across, up = Scale(min(steps), max(steps), False), Scale(low, high, low > 0 and high / low > _LOG_RATIO)
-
-    def x_of(step: float) -> float:
-        return _LEFT + (_RIGHT - _LEFT) * across.fraction(step)
-
-    def y_of(value: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * up.fraction(value)
-
-    ticks = [(_LEFT - 6.0, y_of(y) + 3.5, "end", number_words(y, 4)) for y in dict.fromkeys((low, high))]
-    ends = dict.fromkeys((across.low, across.high))
-    ticks += [(x_of(step), _HEIGHT - 6.0, "middle", f"{step:,.0f}") for step in ends]
-    line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in finite)
-    crosses = [x_of(x) for x, y in known if not math.isfinite(y)]
-    return Chart(title, f"last {number_words(known[-1][1], 4)}", line, ticks, x_of(mark), crosses)
-
-
-class HeatCell(NamedTuple):
-    """A number of a layer in a step: its class in the style sheet, and its text."""
-
-    cls: str
-    hint: str
-
-
-def heat_map(rows: Sequence[LayerSeries], steps: Sequence[int]) -> Iterator[tuple[str, list[HeatCell]]]:
-    """The layers with a cell for every step: the darker the larger on a logarithmic scale, red if not finite."""
-    finite = [abs(v) for row in rows for v in row.values if v and math.isfinite(v)]
-    scale = Scale(min(finite), max(finite), is_logarithmic=True) if finite else None
-
-    def cell(step: int, value: float | None) -> HeatCell:
-        if value is None:
-            return HeatCell("", "")
-        level = 0
-        if scale is not None and math.isfinite(value) and value:
-            level = 1 + min(int(scale.fraction(abs(value)) * _HEAT_LEVELS), _HEAT_LEVELS - 1)
-        return HeatCell(f"heat-{level}" if math.isfinite(value) else "heat-bad", f"step {step}: {value:.4g}")
-
-    for row in rows:
-        yield row.module, [cell(*pair) for pair in zip(steps, row.values, strict=True)]
-
+from reprokit.words import counted, verdict_words
 
 TEMPLATE = "report.html.j2"
 MAX_TEXT = 30_000

@@ -39,7 +39,8 @@ class RecordedStep:
     """Parameters by name after a step: norms of weights and gradients (L2), and the share of zeros in gradients.
 
     Gradients are those before the loop clipped them; ``norm`` is that of all together, of parameters that have no name
-    here too, and ``clipped`` the same after clipping, ``None`` for a loop that does not clip.
+    here too, and ``clipped`` the same after clipping, ``None`` for a loop that does not clip. ``update`` is the norm of
+    the change of each parameter over its norm before, where there was room for a copy, and ``updated`` that of all.
     """
 
     step: Count
@@ -48,6 +49,8 @@ class RecordedStep:
     zeros: dict[Name, float]
     norm: float | None = left_out()
     clipped: float | None = left_out()
+    update: dict[Name, float] | None = left_out()
+    updated: float | None = left_out()
 
     @property
     def total(self) -> float:
@@ -65,6 +68,7 @@ class RecordedStep:
             self.zeros | other.zeros,
             math.hypot(self.total, other.total),
             math.hypot(*clipped) if is_clipped else None,
+            (self.update or {}) | (other.update or {}) or None,
         )
 
 
@@ -78,15 +82,17 @@ def flat(numbers: StepNumbers, row: RecordedStep | None) -> dict[str, float]:
     if row is not None:
         own["grad_norm"] = row.total
         own |= {"clipped_to": row.clipped} if row.clipped is not None else {}
+        own |= {"update": row.updated} if row.updated is not None else {}
     end = f".{numbers.optimizer}" if numbers.optimizer is not None else ""
     own = {f"{name}{end}": value for name, value in own.items()}
     found: dict[str, float] = {"step": numbers.step, **own, **(numbers.noted or {}), **own}
-    for kind in ("grad_norm", "weight_norm", "zeros") if row is not None else ():
-        found |= {f"{kind}/{name}": value for name, value in getattr(row, kind).items()}
+    for kind in PARAMETER_NUMBERS if row is not None else ():
+        found |= {f"{kind}/{name}": value for name, value in (getattr(row, kind) or {}).items()}
     return found
 
 
 _OWN = ("loss", "lr", "grad_norm", "scale", "seconds")
+PARAMETER_NUMBERS = ("grad_norm", "weight_norm", "update", "zeros")  # fields of `RecordedStep`
 
 
 def by_optimizer(timeline: Sequence[StepNumbers]) -> dict[str, list[StepNumbers]]:

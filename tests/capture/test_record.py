@@ -56,6 +56,9 @@ def test_norms_of_every_step_are_those_of_the_parameters() -> None:
         assert seen[-1][f"weight_norm/{name}"] == pytest.approx(float(parameter.detach().norm()))
         assert seen[-1][f"grad_norm/{name}"] == pytest.approx(float(parameter.grad.norm()))
         assert seen[-1][f"zeros/{name}"] == pytest.approx(float((parameter.grad == 0).float().mean()))
+        change = 0.01 * parameter.grad
+        ratio = change.norm() / (parameter.detach() + change).norm()
+        assert seen[-1][f"update/{name}"] == pytest.approx(float(ratio), rel=1e-4)
     assert math.isfinite(seen[-1]["loss"]) and seen[-1]["lr"] == 0.01
 
 
@@ -109,6 +112,8 @@ def test_parameters_without_gradient_are_printed_once(tmp_path: Path, run_reprok
     assert "no gradient" not in every.stderr and every.returncode == 3
     table = run_reprokit("timeline", "x.pt").stdout
     assert "2 parameters recorded in 11 steps" in table and "pattern" not in table
+    page = run_reprokit("timeline", "x.pt", "--to", "html").stdout
+    assert page.count("<figure>") == 5 and "Update over weight" in page and "0.weight" in page and "https:" not in page
     header = run_reprokit("timeline", "x.pt", "--to", "csv").stdout.splitlines()[0]
     assert "grad_norm/0.weight" in header and "grad_norm/2.weight" not in header
 

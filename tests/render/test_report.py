@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from reprokit.program.ir import Call, Input, Program, Ref, Scope
+from reprokit.render.charts import chart, heat_map
 from reprokit.render.facts import Facts
 from reprokit.render.names import labels
-from reprokit.render.report import MAX_TEXT, chart, heat_map, write_report
+from reprokit.render.report import MAX_TEXT, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.survey import (
     MAX_BEFORE,
