@@ -178,6 +178,23 @@ def test_a_planted_cause_is_found(
     assert (event.kind, event.began_at, event.snapshot) == ("spike", 60, str(tmp_path / "run.pt"))
 
 
+def _negative_decay(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    if step == 60:
+        optimizer.param_groups[0]["weight_decay"] = -8.0
+    x = torch.randn(16, 16) * (1 + 2 * (torch.rand(16, 1) < 0.1))  # rows differ, but these have always been there
+    return F.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+def test_weights_that_grow_are_not_laid_to_a_batch(tmp_path: Path) -> None:
+    session, _ = _loop(tmp_path, _negative_decay)
+    event = session.results[0]["failure"]["event"]
+    assert (
+        event["began_at"] > 60
+        and not event.get("rows")
+        and event.get("source") in (None, "0.weight", "2.weight", "4.weight")
+    )
+
+
 @pytest.mark.parametrize(("wrong_at", "quantity"), [(60, "update"), (50, "loss")])
 def test_a_learning_rate_that_is_wrong_in_one_step_is_dated_by_its_update(
     wrong_at: int, quantity: str, tmp_path: Path
