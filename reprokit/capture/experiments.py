@@ -34,6 +34,7 @@ from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
 from reprokit.errors import pass_on
+from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
 from reprokit.series.cause import (
@@ -85,6 +86,8 @@ def find_cause(
     from the steps before, or these cannot be played again."""
     rows = failing_series(snapshot.timeline)
     losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
+    if snapshot.failure.kind == EXCEPTION and snapshot.failure.cause is None:
+        losses = []  # a high loss raises nothing
     trained = sum(row.seconds for row in rows[-len(segments) :] if row.seconds is not None)
     seconds, kind = seconds_for(trained), snapshot.failure.kind
     since = snapshot.step if kind in EVENTS else segments[-1].mark.step
@@ -264,7 +267,7 @@ class _Experiments:
                         return None
                 except Exception as error:  # of the user's code, which a change may not suit
                     pass_on(error)
-                    is_same = self._raised is not None and self._raised.is_same(type(error).__name__, str(error))
+                    is_same = self._raised is not None and self._raised.alike(type(error).__name__, str(error))
                     return _Played(not replay.other_losses, True, math.nan) if is_same else None
                 if self._raised is not None:
                     return _Played(not replay.other_losses, False, observer.loss)

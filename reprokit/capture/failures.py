@@ -28,6 +28,7 @@ from reprokit.capture.fidelity import Made, Place, has_origin
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
+from reprokit.capture.operands import operands_of
 from reprokit.capture.save import (
     Describing,
     NothingFound,
@@ -38,13 +39,14 @@ from reprokit.capture.save import (
 )
 from reprokit.capture.tape import Number, Op, Tape
 from reprokit.compare.quantity import number_of
-from reprokit.errors import chain, has_arrived, tb_entries
+from reprokit.errors import chain, has_arrived, ignored_errors, tb_entries
 from reprokit.locate.ways import is_bad
 from reprokit.program.ir import Phase
-from reprokit.program.sites import kind_of_file, make_site
+from reprokit.program.sites import is_standard, kind_of_file, make_site, relative_path
 from reprokit.program.trace import current_mode
 from reprokit.series.course import QUANTITIES
 from reprokit.series.events import Finding
+from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import user_path
 
@@ -220,7 +222,9 @@ class Failures:
             return None
         if has_arrived(error) or (known is None and not is_inside_step(loop.tape)):
             return None
-        op = raised[1] if raised is not None and known is not None else None
+        op = raised[1] if raised is not None and known is not None else loop.raising_step(error)
+        if op is not None:
+            loop.recorder.raised = (known or error, op)
         described = describe(known or error, op, loop.world.modules)
         if op is not None:
             loop.tape.add(op.kind, op.target, op.args, op.kwargs, (), (op.code, op.instruction), op.mode, op.note)
@@ -387,9 +391,16 @@ def cause_of(error: BaseException | None, last: BaseException | None) -> BaseExc
 
 def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Module]) -> Raised:
     """The facts about an exception; ``op`` is the call that raised it, if that was on the tape."""
-    place = innermost_user_place(error)
-    site = make_site(place.tb_frame.f_code, place.tb_lasti) if place is not None else None
-    phase = Phase.BACKWARD if op is not None and op.kind is Backward else Phase.FORWARD
+    entries = list(tb_entries(error.__traceback__))
+    kinds = [kind_of_file(entry.tb_frame.f_code.co_filename) for entry in entries]
+    own = [n for n, kind in enumerate(kinds) if kind == "user"]
+    inside = [entry for entry, kind in zip(entries, kinds, strict=True) if kind == "library"]
+    inside = [entry for entry in inside if not is_standard(entry.tb_frame.f_code.co_filename)]
+    place = entries[own[-1]] if own else None
+    library = inside[-1] if inside and entries.index(inside[-1]) > max(own, default=-1) else None
+    line = (relative_path(library.tb_frame.f_code.co_filename), library.tb_lineno or 0) if library is not None else None
+    site = make_site(place.tb_frame.f_code, place.tb_lasti, line) if place is not None else None
+    phase = _PHASES.get(op.kind, Phase.FORWARD) if op is not None else Phase.FORWARD
     files = [_raiser(cause) for cause in chain(error)]
     is_deliberate = all(file and kind_of_file(file) == "user" for file in files)
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
@@ -399,7 +410,27 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
     if called and called[-1] is not None:
         paths = (user_path(path) for root in roots for path, part in root.named_modules() if part is called[-1])
         module = next((path for path in paths if path), f"<{type(called[-1]).__name__}>")
-    return Raised(*causes[0], site, module, phase, op is not None, is_deliberate, causes)
+    facts: list[str] = []
+    innermost = library or place
+    if innermost is not None and not is_deliberate:
+        with ignored_errors():  # objects of the user's
+            names = {id(p): user_path(name) for root in roots for name, p in root.named_parameters()}
+            facts = operands_of(innermost, names)
+            if op is not None and op.kind is OptimizerStep:
+                facts += gradient_facts([p.grad for p in parameters_of(op.target)])
+    return Raised(*causes[0], site, module, phase, op is not None, is_deliberate, causes, tuple(facts))
+
+
+def gradient_facts(gradients: Sequence[torch.Tensor | None]) -> list[str]:
+    """That an optimizer has no gradient, or only zeros, in words."""
+    known = [gradient for gradient in gradients if gradient is not None]
+    if not known:
+        return ["no parameter of the optimizer has a gradient"]
+    is_zero = not any(bool(part._values().any() if part.is_sparse else part.any()) for part in known)
+    return ["every gradient of the optimizer is zero"] if is_zero else []
+
+
+_PHASES = {Backward: Phase.BACKWARD, OptimizerStep: Phase.OPTIMIZER}
 
 
 def is_inside_step(tape: Tape) -> bool:

@@ -37,10 +37,10 @@ from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op
 from reprokit.capture.tensor_names import names_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.compare.compiled import Compiled
-from reprokit.errors import pass_on
+from reprokit.errors import pass_on, tb_entries
 from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
 from reprokit.program.ir import OPAQUE, Call, Mode
-from reprokit.program.sites import current_site
+from reprokit.program.sites import current_site, kind_of_file
 from reprokit.program.trace import current_mode
 from reprokit.series.timeline import Iterations, ScalerWatch, Seat, Timeline, parameters_of
 
@@ -429,6 +429,17 @@ class Loop:
         """The loop may go on although an optimizer's step has not ended: an exception has ended it."""
         if self._scaler is None and not _is_inside(self._frame, sys._getframe(1)):
             self.abandon()
+
+    def raising_step(self, error: BaseException) -> Op | None:
+        """The step of an optimizer that an exception came out of, ``None`` if it came out of none."""
+        optimizer, entries = self._optimizer, list(tb_entries(error.__traceback__))
+        place = next((n for n, entry in enumerate(entries) if entry.tb_frame is self._frame), None)
+        if self._popped is None or optimizer is None or place is None or _needs_closure(type(optimizer).step):
+            return None
+        user = next((e for e in entries[place::-1] if kind_of_file(e.tb_frame.f_code.co_filename) == "user"), None)
+        code, instruction = (user.tb_frame.f_code, user.tb_lasti) if user is not None else (None, 0)
+        note = StepNote(options_of(optimizer), self._in_kernel, self._attributes)
+        return Op(OptimizerStep, optimizer, (), {}, (), code, instruction, current_mode(), note)
 
     def abandon(self) -> None:
         """An exception has ended an optimizer's step, which may have changed some of its parameters."""

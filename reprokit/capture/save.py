@@ -123,7 +123,8 @@ class NothingFound(Exception):
 class Raised:
     """An exception that ended a step. ``is_call`` says whether it came out of something on the tape, at which ``phase``
     and in which ``module`` it was. ``is_deliberate``: a ``raise`` or ``assert`` of the user's code made it.
-    ``causes`` are type and message of the exception and of those it came from."""
+    ``causes`` are type and message of the exception and of those it came from, ``facts`` the operands of the
+    expression that raised, in words."""
 
     type: str
     message: str
@@ -133,10 +134,13 @@ class Raised:
     is_call: bool
     is_deliberate: bool
     causes: tuple[tuple[str, str], ...] = ()
+    facts: tuple[str, ...] = ()
 
-    def is_same(self, kind: str, message: str) -> bool:
-        """True if type and message of an exception in a replay are those of training."""
-        return (kind, _constant(message)) in [(name, _constant(text)) for name, text in self.causes]
+    def alike(self, kind: str, message: str) -> tuple[str, str] | None:
+        """Type and message in training of an exception in a replay, where versions may be others; ``None`` for another
+        one."""
+        same = (kind, _constant(message))
+        return next(((name, text) for name, text in self.causes if (name, _constant(text)) == same), None)
 
 
 def _constant(message: str) -> str:
@@ -196,7 +200,7 @@ class Describing:
             if not is_decided(found) and made.snapshot.fidelity != "unfaithful":
                 with ignored_errors():
                     found = _found_by_rule(made, found)
-        return found
+        return _with_operands(found, self.verdict.raised, made.snapshot.failure)
 
     def _found_by_playing(self, snapshot: Snapshot) -> Cause | None:
         """What the steps that are kept show, played again with one thing changed."""
@@ -280,7 +284,9 @@ class Describing:
     def now(self, ops: list[Op], pending: Op | None, notes: list[str]) -> Case:
         """The running step, from the state of now."""
         verdict, mark = self.verdict, self._running_mark(pending)
-        ops = [op for op in ops if not (op.kind.writes_state(op) or op.kind is OptimizerStep)]
+        raising = self.loop.recorder.raised[1].note if verdict.raised and self.loop.recorder.raised else None
+        is_over = [op.kind is OptimizerStep and op.note is not raising for op in ops]
+        ops = [op for op, over in zip(ops, is_over, strict=True) if not (op.kind.writes_state(op) or over)]
         return Case(verdict.where, ops, pending, mark, True, verdict.frame, {}, verdict.raised, verdict.keep, notes)
 
     def _of_now(self, case: Case, segments: list[Segment]) -> Made:
@@ -406,7 +412,10 @@ class Describing:
         if case.where == "gradient" and made_by and made_by[-1] < len(segments) - 1:
             step, first = segments[made_by[-1]].mark.step, min(made_by[-1], first)
         world, length = self.loop.world, len(segments) - first
-        if not 1 < length <= _MOST_JOINED or not (world.is_complete and world.copies and self.loop.ranks.is_alone):
+        is_update = case.raised is not None and case.raised.phase is Phase.OPTIMIZER  # which has ended in the middle
+        if not 1 - is_update < length <= _MOST_JOINED or not (
+            world.is_complete and world.copies and self.loop.ranks.is_alone
+        ):
             return None
         try:
             with self.begun(segments, first) as begun:
@@ -494,7 +503,9 @@ class Describing:
             failure, is_close = _unexplained(case, loop.tape.alive()), False
             is_gone = raised is None or (raised.is_call and replayed.error is None and not is_hook)
             notes += [NOT_AGAIN if is_gone else NOT_OF_TORCH] if is_known else []
-        elif raised is not None and failure.exception is not None and not raised.is_same(*failure.exception):
+        elif raised is not None and failure.exception is not None and raised.alike(*failure.exception):
+            failure = replace(failure, exception=raised.alike(*failure.exception))
+        elif raised is not None and failure.exception is not None:
             notes.append(f"training raised {raised.type}: {raised.message.partition(chr(10))[0]}")
             is_close = False
         elif reference is None and _is_from_statistics(replayed.program, failure):
@@ -681,6 +692,18 @@ def _samples_in(replayed: TracedPlayer, watch: SampleWatch) -> dict[int, Samples
             samples = watch.samples(number, names[value], num_rows)
             found |= {value: samples} if samples is not None else {}
     return found
+
+
+def _with_operands(cause: Cause | None, raised: Raised | None, failure: Failure) -> Cause | None:
+    """The cause, behind the operands of the expression that raised; of a backward pass these tell nothing."""
+    if raised is None or not raised.facts or failure.kind != EXCEPTION or failure.phase is Phase.BACKWARD:
+        return cause
+    place = raised.site.place if raised.site is not None else ""
+    if raised.site is not None and raised.site.library is not None:
+        place = "{}:{}".format(*raised.site.library)
+    says = f"At {place}: {'; '.join(raised.facts)}."
+    known = cause or Cause("unknown", "")
+    return replace(known, text=f"{says} {known.text}".strip(), evidence=(*raised.facts, *known.evidence))
 
 
 def _found_by_rule(made: Made, cause: Cause | None) -> Cause | None:

@@ -350,7 +350,12 @@ class Tracer(TorchFunctionMode):
             return known
         borrow = self.borrows and origin.role == "parameter" and tensor.layout is torch.strided
         content = tensor.detach() if borrow else copy_of(tensor.detach())
-        value = self._new_input(content, origin, requires_grad=tensor.requires_grad)
+        value = self._new_input(content, origin, requires_grad=tensor.requires_grad and not tensor.is_inference())
+        if tensor.is_inference():  # an input is none: autograd refuses to save one
+            made = self.new_value()
+            mode = Mode(grad=False, inference=True)
+            self.calls.append(Call("torch.Tensor.clone", (Ref(value),), outputs=Ref(made), mode=mode))
+            value = made
         self.alias(tensor, value)
         if borrow:
             self._borrowed.setdefault(tensor.untyped_storage().data_ptr(), []).append(value)

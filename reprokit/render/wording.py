@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
 
 _NAMED_ARGUMENT = re.compile(r"\bargument\b|['\"`]\w+['\"`]")
-_MAX_CODE, _MAX_MESSAGE = 160, 300
+_MAX_CODE, _MAX_MESSAGE = 160, 600  # both shapes of a recomputation are in the third line of its message
 _DEFINITIONS = {
     "update": "the norm of the change of all parameters over their norm before the step",
     "gradient norm": "the L2 norm of all gradients together, before clipping",
@@ -175,12 +176,15 @@ def _observed_drop(failure: Failure, drop: Drop) -> str:
 
 
 def message(failure: Failure) -> str:
-    """The first line of the exception's message as inline code, redacted; nothing where there is none.
+    """The exception's message as inline code, redacted, as far as its lines fit; nothing where there is none.
 
     Without a full stop, which the sentence around it has.
     """
     text = failure.exception[1].strip() if failure.exception is not None else ""
-    line = _shortened(redact_text(text.splitlines()[0]), _MAX_MESSAGE) if text else ""
+    first, *others = filter(None, map(str.strip, text.splitlines() or [""])) if text else ("",)
+    lengths = itertools.accumulate((len(other) + 1 for other in others), initial=len(first))
+    shown = [line for line, length in zip((first, *others), lengths, strict=True) if length <= _MAX_MESSAGE]
+    line = _shortened(redact_text(" ".join(shown or [first])), _MAX_MESSAGE)
     return code_span(line if line.endswith("..") else line.removesuffix(".")) if line else ""
 
 
@@ -330,7 +334,11 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
     if failure.input_name is not None:
         words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
         return f"the {words[0]} {code_span(failure.input_name)}, bad before the first {words[1]}"
-    return "the training loop's own code" if failure.exception is not None else "unknown"
+    if failure.exception is None:
+        return "unknown"
+    if failure.site is not None and failure.site.library is not None:
+        return "a library's own code"
+    return f"the {'optimizer' if failure.phase == Phase.OPTIMIZER else 'training loop'}'s own code"
 
 
 def code_of(site: Site | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,89 @@ def test_it_is_saved(
     assert failure.exception is not None and failure.exception[0] == error.__name__
     assert failure.site is not None and Path(failure.site.file).name in ("test_exceptions.py", "traps_checks.py")
     assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
+
+
+# -- the operands of what raised ------------------------------------------------------------------------------------
+
+
+class Scheduled(torch.optim.Optimizer):
+    """Its learning rate is a root of what is left of the steps, and its last division one by the sum of gradients."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], total: int) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.done, self.total = 0, total
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            seen = 0.0
+            rate = group["lr"] * (1 - self.done / self.total) ** 0.5
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-rate)
+                seen += p.grad.abs().sum().item()
+            group["share"] = rate / seen
+        self.done += 1
+
+
+def rate_past_its_end() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = Scheduled(model.parameters(), total=BAD_STEP - 1)
+    for _, x, y in batches():
+        update(optimizer, F.cross_entropy(model(x[:, :4]), y % 3))
+
+
+def gradients_of_zero() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = Scheduled(model.parameters(), total=100)
+    for step, x, _ in batches():
+        update(optimizer, (model(x[:, :4]) * (0 if step == BAD_STEP else 1)).square().mean())
+
+
+class Bank(nn.Module):
+    """Compares with features that it has once computed in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 3)
+        self.table = torch.ones(3, 3)
+
+    @torch.inference_mode()
+    def refresh(self, x: torch.Tensor) -> None:
+        self.table = self.embed(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x) @ self.table.t()
+
+
+def features_of_inference_mode() -> None:
+    model = Bank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, _ in batches():
+        if step == BAD_STEP:
+            model.refresh(x[:, :4])
+        update(optimizer, model(x[:, :4]).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("loop", "error", "call", "says"),
+    [
+        (rate_past_its_end, RuntimeError, "torch.Tensor.add_", [
+            "`rate` is", "j, a complex number (assigned at", "`self.done` is 3, `self.total` is 2)",
+            "`p` is float32 [3, 4], the parameter `weight`"]),
+        (gradients_of_zero, ZeroDivisionError, None, [
+            "`seen` is 0 (assigned at", "is float32 [3], all zeros); every gradient of the optimizer is zero."]),
+        (features_of_inference_mode, RuntimeError, "torch.Tensor.matmul", [
+            "`self.table` is float32 [", "made in inference mode (assigned at"]),
+    ],
+)  # fmt: skip
+def test_the_operands_are_told(
+    loop: Callable[[], None], error: type[BaseException], call: str | None, says: Sequence[str], tmp_path: Path
+) -> None:
+    snapshot = capture_raising(loop, error, tmp_path)
+    assert snapshot.failure.call == call and snapshot.cause is not None
+    assert snapshot.failure.phase == ("forward" if loop is features_of_inference_mode else "optimizer")
+    assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
+    assert [part for part in says if part not in snapshot.cause.text] == [], snapshot.cause.text
 
 
 # -- where a NaN lies behind the exception --------------------------------------------------------------------------
