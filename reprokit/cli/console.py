@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import functools
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -89,13 +90,15 @@ def gone(name: str, instead: str, *, is_flag: bool = False) -> Callable[[Any], A
 
 
 def read_steps(value: str | None, option: str) -> frozenset[int]:
-    """``1,3,7-9`` as a set."""
+    """``1,3,7-9,20-100:10`` as a set; the number behind the colon is a stride."""
     found: set[int] = set()
     for word in value.split(",") if value is not None else ():
-        first, dash, last = word.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
-            raise UsageError(f"`{value}` is not a list of steps", hint=f"{option} takes numbers such as 1,3 or 7-9")
-        found.update(range(int(first), int(last or first) + 1))
+        given = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", word.strip())
+        first, last, stride = (int(part) if part else None for part in given.groups()) if given else (None, 0, 0)
+        if first is None or (last is not None and last < first) or stride == 0:
+            hint = f"{option} takes numbers such as 1,3 or 7-9 or 0-100:10"
+            raise UsageError(f"`{value}` is not a list of steps", hint=hint)
+        found.update(range(first, (first if last is None else last) + 1, stride or 1))
     return frozenset(found)
 
 

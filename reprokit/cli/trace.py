@@ -23,14 +23,16 @@ from reprokit.capture.options import rank_suffix, with_part
 from reprokit.cli import console
 from reprokit.cli.capture import UserScript, watching
 from reprokit.errors import ReprokitError, UsageError
+from reprokit.locate.choice import Choice
 from reprokit.words import counted, replay_words
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
     from reprokit.locate.ranges import FrameRow
 
-Format = Literal["table", "jsonl", "csv", "html"]
-FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "html")
+Format = Literal["table", "lines", "jsonl", "csv", "html"]
+FORMATS: tuple[Format, ...] = ("table", "lines", "jsonl", "csv", "html")
+_SCREEN = ("table", "lines")
 _MOST_NAMES = 6  # in one line
 
 
@@ -38,7 +40,7 @@ _MOST_NAMES = 6  # in one line
 class Output:
     """The rows that are wanted, and where they go: to a file, else the table to stderr and anything else to stdout."""
 
-    module: str | None
+    choice: Choice
     histograms: bool
     to: Format
     path: Path | None
@@ -54,10 +56,11 @@ class Output:
         file = self.path.open("w", encoding="utf-8", newline="") if self.path is not None else None
         rows = [row for group in groups for row in group]
         with file or contextlib.nullcontext():
-            if self.to == "table":
+            if self.to in _SCREEN:
                 screen = Console(file=file, stderr=file is None, highlight=False)
                 for group in filter(None, groups):
-                    screen.print(ranges.table(group, screen.width))
+                    is_flat = self.to == "lines"
+                    screen.print(ranges.table(group, screen.width, is_flat=is_flat), soft_wrap=is_flat)
                     screen.print()
                 return
             if self.to == "html":
@@ -86,7 +89,7 @@ class TraceScript:
         trained: set[str] = set()  # names of parameters
         with contextlib.ExitStack() as stack:
             stack.enter_context(launch.hide_own_frames())
-            is_mixed = self.output.to != "table" and self.output.path is None
+            is_mixed = self.output.to not in _SCREEN and self.output.path is None
             stdout = stack.enter_context(_own_stdout()) if is_mixed else sys.stdout
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-trace-")))
             process = os.getpid()
@@ -101,7 +104,7 @@ class TraceScript:
                     quiet=True,
                     verbose=self.verbosity is console.Verbosity.VERBOSE,
                     on=("exception",),
-                    source="none",
+                    source="traceback",  # names of variables
                     budget=None,
                     at_step=self.steps,
                     last_step=self.stop_after,
@@ -135,7 +138,7 @@ class TraceScript:
             except ReprokitError as error:
                 console.say(f"step {path.stem}: {error}")
                 continue
-            groups.append(rows_of(found, snapshot.step, output.module))
+            groups.append(rows_of(found, snapshot.step, output.choice))
             with_gradient |= names_with_gradient(found)
             if doubt := replay_words(snapshot.fidelity, snapshot.fidelity_note):
                 console.say(f"step {snapshot.step}: {doubt}", self.verbosity)
@@ -149,10 +152,7 @@ class TraceScript:
                 console.say(f"no gradient in the chosen steps: {shown}{more}", self.verbosity)
         elif session is not None:
             steps = counted(session.num_steps, "step")
-            matching = f" that matches `{output.module}`" if output.module is not None else ""
-            console.say(
-                f"no rows: no module{matching} was called in the chosen steps; an optimizer's step ended {steps}"
-            )
+            console.say(f"no rows: {output.choice.lacking} in the chosen steps; an optimizer's step ended {steps}")
         elif "torch" not in sys.modules:
             console.say("no rows: the script did not import torch")
 
@@ -173,11 +173,10 @@ def _trace_file(path: Path, output: Output, max_time: float, verbosity: console.
 
     snapshot = load(path)
     with console.deadline(max_time):
-        rows = recorded_rows(snapshot, output.module, histograms=output.histograms)
+        rows = recorded_rows(snapshot, output.choice, histograms=output.histograms)
     output.write([rows], sys.stdout)
     if not rows:
-        matching = f" matches `{output.module}`" if output.module is not None else " was called in this step"
-        console.say(f"no rows: no module{matching}", verbosity)
+        console.say(f"no rows: {output.choice.lacking} in this step", verbosity)
     return 0
 
 
@@ -217,8 +216,17 @@ class OptionsAnywhere(click.Command):
 )
 @click.option("--stop-after", type=click.IntRange(min=0), metavar="N", help="Stop the script after step N.")
 @click.option("--module", metavar="PATTERN", help="Only modules whose path fits, such as 'h.0.*'.")
+@click.option("--class", "classes", multiple=True, metavar="PATTERN", help="Only modules of such a class; repeatable.")
+@click.option(
+    "--tensor",
+    "tensors",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only input, weight, output, grad_input, grad_output or grad_weight; another name is that of a variable of "
+    "your code, whose value and gradient are measured. Repeatable; prints a line a row.",
+)
 @click.option("--histograms", is_flag=True, help="Add a histogram of magnitudes and the kurtosis to every row.")
-@click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format of the rows.")
+@click.option("--to", type=click.Choice(FORMATS), help="The format of the rows: table by default, lines with --tensor.")
 @console.output_options("FILE", "Write the rows to FILE.")
 @console.max_time_option(60, "For a snapshot.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module, as `python -m` does.")
@@ -229,8 +237,10 @@ def command(
     steps: frozenset[int],
     stop_after: int | None,
     module: str | None,
+    classes: tuple[str, ...],
+    tensors: tuple[str, ...],
     histograms: bool,
-    to: Format,
+    to: Format | None,
     output: Path | None,
     force: bool,
     max_time: float,
@@ -250,7 +260,8 @@ def command(
     if output is not None:
         output = output if is_snapshot else with_part(output, rank_suffix())
         console.check_file(output, overwrite=force)
-    wanted = Output(module, histograms, "jsonl" if json else to, output, target[0])
+    form: Format = "jsonl" if json else to or ("lines" if tensors else "table")
+    wanted = Output(Choice(module, classes, tensors), histograms, form, output, target[0])
     if not is_snapshot:
         chosen = steps or frozenset([0])
         return TraceScript(UserScript(target[0], is_module, tuple(target[1:])), chosen, stop_after, wanted, verbosity)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from reprokit.locate.choice import Role
 from reprokit.locate.ways import local_part
 from reprokit.program.dataflow import contents
 from reprokit.words import json_line
@@ -102,11 +102,11 @@ class Range:
         return math.log2(torch.finfo(getattr(torch, self.dtype)).max) - math.log2(self.high)
 
 
-def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = False) -> Range:
+def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = False, is_signed: bool = False) -> Range:
     """The range of a tensor of any format, layout and shape; of a tensor on the meta device only these two.
 
     ``moments``: with mean, standard deviation and norm, which take half of the time. ``histogram``: of floating-point
-    numbers with that too, which takes several times as long as all the rest.
+    numbers with that too, which takes several times as long as all the rest. ``is_signed``: with ``ends``.
     """
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     numbers = _numbers(tensor)
@@ -140,7 +140,7 @@ def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = Fal
         **(_moments(magnitudes if numbers.is_complex() else numbers, high) if moments else {}),
         zeros=num_zero / (magnitudes.numel() + num_nan + num_inf),
         histogram=_histogram(magnitudes if numbers.is_complex() else numbers) if histogram and is_float else None,
-        ends=None,
+        ends=_extremes(numbers) if is_signed and not numbers.is_complex() else None,
     )
 
 
@@ -224,13 +224,13 @@ def _least(magnitudes: torch.Tensor) -> float | None:
 
 
 Pass = Literal["forward", "backward"]
-Role = Literal["input", "weight", "output", "grad_input", "grad_output", "grad_weight"]
 FIELDS = (
     *("step", "module", "class", "call", "pass", "tensor", "abs_min", "abs_max", "mean", "std", "zeros", "nonfinite"),
-    *("dtype", "headroom", "name", "shape", "norm"),
+    *("dtype", "headroom", "name", "shape", "norm", "min", "max", "site"),
 )
 HISTOGRAM_FIELDS = ("kurtosis", "histogram")  # behind the others, if the rows were measured with histograms
 HEADINGS = ("tensor", "|min|", "|max|", "mean", "std", "norm", "zeros", "dtype", "headroom")
+LINE_HEADINGS = ("module", "tensor", "shape", "min", "max", *HEADINGS[1:])
 _MARKS = 40
 _LEAST_NAME = 14  # columns of the terminal; longer names are cut where there is no room
 NEAR_LIMIT = 1.0  # doublings of headroom: one more layer of the same gain overflows
@@ -239,7 +239,8 @@ NEAR_LIMIT = 1.0  # doublings of headroom: one more layer of the same gain overf
 @dataclass(frozen=True, slots=True)
 class FrameRow:
     """A measured tensor. ``module`` is a path inside its root, or the class of the root in angle brackets; ``call``
-    counts the calls of the module in this step from 0; ``name`` is that of the argument, parameter or item."""
+    counts the calls of the module in this step from 0; ``name`` is that of the argument, parameter or item, or of the
+    variable that the line ``site`` assigns."""
 
     step: int
     module: str
@@ -249,6 +250,13 @@ class FrameRow:
     tensor: Role
     name: str
     range: Range
+    site: str = ""
+
+    @property
+    def place(self) -> str:
+        """The call: ``h.0.mlp (MLP), call 2``; empty for a variable of the loop."""
+        place = self.module if self.module in ("", f"<{self.cls}>") else f"{self.module} ({self.cls})"
+        return f"{place}, call {self.call}" if self.call else place
 
     @property
     def frame(self) -> tuple[int, str, str, int, Pass]:
@@ -279,6 +287,8 @@ class FrameRow:
             self.name,
             list(found.shape),
             found.norm,
+            *(found.ends or (None, None)),
+            self.site or None,
         )
         plain: dict[str, Any] = dict(zip(FIELDS, values, strict=True))
         if (bins := found.histogram) is not None:
@@ -296,6 +306,12 @@ class FrameRow:
         label = f"{self.tensor} {self.name}".rstrip()
         return (label, *numbers, zeros, found.dtype, bad or room)
 
+    def line_cells(self) -> tuple[str, ...]:
+        """The texts under `LINE_HEADINGS`."""
+        (label, *numbers), ends = self.cells(), self.range.ends or (None, None)
+        label, shape = f"{label} {self.site}".rstrip(), f"[{', '.join(map(str, self.range.shape))}]"
+        return (self.place, label, shape, *map(_number, ends), *numbers)
+
     def bars(self) -> str:
         """The histogram in one line: ``2^-9 ▁▃▅█ 2^-5, kurtosis 0.13``; empty without one."""
         bins = self.range.histogram
@@ -308,37 +324,34 @@ def _number(number: float | None) -> str:
     return "" if number is None else f"{number:.3g}"
 
 
-def frames(rows: Iterable[FrameRow]) -> Iterator[tuple[str, list[FrameRow]]]:
-    """Neighbouring rows of one call and pass, with a title: ``step 3  forward  h.0.mlp (MLP), call 2``."""
-    for (step, module, cls, call, direction), found in itertools.groupby(rows, lambda row: row.frame):
-        place = module if module == f"<{cls}>" else f"{module} ({cls})"
-        yield f"step {step}  {direction}  {place}{f', call {call}' if call else ''}", list(found)
-
-
-def table(rows: Sequence[FrameRow], room: int) -> Group:
+def table(rows: Sequence[FrameRow], room: int, *, is_flat: bool = False) -> Group:
     """Frames for a terminal of ``room`` columns; bad rows are red and marked with ``!``, those near their limit yellow
-    with ``~``. A histogram is a line below its row."""
+    with ``~``. A histogram is a line below its row. ``is_flat``: a line a row, with the module, however long."""
     from rich.console import Group
     from rich.text import Text
 
-    widths = [max(map(len, column)) for column in zip(HEADINGS, *(row.cells() for row in rows), strict=True)]
-    widths[0] = max(_LEAST_NAME, min(widths[0], room - sum(widths[1:]) - len(widths) - 1))
+    headings, lefts = (LINE_HEADINGS, ("module", "tensor", "dtype")) if is_flat else (HEADINGS, ("tensor", "dtype"))
+    cells = [row.line_cells() if is_flat else row.cells() for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    if not is_flat:
+        widths[0] = max(_LEAST_NAME, min(widths[0], room - sum(widths[1:]) - len(widths) - 1))
 
     def line(cells: Sequence[str], mark: str, style: str) -> Text:
         label = cells[0] if len(cells[0]) <= widths[0] else f"{cells[0][: widths[0] - 1]}…"
         aligned = (
-            cell.ljust(width) if heading in ("tensor", "dtype") else cell.rjust(width)
-            for heading, cell, width in zip(HEADINGS, (label, *cells[1:]), widths, strict=True)
+            cell.ljust(width) if heading in lefts else cell.rjust(width)
+            for heading, cell, width in zip(headings, (label, *cells[1:]), widths, strict=True)
         )
         return Text(f"{mark:1} {' '.join(aligned)}", style)
 
-    parts = [line(HEADINGS, "", "dim")]
-    for title, found in frames(rows):
-        parts.append(Text(f"\n{title}", style="bold"))
-        for row in found:
-            mark, style = ("!", "red") if row.is_bad else ("~", "yellow") if row.is_near_limit else ("", "")
-            parts.append(line(row.cells(), mark, style))
-            parts += [Text(f"    {row.bars()}", style="dim")] if row.bars() else []
+    parts, title = [line(headings, "", "dim")], ""
+    for row, shown in zip(rows, cells, strict=True):
+        words = f"\nstep {row.step}  {row.direction}{'' if is_flat else f'  {row.place}'}"
+        parts += [Text(words, style="bold")] if words != title else []
+        title = words
+        mark, style = ("!", "red") if row.is_bad else ("~", "yellow") if row.is_near_limit else ("", "")
+        parts.append(line(shown, mark, style))
+        parts += [Text(f"    {row.bars()}", style="dim")] if row.bars() else []
     return Group(*parts)
 
 

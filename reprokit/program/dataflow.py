@@ -147,13 +147,13 @@ class NodeOwners:
     def __init__(self) -> None:
         self._owner: dict[Node, int] = {}
 
-    def own_outputs(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Give the new nodes behind the outputs of call number ``index`` to it."""
+    def own_outputs(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> list[Node]:
+        """Give the new nodes behind the outputs of call number ``index`` to it; returns these nodes."""
         places = iter_refs(all_written(call.target, call.args, call.kwargs))
         written = [values[value] for value in (*call.output_refs(), *(ref.value for ref in places)) if value in values]
-        for node in reachable(map(node_of, written), self._owner):
-            if not is_accumulation(node):
-                self._owner[node] = index
+        found = [node for node in reachable(map(node_of, written), self._owner) if not is_accumulation(node)]
+        self._owner.update(dict.fromkeys(found, index))
+        return found
 
     def owner(self, node: Node) -> int | None:
         """The index of the call that owns the node, or ``None``."""

@@ -31,7 +31,8 @@ class Trace(Generic[T]):
 
     ``reads`` and ``writes`` are by call and value: what the call was given, and what it left in its results and in
     values that share memory with what it wrote into. ``calls``: those that are measured, all if that is ``None``. With
-    ``gradients_of`` (a measure of them) ``gradients`` has those that arrived at a result, in order, by call and value.
+    ``gradients_of`` (a measure of them) ``gradients`` has those that arrived at a result, in order, by call and value;
+    ``arrivals`` has the call during which the last one did, and a number that grows with time.
     """
 
     program: Program
@@ -41,7 +42,10 @@ class Trace(Generic[T]):
     reads: dict[int, dict[int, T]] = field(default_factory=dict)
     writes: dict[int, dict[int, T]] = field(default_factory=dict)
     gradients: dict[tuple[int, int], list[T]] = field(default_factory=dict)
+    arrivals: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     outcome: Outcome = field(default_factory=Outcome)
+    _running: int = -1
+    _num_arrived: int = 0
     _writers: dict[int, list[int]] = field(default_factory=dict)
     _storages: dict[int, set[int]] = field(default_factory=dict)
     _known: dict[int, tuple[int, T | None]] = field(default_factory=dict)
@@ -57,6 +61,7 @@ class Trace(Generic[T]):
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Measure what the call reads."""
+        self._running = index
         if self.calls is None or index in self.calls:
             self.reads[index] = self._measured(dict.fromkeys(call.input_refs()), values)
         else:
@@ -82,6 +87,8 @@ class Trace(Generic[T]):
             found = self.gradients_of(gradient) if self.gradients_of is not None else None
             if found is not None:
                 self.gradients.setdefault((index, value), []).append(found)
+                self._num_arrived += 1
+                self.arrivals[index, value] = self._running, self._num_arrived
 
         tensor.register_hook(note)  # type: ignore[no-untyped-call]
 

@@ -6,17 +6,21 @@ inside and read outside came out. `recorded_rows` gives them, and the gradients 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import torch
+
 from reprokit.errors import ReprokitError
 from reprokit.locate.blame import GRAD_SCALER
+from reprokit.locate.choice import Choice, Role
 from reprokit.locate.failure import Failure
-from reprokit.locate.ranges import FrameRow, Range, Role
-from reprokit.program.ir import AUTOGRAD_BACKWARD, Phase, Program, Scope, iter_refs
-from reprokit.render.names import labels
+from reprokit.locate.ranges import FrameRow, Range
+from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Phase, Program, Scope, iter_refs
+from reprokit.render.names import labels, result_words
 from reprokit.render.survey import Survey, survey, written_by
 from reprokit.snapshot.format import Snapshot
 
@@ -25,7 +29,10 @@ MAX_FRAMES = 200
 Key = tuple[Scope, ...]
 Modules = list[tuple[Key, list[int]]]
 Ranges = dict[int, Range | None]
-Rows = list[list[tuple[int, FrameRow]]]
+Part = list[tuple[int, FrameRow]]  # values with their rows
+Rows = list[Part]
+Time = tuple[float, float]  # a call, and the place among the gradients that arrived while it ran
+ALL = Choice()
 
 
 class Magnitudes(NamedTuple):
@@ -131,20 +138,43 @@ class _Frames:
 
 
 def recorded_rows(
-    snapshot: Snapshot, pattern: str | None = None, *, last: int | None = None, histograms: bool = False
+    snapshot: Snapshot, choice: Choice = ALL, *, last: int | None = None, histograms: bool = False
 ) -> list[FrameRow]:
     """Run the captured step and return its rows, see `rows_of`. Raises `ReprokitError` if it cannot be run here."""
-    return rows_of(surveyed(snapshot, histograms=histograms), snapshot.step, pattern, last=last)
+    return rows_of(surveyed(snapshot, histograms=histograms), snapshot.step, choice, last=last)
 
 
 def surveyed(snapshot: Snapshot, *, histograms: bool) -> Survey:
     """Run the captured step; raises `ReprokitError` if it cannot be run here. ``histograms``: measure these too."""
-    found = survey(snapshot, histograms=histograms)
+    found = survey(snapshot, histograms=histograms, parts=_shared_inputs(snapshot.program))
     if found.error is not None:
         reason = str(found.error).partition("\n")[0]
         raise ReprokitError(
             f"the captured step cannot be run here: {reason}", hint="`reprokit show --json` does not run it"
         )
+    return found
+
+
+def _shared_inputs(program: Program) -> dict[int, dict[Key, set[int]]]:
+    """By values that are read inside a module call and outside of it, such as the input of a residual branch, and by
+    module call: the calls inside that read."""
+    readers: dict[int, list[int]] = {}
+    for index, call in enumerate(program.calls):
+        if not (call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)):
+            for value in call.input_refs():
+                readers.setdefault(value, []).append(index)
+    found: dict[int, dict[Key, set[int]]] = {}
+    for item in program.inputs:
+        if item.role in ("parameter", "buffer", "rng"):
+            readers.pop(item.value, None)
+    for value, indexes in readers.items():
+        inside: dict[Key, set[int]] = {}
+        for index in indexes:
+            scope = program.calls[index].scope
+            for depth in range(1, len(scope) + 1):
+                inside.setdefault(scope[:depth], set()).add(index)
+        if partly := {key: own for key, own in inside.items() if len(own) < len(indexes)}:
+            found[value] = partly
     return found
 
 
@@ -155,25 +185,65 @@ def names_with_gradient(found: Survey) -> set[str]:
     return {item.name for item in found.program.inputs if item.value in known}
 
 
-def rows_of(found: Survey, step: int, pattern: str | None = None, *, last: int | None = None) -> list[FrameRow]:
-    """The rows of the module calls: forward in the order in which modules were left, then backward.
+def rows_of(found: Survey, step: int, choice: Choice = ALL, *, last: int | None = None) -> list[FrameRow]:
+    """The rows of the module calls in the order of the run: forward when a module was left, backward when the gradient
+    of its output arrived.
 
-    ``pattern`` is a shell pattern for paths of modules. ``last`` asks for so many frames, up to the one in which the
-    step failed.
+    ``last`` asks for so many frames, up to the one in which the step failed.
     """
     made = _Frames(found)
     names = labels(found.program)
     modules = (item for item in made.ordered if GRAD_SCALER not in item[0])
-    ordered = [item for item in modules if pattern is None or fnmatchcase(item[0][-1].label, pattern)]
+    ordered = [item for item in modules if choice.takes(item[0][-1].label, item[0][-1].cls)]
     forward = [_forward(step, key, made.parts(key, indexes), names) for key, indexes in ordered]
-    backward = [_backward(found, row_values) for row_values in reversed(forward)]
+    backward = [_backward(found, item[0], values) for item, values in zip(ordered[::-1], forward[::-1], strict=True)]
     if last is not None:
         forward, backward = _until_failure(found.failure, found.program, ordered, forward, backward)
-    shown = [part for part in (*forward, *backward) if part]
-    return [row for part in (shown if last is None else shown[len(shown) - min(last, len(shown)) :]) for _, row in part]
+        shown = [part for part in (*forward, *backward) if part]
+        return [row for part in shown[len(shown) - min(last, len(shown)) :] for _, row in part]
+    ends = [(indexes[-1], 0) for _, indexes in ordered]
+    timed = [*zip(ends, forward, strict=True), *((_arrival(found, part), part) for part in backward)]
+    timed = [(time, [row for row in part if row[1].tensor in choice.roles]) for time, part in timed]
+    timed += _variables(found, step, choice)
+    return [row for _, part in sorted(timed, key=lambda item: item[0]) for _, row in part]
 
 
-def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int, str]) -> list[tuple[int, FrameRow]]:
+def _arrival(found: Survey, rows: Part) -> Time:
+    """When the first gradient of a frame arrived; at the end for gradients that only an optimizer has shown."""
+    times = {value: time for (_, value), time in found.arrivals.items()}
+    return min((times[value] for value, row in rows if value in times), default=(math.inf, 0))
+
+
+def _variables(found: Survey, step: int, choice: Choice) -> list[tuple[Time, Part]]:
+    """The values that the user's lines assign to variables of wanted names, and the gradients that arrived there."""
+    calls, words = found.program.calls, result_words(found.program)
+    given = [(-1, item.value, item.name) for item in found.program.inputs if item.role != "rng"]
+    made = [(i, value, words[value]) for i, call in enumerate(calls) for value in call.output_refs() if value in words]
+    rows: list[tuple[Time, Part]] = []
+    for index, value, name in (*given, *made) if choice.variables else ():
+        measured = found.inputs.get(value) if index < 0 else found.written(index, value)
+        if measured is None or not any(fnmatchcase(name, pattern) for pattern in choice.variables):
+            continue
+        level, site = _home(calls[index]) if index >= 0 else None, calls[index].site if index >= 0 else None
+        place = (level.label, level.cls, level.count) if level is not None else ("", "", 0)
+        row = FrameRow(step, *place, "forward", "variable", name, measured, site.place if site is not None else "")
+        if choice.takes(*place[:2]):
+            rows.append(((index, 1), [(value, row)]))
+            if seen := found.gradients.get((index, value)):
+                worst = next((one for one in seen if one.is_bad), seen[-1])
+                row = replace(row, direction="backward", tensor="grad_variable", range=worst)
+                rows.append((found.arrivals[index, value], [(value, row)]))
+    return rows
+
+
+def _home(call: Call) -> Scope | None:
+    """The module whose code has the line of a call: not a layer of torch's that the line calls; ``None``: the loop."""
+    owner = call.site.function.split(".")[-2:-1] if call.site is not None else []
+    own = [level for level in call.scope if not hasattr(torch.nn, level.cls)]
+    return next((level for level in reversed(call.scope) if [level.cls] == owner), own[-1] if own else None)
+
+
+def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int, str]) -> Part:
     level = key[-1]
     prefix = f"{level.full_path}." if level.full_path else ""
     rows = []
@@ -185,10 +255,12 @@ def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int,
     return rows
 
 
-def _backward(found: Survey, forward: list[tuple[int, FrameRow]]) -> list[tuple[int, FrameRow]]:
+def _backward(found: Survey, key: Key, forward: Part) -> Part:
+    arrived = found.arrived
+    whole = {value: gradient for value, gradient in arrived.items() if key not in found.parts.get(value, ())}
     kinds: tuple[tuple[Role, Role, dict[int, Range]], ...] = (
-        ("output", "grad_output", found.arrived),
-        ("input", "grad_input", found.arrived),
+        ("output", "grad_output", arrived),
+        ("input", "grad_input", whole | {value: part for (own, value), part in found.passed.items() if own == key}),
         ("weight", "grad_weight", found.leaf_gradients),
     )
     return [

@@ -12,12 +12,13 @@ A terminal shows the last of these calls (`steps`) and the lines around the orig
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +28,7 @@ from reprokit.locate.ranges import Range, ends_of, measure, range_text
 from reprokit.locate.samples import bad_rows
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
-from reprokit.program.dataflow import calls_after, needed_calls
+from reprokit.program.dataflow import Edge, NodeOwners, calls_after, edge_of, needed_calls
 from reprokit.program.dataflow import written_by as written_values
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import OPAQUE, Call, Ref
@@ -141,6 +142,8 @@ class Survey(Trace[Range]):
     left in ``.grad`` of a leaf, or what its optimizer was given. ``operands`` is what the origin read, ``optimizer``
     what an optimizer's step had for the parameter it ruined. ``name`` is that of the bad tensor, ``positions`` are
     about it. ``readers`` lists for every value the calls that read it. ``error`` ended the run before its time.
+    ``parts``: for some values that several calls read groups of these calls, by a key; ``passed`` has by key and value
+    the part of its gradient that the calls of such a group sent.
     """
 
     failure: Failure = field(kw_only=True)
@@ -152,10 +155,15 @@ class Survey(Trace[Range]):
     positions: Positions | None = None
     readers: dict[int, list[int]] = field(default_factory=dict)
     error: Exception | None = None
+    parts: Mapping[int, Mapping[Any, Set[int]]] = field(default_factory=dict)
+    passed: dict[tuple[Any, int], Range] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._given = {item.value for item in self.program.inputs if item.role != "rng"}
         self._states = {item.value for item in self.program.inputs if item.role == "rng"}
+        self._owners = NodeOwners()
+        self._edges: dict[Edge, int] = {}  # of what the running call reads
+        self._sent: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by value: calls, and what they sent to it
         for index, call in enumerate(self.program.calls):
             for value in call.input_refs() if call.target != OPAQUE else ():
                 self.readers.setdefault(value, []).append(index)
@@ -185,6 +193,8 @@ class Survey(Trace[Range]):
                 self.inputs[value] = known
                 if values[value].requires_grad:
                     self._wait_for_gradients(-1, value, values[value])
+        read = [value for value in call.input_refs() if value in self.parts and value in values]
+        self._edges = {edge: value for value in read if (edge := edge_of(values[value])) is not None}
         failure = self.failure
         if call.is_optimizer_step:
             self._note_optimizer(index, call, values)
@@ -202,9 +212,30 @@ class Survey(Trace[Range]):
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         super().after(index, call, values)
+        if self.parts:
+            for node in self._owners.own_outputs(index, call, values):
+                for slot, edge in enumerate(node.next_functions):
+                    if edge in self._edges:
+                        node.register_hook(partial(self._note_part, index, self._edges[edge], slot))
         bad = values.get(self.failure.value) if self.failure.value is not None else None
         if index == self.failure.call_index and not self.failure.is_derivative and bad is not None:
             self._note_positions(bad)
+
+    def _note_part(self, index: int, value: int, slot: int, sent: Sequence[torch.Tensor | None], _: object) -> None:
+        if (gradient := sent[slot]) is not None:
+            self._sent.setdefault(value, []).append((index, gradient))
+
+    def _wait_for_gradients(self, index: int, value: int, tensor: torch.Tensor) -> None:
+        super()._wait_for_gradients(index, value, tensor)
+        if value in self.parts:  # what its readers have sent is complete then
+            tensor.register_hook(lambda _: self._add_parts(value))  # type: ignore[no-untyped-call]
+
+    def _add_parts(self, value: int) -> None:
+        sent = self._sent.pop(value, [])
+        for key, calls in self.parts[value].items():
+            own = [gradient.detach() for index, gradient in sent if index in calls]
+            if own and (found := self.measure(functools.reduce(torch.add, own))) is not None:
+                self.passed[key, value] = found
 
     def _note_positions(self, tensor: torch.Tensor) -> None:
         self.positions = self.positions or positions_of(tensor, self.name)
@@ -223,16 +254,23 @@ class Survey(Trace[Range]):
 
 
 def survey(
-    snapshot: Snapshot, name: str = "", shown: Iterable[int] | None = None, *, histograms: bool = False
+    snapshot: Snapshot,
+    name: str = "",
+    shown: Iterable[int] | None = None,
+    *,
+    histograms: bool = False,
+    parts: Mapping[int, Mapping[Any, Set[int]]] | None = None,
 ) -> Survey:
     """Run the captured step once and measure it, as far as it can be run here; ``name`` is that of the bad tensor.
 
     ``shown`` are the calls whose operands, results and gradients matter beside those of the origin, ``None`` for all:
     only these run, with what they depend on, and means and deviations are left out. ``histograms``: measure these too.
+    ``parts`` are those of `Survey`, for a trace, whose ranges are signed.
     """
     only = needed_calls(snapshot.program.calls, {*shown, *ends(snapshot)}) if shown is not None else None
-    range_of = partial(measure, moments=shown is None, histogram=histograms)
-    found = Survey(snapshot.program, range_of, gradients_of=range_of, failure=snapshot.failure, name=name)
+    range_of = partial(measure, moments=shown is None, histogram=histograms, is_signed=parts is not None)
+    given, failure = parts or {}, snapshot.failure
+    found = Survey(snapshot.program, range_of, gradients_of=range_of, failure=failure, name=name, parts=given)
     with determinism(snapshot.settings), warnings.catch_warnings(action="ignore"):
         try:
             outcome = found.run(snapshot.tensors, only=only)

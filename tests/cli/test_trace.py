@@ -88,6 +88,89 @@ for step in range(3):
 """
 
 
+RESIDUAL = """\
+import json
+import sys
+import warnings
+
+import torch
+from torch import nn
+
+
+class Attn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.v = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        attn = (self.q(x) @ x.transpose(-1, -2)).softmax(-1)
+        watch("attn", attn)
+        return attn @ self.v(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn, self.fc = nn.LayerNorm(8), Attn(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        h = torch.relu(self.fc(x))
+        watch("h", h)
+        return x + h
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.h, self.head = nn.Embedding(11, 8), nn.ModuleList([Block(), Block()]), nn.Linear(8, 11)
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for block in self.h:
+            x = block(x)
+        return self.head(x)
+
+
+def note(module, tensor, value):
+    shape, size = list(value.shape), value.abs()
+    ends = value.min(), value.max(), size.min(), size.max()
+    numbers = *ends, value.mean(), value.std(unbiased=False), value.norm(), (value == 0).float().mean()
+    seen.append([module, tensor, shape, *(number.item() for number in numbers)])
+
+
+def watch(name, value):
+    if is_hooked:
+        value.register_hook(lambda gradient: note(name, "grad_variable", gradient))
+
+
+torch.manual_seed(0)
+warnings.simplefilter("ignore")  # of a hook on an embedding, whose indices have no gradient
+net, seen, is_hooked = Net(), [], "hooks" in sys.argv
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+for name, part in net.named_modules() if is_hooked else ():
+    name = name or "<Net>"
+    part.register_forward_hook(lambda part, _, out, name=name: note(name, "output", out))
+
+    def note_backward(part, inputs, outputs, name=name):
+        note(name, "grad_output", outputs[0])
+        if inputs[0] is not None:
+            note(name, "grad_input", inputs[0])
+
+    part.register_full_backward_hook(note_backward)
+for step in range(5):
+    seen.clear()
+    for _ in range(2):
+        ids = torch.randint(0, 11, (2, 7))
+        loss = nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+    if step == 4 and is_hooked:
+        print(json.dumps(seen))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
@@ -125,7 +208,7 @@ def test_patterns_formats_and_the_last_step(tmp_path: Path, run_reprokit: Run) -
     assert page.stdout.startswith("<!doctype html>") and "<code>h.1.norm</code>" in page.stdout
     assert "://" not in page.stdout
     own = run_reprokit("trace", "--module", "none", "train.py", "--steps", "9")  # what follows the script is its own
-    assert own.stdout.splitlines()[0] == "['--steps', '9']" and "no module that matches `none`" in own.stderr
+    assert own.stdout.splitlines()[0] == "['--steps', '9']" and "no module was called that matches `none`" in own.stderr
     screen = run_reprokit("trace", "train.py", "--module", "head")
     assert "step 0  forward  head (Linear)" in screen.stderr and "step 0  backward  head (Linear)" in screen.stderr
     assert "emb" not in screen.stderr
@@ -178,9 +261,54 @@ def test_histograms_are_added_on_request(tmp_path: Path, run_reprokit: Run) -> N
     assert line in run_reprokit(*words).stderr and line in run_reprokit(*words, "--to", "html").stdout
 
 
+def test_the_numbers_are_those_of_hooks_in_the_order_of_the_run(
+    tmp_path: Path, run_python: Run, run_reprokit: Run
+) -> None:
+    (tmp_path / "train.py").write_text(RESIDUAL)
+    expected: dict[tuple[str, str], list[list[Any]]] = {}
+    for module, tensor, *numbers in json.loads(run_python("train.py", "hooks").stdout):
+        expected.setdefault((module, tensor), []).append(numbers)
+    roles = ("output", "grad_output", "grad_input", "attn", "h")
+    words = [word for role in roles for word in ("--tensor", role)]
+    rows = rows_of(run_reprokit("trace", "--steps", "0-4:2", *words, "--json", "train.py").stdout)
+    assert {row["step"] for row in rows} == {0, 2, 4}
+    last = [row for row in rows if row["step"] == 4 and row["tensor"] != "variable"]
+    found: dict[tuple[str, str], list[list[Any]]] = {}
+    names = ("shape", "min", "max", "abs_min", "abs_max", "mean", "std", "norm", "zeros")
+    for row in last:
+        owner = row["name"] if row["tensor"] == "grad_variable" else row["module"]
+        found.setdefault((owner, row["tensor"]), []).append([row[name] for name in names])
+    assert found.keys() == expected.keys() and len(found) > 30
+    for key, wanted in expected.items():  # a residual's own part of the gradient, not that of the tensor it shares
+        assert [row[0] for row in found[key]] == [row[0] for row in wanted]
+        assert [row[1:] for row in found[key]] == [pytest.approx(row[1:], rel=1e-6, abs=1e-6) for row in wanted]
+    homes = {(row["module"], row["site"]) for row in last if row["name"] == "attn" and row["tensor"] == "grad_variable"}
+    line = RESIDUAL[: RESIDUAL.index("attn = (")].count("\n") + 1
+    assert homes == {(f"h.{number}.attn", f"train.py:{line}") for number in (0, 1)}
+    halves = [(row["pass"], row["call"]) for row in last if row["module"] == "head"]
+    assert [*dict.fromkeys(halves)] == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    backward = [row["module"] for row in last if row["tensor"] == "grad_output" and row["call"] == 1]
+    assert backward[:4] == ["<Net>", "head", "h.1", "h.1.fc"] and backward[-1] == "emb"
+
+
+def test_a_line_a_row_for_chosen_classes_and_tensors(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(RESIDUAL)
+    words = ("--class", "Lin*", "--class", "Attn", "--tensor", "weight", "--module", "h.1.*")
+    lines = run_reprokit("trace", *words, "train.py").stderr.splitlines()
+    assert lines[0].split()[:5] == ["module", "tensor", "shape", "min", "max"]
+    shown = [line.split()[:4] for line in lines if line.startswith("  h.")]
+    own = [f"h.1.{name}" for name in ("attn.q", "attn.v", "fc") for _ in range(2)]
+    assert [line[0] for line in shown[:6]] == own and shown[0][1:] == ["(Linear)", "weight", "weight"]
+    frames = run_reprokit("trace", "--tensor", "attn", "--to", "table", "train.py").stderr
+    assert "step 0  backward  h.1.attn (Attn)\n  grad_variable " in frames
+    nothing = run_reprokit("trace", "--tensor", "missing", "train.py").stderr
+    assert "no rows: no module was called and no variable assigned that matches `missing`" in nothing
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["train.py", "--steps", "3-9:0"], "error: `3-9:0` is not a list of steps"),
         (["train.py", "--steps", "3-1"], "error: `3-1` is not a list of steps"),
         (["missing.py"], "error: `missing.py` does not exist"),
         (["train.py", "--steps", "1", "-o", "train.py"], "error: `train.py` exists already"),
