@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from reprokit.capture.calls import CompiledStep, OptimizerStep, Root, ScaleLoss, Transform
 from reprokit.capture.readings import (
@@ -27,10 +29,12 @@ from reprokit.capture.readings import (
     Series,
     Setting,
     StatePart,
+    States,
     slot_name,
     spaces_of,
 )
 from reprokit.capture.replay import Replay, in_silence
+from reprokit.capture.structure import map_leaves
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
 from reprokit.errors import pass_on
@@ -50,6 +54,7 @@ from reprokit.series.cause import (
     decay,
     divergence,
     drift,
+    emptied_state,
     growth,
     rate_words,
     rewritten,
@@ -65,13 +70,14 @@ if TYPE_CHECKING:
 
     from reprokit.capture.loop import Loop
     from reprokit.capture.save import Raised
+    from reprokit.capture.world import World
     from reprokit.snapshot.format import Snapshot
 
 DEAD = "dead"  # a play cannot show it: the difference from the steps before is printed, and no change is tried
 KINDS = EVENTS | {"nan", "inf", "exception", DEAD}
 _MOST_SECONDS = 30.0  # a longer wait for the file is not worth a cause
 _TIMES = 20  # the seconds that the steps took in training
-_LEAST_SECONDS = 2.0  # steps of a millisecond cost a replay more than they cost training
+_LEAST_SECONDS = 3.0  # steps of a millisecond cost a replay more than they cost training
 _LARGE_UPDATE = 0.5  # of the norm of the parameters in one step: a healthy update is below a hundredth
 _RECENT = 3  # updates and gradients before the failure that count: the first ones of parameters that are zero are large
 _LARGE_NORM = 20.0  # times the median norm of the gradients: clipping changes all that follows
@@ -80,25 +86,26 @@ _MOST_INPUTS = 4  # of a step that are exchanged one at a time
 
 
 def find_cause(
-    loop: Loop, segments: Sequence[Segment], snapshot: Snapshot, frame: FrameType | None, raised: Raised | None
+    loop: Loop,
+    segments: Sequence[Segment],
+    snapshot: Snapshot,
+    frame: FrameType | None,
+    raised: Raised | None,
+    seconds: float,
 ) -> Cause | None:
-    """The cause of the failure of ``snapshot``, which the last of ``segments`` shows; ``None`` where no value differs
-    from the steps before, or these cannot be played again."""
-    rows = failing_series(snapshot.timeline)
+    """The cause of the failure of ``snapshot``, which the last of ``segments`` shows, found in so many ``seconds``;
+    ``None`` where no value differs from the steps before, or these cannot be played again."""
+    rows, kind = failing_series(snapshot.timeline), snapshot.failure.kind
     losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
-    if snapshot.failure.kind == EXCEPTION and snapshot.failure.cause is None:
+    if kind == EXCEPTION and snapshot.failure.cause is None:
         losses = []  # a high loss raises nothing
-    trained = sum(row.seconds for row in rows[-len(segments) :] if row.seconds is not None)
-    seconds, kind = seconds_for(trained), snapshot.failure.kind
     since = snapshot.step if kind in EVENTS else segments[-1].mark.step
     began = snapshot.settings.began_at or 0
-    return _Experiments(loop, segments, frame, losses, seconds, kind, since, raised, began).run() if seconds else None
+    return _Experiments(loop, segments, frame, losses, seconds, kind, since, raised, began).run()
 
 
-def seconds_for(trained: float) -> float | None:
-    """The seconds that may be used on steps that took so long in training; ``None`` if that is not worth it."""
-    if 2 * trained > _MOST_SECONDS:  # they are run unchanged and changed
-        return None
+def seconds_for(trained: float) -> float:
+    """The seconds that experiments and rules may use together on steps that took so long in training."""
     return min(_MOST_SECONDS, max(_LEAST_SECONDS, _TIMES * trained))
 
 
@@ -124,6 +131,8 @@ class _Plan:
 
     ``edit`` changes the calls before they are played, ``values`` stand in the place of tensors, ``held`` are parts of
     the state that keep a value from the step ``since`` on, ``norm`` is the one that gradients are clipped to.
+    ``states`` are those of optimizers before their update of that step. ``is_wide``: what is half precision is in
+    float32.
     """
 
     kind: str
@@ -135,6 +144,8 @@ class _Plan:
     held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     since: int = 0
     norm: float | None = None
+    states: States = field(default_factory=dict)
+    is_wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +173,14 @@ class _Changing(LossWatch):
         for number in op.ins if plan.values else ():
             if number in plan.values:
                 replay.player.replace(number, plan.values[number])
+        for number in op.ins if plan.is_wide else ():
+            value = replay.player.value(number)
+            if value is not None and value.dtype in HALVES:
+                replay.player.replace(number, value.detach().float())
+        if plan.states and op.kind is OptimizerStep and replay.segment.mark.step == plan.since:
+            for parameter in parameters_of(op.target):
+                if parameter in plan.states:
+                    op.target.state[parameter] = dict(plan.states[parameter])
         if plan.norm is not None and op.kind is OptimizerStep:
             torch.nn.utils.clip_grad_norm_(parameters_of(op.target), plan.norm)
         return super().before(replay, op)
@@ -174,6 +193,34 @@ class _Changing(LossWatch):
     def _hold(self, replay: Replay) -> None:
         for tensor, value in self._plan.held if replay.segment.mark.step >= self._plan.since else ():
             tensor.data.copy_(value)
+
+
+class _Wide(TorchFunctionMode):
+    """In this context what would become half precision becomes float32, and the state of a training is in it."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        modules = [tensor for one in world.modules for tensor in (*one.parameters(), *one.buffers())]
+        self._state = {id(one): (one, one.data) for one in (*modules, *world.changing()) if one.dtype in HALVES}
+
+    def __enter__(self) -> None:
+        for tensor, content in self._state.values():
+            gradient, tensor.grad = tensor.grad, None
+            tensor.data = content.float()
+            tensor.grad = gradient.float() if gradient is not None else None
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for tensor, content in self._state.values():
+            tensor.data = content
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = torch.Tensor.float if function in (torch.Tensor.half, torch.Tensor.bfloat16) else function
+        args, kwargs = map_leaves(
+            (args, kwargs or {}), torch.dtype, lambda one: torch.float32 if one in HALVES else one
+        )
+        return function(*args, **kwargs)
 
 
 class _Experiments:
@@ -207,6 +254,8 @@ class _Experiments:
         """Play unchanged, compare, and try what may have led to the failure, likeliest first."""
         watch = self._watch()
         control = self._play(None, watch)
+        if control is not None and not control.is_alike and not control.is_bad:
+            return self._emptied(control)
         if control is None or not control.is_alike or not (control.is_bad or self._kind == DEAD):
             return None
         evidence = [] if self._diverged is None else [self._diverged.text]
@@ -231,6 +280,23 @@ class _Experiments:
         if self._num_unreached:
             why += f", and {counted(self._num_unreached, 'change')} could not be tried in the time"
         return Cause("unknown", f"{evidence[0]}; {why}.", tuple(evidence), tuple(self._tried))
+
+    def _emptied(self, control: _Played) -> Cause | None:
+        """The state of an optimizer that counts fewer updates than were played was emptied, unseen: it is the cause if
+        the steps go as in training when it is emptied then, and are finite with the state kept."""
+        for optimizer in self._loop.world.optimizers:
+            played = [mark.step for ops, mark in self._segments for op in ops if op.target is optimizer]
+            counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+            num = int(max(counts, default=0))
+            if 0 < num < len(played):
+                says = f"{emptied_state(type(optimizer).__name__, played[-num]).text}."
+                states: States = {parameter: {} for parameter in parameters_of(optimizer)}
+                plan = _Plan("state", says, "the state of the optimizer kept", states=states, since=played[-num])
+                again = self._play(plan, _Changing(plan, self._deadline))
+                if again is not None and again.is_alike and again.is_bad:
+                    self._tried = [Intervention(plan.text, True, control.loss, len(self._steps))]
+                    return Cause("state", self._told(plan), (says.removesuffix("."),), tuple(self._tried))
+        return None
 
     def _told(self, plan: _Plan) -> str:
         return f"{plan.says} {self._tried[-1].words(self._kind)}"
@@ -260,7 +326,7 @@ class _Experiments:
             ]
         replay = Replay(world, self._loop.tape, segments, world.copies[0])
         try:
-            with replay.going_back(), in_silence():
+            with replay.going_back(), in_silence(), _Wide(world) if plan and plan.is_wide else nullcontext():
                 try:
                     first = len(segments) - len(self._own)
                     if replay.play(LossWatch(self._deadline), (first, 0)) or replay.play(observer):
@@ -306,9 +372,12 @@ class _Experiments:
     def _plans(self, watch: InputWatch) -> Iterator[_Plan]:
         """Changes, likeliest first: of what is unlike the steps before, then of what may have driven the run away."""
         yield from self._odd_values(watch)
+        for found, states in watch.lost[-1:]:
+            is_once, text = len(watch.lost) == 1, "the state of the optimizer as before"  # some loops reset it at times
+            yield _Plan("state", f"{found.text}.", text, is_once, states=states, since=found.since)
         yield from self._odd_settings(watch)
         for found, tensor, old in watch.written[:_MOST_OF_A_KIND]:
-            yield _Plan("state", f"{found.text}.", f"`{found.name}` as before", held=[(tensor, old)], since=found.since)
+            yield _Plan("state", f"{found.text}.", f"{found.name} as before", held=[(tensor, old)], since=found.since)
         yield from self._smaller_rate(watch) if self._diverged is not None else ()
         yield from self._odd_state(watch)
         for keys, one in _grouped(watch.settings, course):
@@ -324,6 +393,10 @@ class _Experiments:
         if halves and self._diverged is None and not is_compiled:
             says = f"The step runs in {' and '.join(sorted(halves)).replace('torch.', '')} under autocast."
             yield _Plan("numerics", says, "autocast off", is_odd=False, edit=_without_autocast)
+        if watch.halves and self._diverged is None and not is_compiled:
+            says = f"The step computes in {' and '.join(sorted(watch.halves))}."
+            text = "float32 in the place of half precision"
+            yield _Plan("numerics", says, text, is_odd=False, edit=_without_autocast, is_wide=True)
         yield from self._smaller_rate(watch) if self._diverged is None else ()
         norms = [norm for norm in watch.norms if math.isfinite(norm)]
         usual = median(norms) if norms else 0.0

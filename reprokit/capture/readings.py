@@ -33,9 +33,21 @@ from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, Op
 from reprokit.capture.tensor_names import Names
 from reprokit.compare.quantity import norm_of, number_of, update_of
+from reprokit.locate.ways import HALVES
 from reprokit.program.functions import written_argument
 from reprokit.program.sites import make_site, parts
-from reprokit.series.cause import Reading, Unlike, constant, emptied, growth, jump, reshaped, sign, written
+from reprokit.series.cause import (
+    Reading,
+    Unlike,
+    constant,
+    emptied,
+    emptied_state,
+    growth,
+    jump,
+    reshaped,
+    sign,
+    written,
+)
 from reprokit.series.timeline import parameters_of
 from reprokit.words import user_path
 
@@ -45,6 +57,7 @@ _COMMUTATIVE = frozenset({"add", "mul"})
 _MOST_NAME = 30  # characters of an expression that is a name
 
 Slot = tuple[Any, int, int | str]  # the code and instruction of a call, and the position or name of an argument
+States = dict[torch.Tensor, dict[str, Any]]  # of optimizers, by parameter
 Key = tuple[Any, Any, Any]  # of a setting: an argument's slot; an optimizer, group and name; a root, part and name
 
 
@@ -141,18 +154,22 @@ class InputWatch(LossWatch):
         self.settings: dict[Key, Setting] = {}
         self.followed = [part for part in parts.values() if part.is_followed]
         self.written: list[tuple[Unlike, torch.Tensor, torch.Tensor]] = []  # with what it was
+        self.lost: list[tuple[Unlike, States]] = []  # states of optimizers, with what their last step has left
         self.updates: list[float] = []  # over the norm of the parameters
         self.norms: list[float] = []  # of gradients
+        self.halves: set[str] = set()  # half precisions of what the last step has made
         self._parts, self._state = parts, state
         self._made_in: dict[Number, int] = {}  # the step in which something was computed of parameters
         self._seen: set[Number] = set()
         self._random: set[Number] = set()
         self._noted: dict[int, Any] = {}  # attributes of root modules
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, or what is written
+        self._left: States = {}  # by the last update of each parameter
+        self._lines: dict[int, str] = {}  # that wrote into tensors, by their ``id``
         self._num_kept = 0
 
     def begin(self, replay: Replay) -> bool:
-        self._seen = set()
+        self._seen, self.halves = set(), set()
         for part in self.followed:
             part.content = part.tensor.detach().clone() if part.content is None else part.content
             _add(part.readings, read(replay.segment.mark.step, part.tensor))
@@ -162,6 +179,7 @@ class InputWatch(LossWatch):
         step = replay.segment.mark.step
         if op.kind is OptimizerStep:
             changed = list(parameters_of(op.target))
+            self._compare_states(step, op.target)
             norm = norm_of(parameter.grad for parameter in changed if parameter.grad is not None)
             self.norms += [norm] if norm is not None else []
             for place, group in enumerate(op.note.options):
@@ -181,6 +199,8 @@ class InputWatch(LossWatch):
 
     def after(self, replay: Replay, op: Op) -> bool:
         step = replay.segment.mark.step
+        made = [value for number in op.outs if (value := replay.player.value(number)) is not None]
+        self.halves.update(str(value.dtype).removeprefix("torch.") for value in made if value.dtype in HALVES)
         if (op.kind.is_forward and self._meets_model(replay, op)) or op.kind is Backward:
             self._made_in.update(dict.fromkeys(op.outs, step))
         elif op.kind is Function:
@@ -189,15 +209,18 @@ class InputWatch(LossWatch):
         if op.kind is OptimizerStep:
             update = update_of([old for _, old in self._before], [tensor.detach() for tensor, _ in self._before])
             self.updates += [update] if update is not None else []
+            self._left.update(states_of(op.target))
         else:
+            site = make_site(op.code, op.instruction) if self._before and op.code is not None else None
+            where = f"{site.file}:{site.line}" if site is not None else ""
             for tensor, old in self._before:
                 was, now, part = read(step, old), read(step, tensor), self._parts.get(id(tensor))
+                self._lines[id(tensor)] = where
                 if part is None or was is None or now is None or not tensor.is_floating_point():
                     continue
                 earlier = [reading for reading in part.readings if reading.step < step]
                 _add(part.readings, now)
-                site = make_site(op.code, op.instruction) if op.code is not None else None
-                found = written(part.name, was, now, f"{site.file}:{site.line}" if site is not None else "", earlier)
+                found = written(f"`{part.name}`", was, now, where, earlier)
                 self.written += [(found, tensor, old)] if found is not None else []
         self._before = []
         return False
@@ -209,6 +232,27 @@ class InputWatch(LossWatch):
             for tensor in iter_tensors(written_argument(name_of(op), *given)):
                 owner = replay.world.owner_of(tensor)
                 yield owner if owner is not None else tensor
+
+    def _compare_states(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Find out if an optimizer's state is another one than the last updates of its parameters have left."""
+        left = {parameter: self._left[parameter] for parameter in parameters_of(optimizer) if parameter in self._left}
+        found = next(filter(None, (self._odd_state(step, optimizer, *item) for item in left.items())), None)
+        self.lost += [(found, left)] if found is not None else []
+
+    def _odd_state(
+        self, step: int, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, left: dict[str, Any]
+    ) -> Unlike | None:
+        """How the state of a parameter was lost, or written."""
+        now, part = optimizer.state.get(parameter, {}), self._parts.get(id(parameter))
+        if left and not now:
+            return emptied_state(type(optimizer).__name__, step)
+        own = f"`{part.name}`" if part is not None else "a parameter"
+        for name, tensor in now.items():
+            if isinstance(tensor, torch.Tensor) and isinstance(old := left.get(name), torch.Tensor):
+                was, new, where = read(step, old), read(step, tensor), self._lines.get(id(tensor), "")
+                if was and new and (found := written(f"`{name}` of {own}", was, new, where, may_fall=False)):
+                    return found
+        return None
 
     def _meets_model(self, replay: Replay, op: Op) -> bool:
         is_whole = op.kind in (Root, Transform, CompiledStep)  # with parameters that are no arguments
@@ -259,6 +303,16 @@ class InputWatch(LossWatch):
             if id(space) in paths:
                 path = ".".join(filter(None, [user_path(paths[id(space)]), name]))
                 self._set((op.target, id(space), name), path, step, value)
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> States:
+    """Copies of what an optimizer keeps of each parameter."""
+    states = [(parameter, optimizer.state.get(parameter)) for parameter in parameters_of(optimizer)]
+    return {
+        parameter: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        for parameter, state in states
+        if isinstance(state, dict)
+    }
 
 
 def _add(readings: list[Reading], reading: Reading | None) -> None:

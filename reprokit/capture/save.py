@@ -10,6 +10,7 @@ import contextlib
 import io
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +70,7 @@ from reprokit.rules.fix import TrialBudget
 from reprokit.rules.match import diagnose
 from reprokit.series.cause import Cause
 from reprokit.series.course import Alarm
-from reprokit.series.decide import decided, is_decided
+from reprokit.series.decide import decided, may_tell_more, out_of_time
 from reprokit.series.events import Finding
 from reprokit.series.story import LayerNumbers, failing_series
 from reprokit.series.timeline import parameters_of
@@ -98,6 +99,7 @@ OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 NOT_AGAIN = "the failure did not occur again when the step was replayed"
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
+_PLAYING = 2 / 3  # of the seconds that finding the cause may take; the rest is left for the fixes of rules
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
 _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
 _PHASES = {"gradient": Phase.BACKWARD, "parameter": Phase.OPTIMIZER}
@@ -195,26 +197,33 @@ class Describing:
         """What has led to the failure: an experiment shows it, or a rule about the call whose fix helps."""
         found: Cause | None = None
         if self.loop.failures.finds_cause and self.loop.ranks.is_alone:
-            with ignored_errors():
-                found = self._found_by_playing(made.snapshot)
-            if not is_decided(found) and made.snapshot.fidelity != "unfaithful":
+            segments = self._kept_steps(made.snapshot)
+            rows = failing_series(made.snapshot.timeline)[-max(1, len(segments)) :]
+            took = [row.seconds or 0.0 for row in rows] or [0.0]
+            seconds = seconds_for(sum(took))
+            until, playing = time.monotonic() + seconds, _PLAYING * seconds
+            if segments and 2 * sum(took) <= playing:  # they are run unchanged and changed
                 with ignored_errors():
-                    found = _found_by_rule(made, found)
+                    given = self.verdict.frame, self.verdict.raised, playing
+                    found = find_cause(self.loop, segments, made.snapshot, *given)
+            left = until - time.monotonic()
+            if may_tell_more(found) and made.snapshot.fidelity != "unfaithful":
+                with ignored_errors():
+                    found = _found_by_rule(made, found, left) if 2 * took[-1] <= left else out_of_time(found)
         return _with_operands(found, self.verdict.raised, made.snapshot.failure)
 
-    def _found_by_playing(self, snapshot: Snapshot) -> Cause | None:
-        """What the steps that are kept show, played again with one thing changed."""
+    def _kept_steps(self, snapshot: Snapshot) -> list[Segment]:
+        """The steps to play again with one thing changed, up to the failure; none where that is not possible."""
         loop, world, alarm, last = self.loop, self.loop.world, self.verdict.alarm, snapshot.step
         raised, raising, is_told = self.verdict.raised, loop.recorder.raised, snapshot.failure.kind in KINDS
         if not (is_told and world.is_complete and world.copies):
-            return None
+            return []
         if isinstance(alarm, Alarm):  # later steps have shown the event
             last = alarm.values[-1].step
         segments = [*loop.tape.segments(), self._steps()[-1]]
         if raised is not None and raising is not None:
             segments[-1].ops.append(raising[1])
-        segments = [segment for segment in segments if segment.ops and segment.mark.step <= last]
-        return find_cause(loop, segments, snapshot, self.verdict.frame, raised)
+        return [segment for segment in segments if segment.ops and segment.mark.step <= last]
 
     def _with_rewritten(self, snapshot: Snapshot) -> Cause | None:
         """The cause, with the inputs of the step that something else has written since."""
@@ -706,12 +715,8 @@ def _with_operands(cause: Cause | None, raised: Raised | None, failure: Failure)
     return replace(known, text=f"{says} {known.text}".strip(), evidence=(*raised.facts, *known.evidence))
 
 
-def _found_by_rule(made: Made, cause: Cause | None) -> Cause | None:
+def _found_by_rule(made: Made, cause: Cause | None, seconds: float) -> Cause | None:
     """What a rule about the failing call shows, by running the recorded step with its fixes."""
-    rows = failing_series(made.snapshot.timeline)
-    seconds = seconds_for(rows[-1].seconds or 0.0 if rows else 0.0)
-    if seconds is None:
-        return cause
     with by_itself(made.snapshot.settings):
         budget = TrialBudget(seconds=seconds)
         found = diagnose(placed(made.snapshot, made.devices), budget=budget)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
 
 MAX_ALSO = 3
+TIME_UP = "Time was up before all fixes were tried."
 _VERB = re.compile(r"\b(?:are|have|divide|hold|overflow|raise)\b")
 _SINGULAR = {"are": "is", "have": "has"}
 Found = list[tuple[Rule, Numbers]]
@@ -160,7 +161,7 @@ def _try_all(
         if made is not None and made.helped and made.is_plausible is not False:
             return None, tried
         if budget.is_spent:
-            return "Time was up before all fixes were tried.", tried
+            return TIME_UP, tried
     return None, tried
 
 

@@ -249,13 +249,23 @@ def decay(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
     return Unlike(name, role, start.limits, end.limits, start.step, end.step, words)
 
 
-def written(name: str, was: Reading, now: Reading, where: str, earlier: Sequence[Reading] = ()) -> Unlike | None:
-    """How a call of the loop has written other values into a part of the state, on the line ``where``."""
-    if was.size == 0 or now.size <= JUMP * max([was.size, *(one.size for one in earlier)]):
+def written(
+    name: str, was: Reading, now: Reading, where: str, earlier: Sequence[Reading] = (), *, may_fall: bool = True
+) -> Unlike | None:
+    """How a call of the loop has written other values into a part of the state, on the line ``where``; larger ones, or
+    much smaller ones if it ``may_fall`` not."""
+    is_lost = not may_fall and now.size * JUMP < was.size
+    if was.size == 0 or not (is_lost or now.size > JUMP * max([was.size, *(one.size for one in earlier)])):
         return None
-    change = f"went from {_range(was.low, was.high)} to {_range(now.low, now.high)}"
-    words = f"`{name}` {change} at step {now.step}, which {where or 'the loop'} has written"
+    change = f"went from {_range(*was.limits)} to {_range(*now.limits)}"
+    words = f"{name} {change} at step {now.step}, which {where or 'the loop'} has written"
     return Unlike(name, "state", was.limits, now.limits, now.step, now.step, words)
+
+
+def emptied_state(name: str, step: int) -> Unlike:
+    """That the state of the optimizer ``name`` was lost before its update of a step."""
+    words = f"The state of {name} is empty before the update of step {step}, and was not after the one before"
+    return Unlike(name, "state", (0.0, 0.0), (0.0, 0.0), step, step, words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.rules.diagnosis import Diagnosis
+from reprokit.rules.match import TIME_UP
 from reprokit.rules.table import RULES
 from reprokit.series.cause import SMALLER_RATES, Cause, Intervention
 from reprokit.words import number_words
 
-UNKNOWN = "unknown"
+UNKNOWN, NUMERICS = "unknown", "numerics"
 _RULES = {rule.name: rule for rule in RULES}
 
 
-def is_decided(cause: Cause | None) -> bool:
-    """True if an experiment or a rule has shown the class of a cause."""
-    return cause is not None and cause.kind != UNKNOWN
+def may_tell_more(cause: Cause | None) -> bool:
+    """True if a rule may know more than experiments have shown: of half precision they do not know which call it is."""
+    return cause is None or cause.kind in (UNKNOWN, NUMERICS)
+
+
+def out_of_time(cause: Cause | None) -> Cause | None:
+    """A cause that nothing has decided, for which not all rules could be asked."""
+    return replace(cause, text=f"{cause.text} {TIME_UP}") if cause is not None and cause.kind == UNKNOWN else cause
 
 
 def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | None:
@@ -24,9 +32,12 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
     has gone with another batch.
     """
     rule = _RULES.get(found.id)
-    if is_decided(cause) or rule is None or not rule.cause:
+    is_shown = cause is not None and cause.kind == NUMERICS
+    if not may_tell_more(cause) or rule is None or not rule.cause:
         return cause
-    if rule.cause == "numerics" and any(_RULES[also.id].tier == "context" for also in found.also):
+    if is_shown and rule.cause not in (NUMERICS, "setting"):
+        return cause
+    if rule.cause == NUMERICS and any(_RULES[also.id].tier == "context" for also in found.also):
         return cause  # operands of a run that had left its course before
     tried = cause.interventions if cause is not None else ()
     origin, fix = failure.cause or failure, found.fix
@@ -41,9 +52,12 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
         says += f" {'The call returns' if failure.kind == EXCEPTION else after} after this change: {made.change}."
     elif found.confidence == "certain" and rule.trial:
         made = Intervention(rule.trial, True, None, 1)
-    elif rule.cause != "data" or other is None:
+    elif found.note == TIME_UP:
+        return out_of_time(cause)
+    elif is_shown or rule.cause != "data" or other is None:
         return cause
-    says += f" {other.words(failure.kind)}" if other is not None else ""
+    shown = cause.text if cause is not None and is_shown else other.words(failure.kind) if other is not None else ""
+    says += f" {shown}" if shown else ""
     evidence = tuple(" ".join(line.split()) for line in found.evidence)
     before = cause.evidence if cause is not None else ()
     says = f"{before[0]}. {says}" if before and rule.cause == "state" else says

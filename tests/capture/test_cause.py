@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +18,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import reprokit
-from reprokit.capture import experiments
+from reprokit.capture import experiments, save
 from reprokit.capture.experiments import _Experiments
 from reprokit.capture.session import Session
 from reprokit.cli.app import main
 from reprokit.program.dataflow import same_bits
-from reprokit.series.cause import Reading, divergence, drift, growth, jump, usual_limits
+from reprokit.series.cause import Cause, Reading, divergence, drift, growth, jump, usual_limits
 from reprokit.snapshot.format import Snapshot, load
 from reprokit.words import number_words
 
@@ -204,6 +205,49 @@ def half_precision() -> None:
         optimizer.step()
 
 
+def half_throughout(limit: float = math.inf) -> list[torch.Tensor]:
+    """As `half_precision`, of a model and data that are in half precision themselves. Beyond a ``limit`` data are
+    negative, of which no precision has a logarithm."""
+    model, generator = nn.Linear(4, 1).half(), torch.Generator().manual_seed(1)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, momentum=0.9)
+    for step in range(STEPS):
+        x = (torch.rand(8, 4, generator=generator) * (1 + step) * (1 if step < limit else -1)).half()
+        loss = model(x).mean().exp().log() if limit == math.inf else model(x).mean().log()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [*model.state_dict().values(), *(state["momentum_buffer"] for state in optimizer.state.values())]
+
+
+def lost_state(at: Callable[[int, torch.optim.Optimizer], object]) -> None:
+    """The gradients of the first steps are large, so that those of later ones move the weights by little."""
+    model, generator = nn.Linear(4, 1), torch.Generator().manual_seed(1)
+    nn.init.constant_(model.weight, 0.01)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.0, 0.999))
+    for step in range(STEPS):
+        loss = (60 * model(torch.rand(8, 4, generator=generator))).cosh().pow(2).mean().log1p()
+        optimizer = at(step, optimizer) or optimizer  # type: ignore[assignment]
+        optimizer.param_groups[0]["lr"] = 1.0 if step >= 3 else 1e-6
+        optimizer.zero_grad()
+        (loss * (1e5 if step < 3 else 1)).backward()
+        optimizer.step()
+
+
+def empty(step: int, optimizer: torch.optim.Optimizer) -> None:
+    if step == 12:
+        optimizer.state.clear()
+
+
+def another(step: int, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    return torch.optim.Adam(optimizer.param_groups[0]["params"], betas=(0.0, 0.999)) if step == 12 else None
+
+
+def write_moments(step: int, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values() if step == 12 else ():
+        state["exp_avg_sq"].zero_()
+
+
 def one_large_gradient() -> None:
     """The gradient is a thousand times larger in one step, after which the numbers overflow."""
     weight = nn.Parameter(torch.full((4,), 2.0))
@@ -256,8 +300,16 @@ def raised_rate(step: int, _: torch.Tensor, optimizer: torch.optim.Optimizer) ->
         (lambda: cooled(write_weight), "state", ("`layers.1.weight` went from", "test_cause.py:", "as before")),
         (decaying_counts, "state", ("`counts` falls in each of", "least element", "held at its value before step")),
         (lambda: cooled(lower_variance), "state", ("`layers.1.running_var` is", "held at its value before step")),
+        (lambda: lost_state(empty), "state", ("The state of Adam is empty before the update of step 12", "state of")),
+        (
+            lambda: lost_state(another),
+            "state",
+            ("The state of Adam is empty before the update of step 12", "as before"),
+        ),
+        (lambda: lost_state(write_moments), "state", ("`exp_avg_sq` of `weight` went from", "to 0 at step 12, which")),
         (one_large_gradient, "setting", ("The norm of the gradients was", "gradients clipped to a norm of")),
         (half_precision, "numerics", ("float16 under autocast", "With autocast off")),
+        (half_throughout, "numerics", ("in float16", "With float32 in the place of half precision", "do this exp in")),
         (carried, "state", ("`state`, which is carried from step to step, grows by 4 times", "in its place")),
     ],
 )
@@ -269,6 +321,14 @@ def test_cause_is_what_an_experiment_has_shown(
     told = json.loads(json.dumps(snapshot.summary()))["cause"]
     assert told["class"] == kind and all(word in told["text"] for word in words), told
     assert told["interventions"][-1]["removes"] and math.isfinite(told["interventions"][-1]["loss"])
+
+
+def test_state_in_half_precision_comes_back_from_float32(tmp_path: Path) -> None:
+    bare, watched = half_throughout(), list[torch.Tensor]()
+    assert captured(tmp_path, lambda: watched.extend(half_throughout()), after="continue").cause is not None
+    assert all(map(same_bits, bare, watched))
+    cause = captured(tmp_path, lambda: half_throughout(5), overwrite=True).cause
+    assert cause is not None and cause.kind != "numerics" and "float32" not in cause.text
 
 
 def test_batch_on_which_a_failure_depends_is_told_without_a_class(tmp_path: Path) -> None:
@@ -427,6 +487,31 @@ def test_steps_that_took_long_are_not_played_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(experiments, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(experiments, "_TIMES", 0)
     assert captured(tmp_path, lambda: train(odd_batch), overwrite=True).cause is None
+
+
+def test_experiments_and_rules_share_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, given = [0.0], list[float]()
+    rule = save._found_by_rule
+
+    def find_cause(*args: object) -> Cause:
+        given.append(args[-1])  # type: ignore[arg-type]
+        clock[0] += took
+        return Cause("unknown", "Nothing is known.")
+
+    def found_by_rule(made: save.Made, cause: Cause | None, seconds: float) -> Cause | None:
+        given.append(seconds)
+        return rule(made, cause, seconds)
+
+    monkeypatch.setattr(save, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(save, "seconds_for", lambda trained: 30.0)
+    monkeypatch.setattr(save, "find_cause", find_cause)
+    monkeypatch.setattr(save, "_found_by_rule", found_by_rule)
+    took = 12.0
+    cause = captured(tmp_path, lambda: losses_of(zero_by_zero)).cause
+    assert given == [20, 18] and cause is not None and cause.kind == "numerics"
+    took = 30.0
+    cause = captured(tmp_path, lambda: losses_of(zero_by_zero), overwrite=True).cause
+    assert cause == Cause("unknown", "Nothing is known. Time was up before all fixes were tried.")
 
 
 def test_only_the_option_that_jumped_is_put_back(tmp_path: Path) -> None:
