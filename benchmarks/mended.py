@@ -2,10 +2,10 @@
 
     python benchmarks/mended.py FOLDER [--only NAME[,NAME]] [--write TARGET]
 
-FOLDER has one program in each folder, with a `case.json` that names its script. Every one is run without reprokit as it
-is and mended; a loss, a gradient or a parameter that is not finite ends it. Where it can be, the edit is in the step
-that failed, so that this step is finite with the state and the batch it was captured with. Exit code 1 if a mended one
-fails, or one that is not mended and has to does not.
+FOLDER has a folder for every program, with a `case.json` that names its script. Every program runs twice without
+reprokit: as it is, and mended. A run ends at the first loss, gradient or parameter that is not finite. Where possible,
+the edit is in the code of the failing step, so that the step is finite with the state and the batch it was captured
+with. Exit code 1 if a mended program fails, or if an unmended one that has to fail does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from command import JSON, new_parser, print_json
 Edit = tuple[str, str, str]  # a file, a text that it has once, and the text in its place
 
 _DISTANCE = ("(out - out.detach()).pow(2).sum().sqrt()", "((out - out.detach()).pow(2).sum() + 1e-12).sqrt()")
-# The server's averages are those of equal clients where nobody has counted.
+# Without any counts all clients have the same share.
 _SHARE = (
     "share = counts / counts.sum()",
     "share = counts / counts.sum() if counts.sum() > 0 else torch.full((2,), 0.5)",
@@ -37,7 +37,7 @@ _PINBALL = (
 MENDED: dict[str, list[Edit]] = {
     "averaged_model_with_buffers": [("train.py", *_DISTANCE)],
     "bias_reset_kills_block": [("classify.py", "default=-40.0", "default=0.0")],
-    # What cannot be aligned counts nothing; the recording itself is as short as before.
+    # A target that is too long adds 0 to the loss; the recording stays as short as it was.
     "ctc_target_too_long": [("train_asr.py", "nn.CTCLoss(blank=0)", "nn.CTCLoss(blank=0, zero_infinity=True)")],
     # Not the betas: the ratios are a buffer, which comes from before the step.
     "ddpm_snr_zero": [("ddpm.py", "/ self.snr[t]\n", "/ self.snr[t].clamp(min=1e-8)\n")],
@@ -133,22 +133,14 @@ MENDED: dict[str, list[Edit]] = {
     "yolo_sqrt_of_negative": [("detect.py", "        if self.positive:\n    ", "")],
 }
 
-# Edits that are outside of the captured step, and what the step was given that is bad: with it the step fails again.
+# The edit cannot act on the captured step, which fails again: the bad value is in its state or its data.
 ELSEWHERE: dict[str, str] = {
     "bias_reset_kills_block": "state: a callback has written the bias",
-    "embedding_bag_adam_no_eps": "option: of an optimizer, which a state dict has as well",
-    "fedavg_sizes_zero": "state: the round has loaded the nan of the server",
-    "hydra_restart_learning_rate": "option: of an optimizer, which a state dict has as well",
     "image_cache_scaled_in_place": "data: the images have grown",
     "mean_teacher_buffer_decay": "state: variances of the teacher are negative",
     "teacher_variance_negative": "state: variances of the teacher are negative",
     "three_models_one_diverges": "state: of a model that has diverged",
-    "weights_loaded_new_optimizer": "state: the round has loaded the nan of the server",
-    "weights_loaded_one_optimizer": "state: the round has loaded the nan of the server",
 }
-
-# What fails runs in a step of a certain number only, which the first step of a loop that starts again is not.
-BY_NUMBER = {"averaged_model_with_buffers", "bias_reset_kills_block", "teacher_buffers_averaged"}
 
 # Stops a program at the first loss or parameter that is not finite.
 _GUARD = """
@@ -185,7 +177,7 @@ def write(program: Path, target: Path) -> None:
 
 
 def finding(folder: Path) -> str:
-    """How the program of a folder fails without reprokit, "" if it trains to its end."""
+    """The last line that a program prints when it fails without reprokit; empty if it trains to its end."""
     with tempfile.TemporaryDirectory() as guard:
         Path(guard, "sitecustomize.py").write_text(_GUARD)
         command = [sys.executable, *case_of(folder)["run"]]
@@ -197,12 +189,12 @@ def finding(folder: Path) -> str:
 
 
 def case_of(folder: Path) -> JSON:
-    """What is known of the program of a folder."""
+    """The contents of a program's `case.json`: command line, step, kind and cause of its failure."""
     return json.loads((folder / "case.json").read_text())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the programs of a folder as they are and mended."""
+    """Run every program as it is and mended."""
     parser = new_parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--only", help="names, separated by commas")

@@ -3,8 +3,7 @@
     python benchmarks/retry.py FOLDER [--only NAME[,NAME]] [--json FILE]
 
 FOLDER is that of `mended.py`, which has the edits. Each program is captured, and retried as it is (exit code 1 is
-right) and mended (0). Where the bad value is in the captured state or batch, 1 is right for the mended one too. Where
-only a step of a certain number comes to the failing line, 2 is right for the program as it is. A dead layer is 2.
+right) and mended (0). Where the bad value is in the captured state or batch, 1 is right for the mended one too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from command import JSON, new_parser, print_json
-from mended import BY_NUMBER, ELSEWHERE, MENDED, case_of, write
+from mended import ELSEWHERE, MENDED, case_of, write
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,7 +30,7 @@ def reprokit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def row_of(program: Path, scratch: Path) -> JSON:
-    """The exit codes for one program, with the last line that was printed each time."""
+    """The two exit codes for a program, and the last line that was printed each time."""
     case, plain, mended = case_of(program), scratch / "plain", scratch / "mended"
     shutil.copytree(program, plain)
     write(program, mended)
@@ -41,11 +40,7 @@ def row_of(program: Path, scratch: Path) -> JSON:
     for name, folder in (("plain", plain), ("mended", mended)):
         done = reprokit(folder, "retry", str(file), *case["run"])
         row[name], row[f"{name}_said"] = done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
-    is_dead = case["kind"] == "dead"
-    wanted = 2 if is_dead or program.name in BY_NUMBER else 1, 2 if is_dead else int(program.name in ELSEWHERE)
-    # An option that is the script's own may be mended although a file holds it.
-    is_own = row["mended"] == 0 and ELSEWHERE.get(program.name, "").startswith("option")
-    row["right"] = row["plain"] == wanted[0] and (row["mended"] == wanted[1] or is_own)
+    row["right"] = row["plain"] == 1 and row["mended"] == int(program.name in ELSEWHERE)
     return row
 
 

@@ -1,30 +1,28 @@
 """A captured step with the edited code: the state from before it, and its inputs in the place of the loop's own.
 
-The loop makes steps of its own until one is given inputs like those of the captured step. It is recorded as a capture
-would record it, so that both are programs and their inputs stand in the same order. The next step that reads inputs at
-the same places is given the captured ones. Only inputs are matched: the code may make other calls of them.
+Steps of the loop's own are recorded as a capture would record them, so both are programs and their inputs stand in the
+order of their calls. The step with the number of the captured one is given the captured inputs at the places where the
+recorded ones read theirs. Only inputs are matched: the code may make other calls of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
-import random
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from reprokit import torch_private
 from reprokit.capture.callers import first_user_frame
-from reprokit.capture.calls import Function, name_of
+from reprokit.capture.calls import Function, Root, name_of
 from reprokit.capture.failures import Failures
 from reprokit.capture.mode import CaptureStop
 from reprokit.capture.recorder import Recorder
@@ -36,25 +34,25 @@ from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Op
 from reprokit.capture.tensor_names import names_of
 from reprokit.capture.traits import facts_of
-from reprokit.capture.world import set_python_generators
-from reprokit.compare.quantity import number_of, observed, update_of
-from reprokit.errors import NotMatched, ignored_errors, pass_on
+from reprokit.compare.quantity import measured, number_of, observed
+from reprokit.errors import NotMatched, pass_on
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import HEALTHY, Failure
 from reprokit.program.functions import is_factory
-from reprokit.program.interpreter import run
-from reprokit.program.ir import Call, Phase, Program, Ref, Site, map_leaves
+from reprokit.program.interpreter import Tensors, run
+from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
 from reprokit.series.cause import usual_limits
 from reprokit.series.story import failing_series
 from reprokit.snapshot.format import OptimizerGroup, Snapshot, StateBefore, load
+from reprokit.snapshot.rng import set_rng_state
 from reprokit.words import number_words
 
-_MOST_STEPS = 32  # of the loop's own: trainings that take turns between models repeat themselves sooner
-_MOST_WAITED = 8  # steps in which the place where the first input is read is not reached again
+_MOST_WAITED = 100  # steps, or so many seconds, until that with the number of the captured one
+_SECONDS = 60.0
+_MOST_STEPS = 32  # after these: trainings that take turns between models repeat themselves sooner
+_MOST_RECORDED = 8  # of the steps before it, once one of them fits
 _ABSURD = 1000.0  # times the highest usual loss: a finite one that mends nothing
 _OF_MODE = ("batch_norm", "dropout", "instance_norm")  # calls that `train()` and `eval()` decide about
 _NO_COPIES = 10**6  # steps between copies: they are taken here
-_MEASURED = ("loss", "gradient norm", "update")  # quantities of an event that one step has
 # Calls of the loop that hand data on: their results are inputs, such as the minibatch `x[32:48]` of all samples.
 _HANDING_ON = frozenset(
     ["__getitem__", "__setitem__", "cat", "chunk", "clone", "concat", "contiguous", "copy_", "detach", "expand",
@@ -68,13 +66,21 @@ def hands_on(target: str) -> bool:
     return target.rpartition(".")[2] in _HANDING_ON or is_factory(target)
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A value that a step is given, with the first call that computes something of it."""
+# -- inputs --------------------------------------------------------------------------------------------------------
+
+
+class Given(NamedTuple):
+    """An input of a step, or what the loop has taken out of inputs, with the first call that computes of it."""
 
     value: int
+    name: str  # empty where the user has none for it
     tensor: torch.Tensor
     call: Call
+
+    @property
+    def kind(self) -> tuple[torch.dtype, int]:
+        """Sizes may change from step to step, these do not."""
+        return self.tensor.dtype, self.tensor.dim()
 
     @property
     def words(self) -> str:
@@ -85,93 +91,117 @@ class Given:
         return f"{kind} in `{self.call.name}`{place}"
 
 
-def line_of(call: Call) -> str | None:
-    """The text of the line of the loop that makes a call, which edits may move; ``None`` inside of a module."""
-    return call.site.code.strip() if call.site is not None and not call.scope else None
+def reader_of(call: Call) -> str | None:
+    """The line of the loop that makes a call, which edits may move, or the model that the loop has called."""
+    if call.scope:
+        return call.scope[0].root or call.scope[0].cls
+    return call.site.code.strip() if call.site is not None else None
 
 
-def given_to(program: Program, tensors: Mapping[int, torch.Tensor], prepared: Collection[str | None]) -> list[Given]:
+def given_to(program: Program, tensors: Tensors, prepared: Collection[str | None]) -> list[Given]:
     """The inputs of a step that are no state, in the order in which its calls up to the last backward call read them;
     what the loop only hands on, or computes in lines that are ``prepared``, is followed to the first other call."""
-    last = max((n for n, call in enumerate(program.calls) if call.is_differentiation), default=len(program.calls))
-    given = {item.value for item in program.inputs if item.role in ("batch", "random")}
-    readers: dict[int, Call] = {}
-    handing = []
-    for index, call in enumerate(program.calls[: last + 1]):
+    names = {item.value: item.name for item in program.inputs if item.role in ("batch", "random")}
+    names = {value: "" if name.startswith("input") else name for value, name in names.items()}
+    given, readers, handing = set(names), dict[int, Call](), []
+    for index, call in enumerate(program.calls[: _num_before_backward(program) + 1]):
         read = call.input_refs()
-        is_handed = not call.scope and (hands_on(call.target) or line_of(call) in prepared)
+        is_handed = not call.scope and (hands_on(call.target) or reader_of(call) in prepared)
         if is_handed and given.issuperset(read):
+            made = " ".join(names[value] for value in read)
             given.update(call.output_refs())
+            names = {**dict.fromkeys(call.output_refs(), made), **names}
             handing.append(index)
         else:
+            if call.name == "copy_":  # what is written over is no input any more
+                given.discard(read[0])
             readers.update({value: call for value in read if value in given and value not in readers})
     values = run(program, tensors, keep=frozenset(readers), only=handing).values
-    return [Given(value, values[value], call) for value, call in readers.items()]
+    return [Given(value, names[value], values[value], call) for value, call in readers.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """The place where the loop reads an input: its call, and the position among the tensors there.
+def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]] | str:
+    """The inputs of the captured step with the script's own, or why there are none.
 
-    ``order`` is that of the calls; ``own`` is the input of the loop's own step, ``captured`` the one to give.
+    The n-th of a dtype and number of dimensions that a reader is given is the n-th of that reader in the script. Those
+    of readers that were edited are known by their name, else as the only one of their shape, else by their order.
     """
+    known, left, found = {reader_of(one.call) for one in wanted}, list(own), dict[int, Given]()
+    for rule in ("reader", "name", "shape", "order"):
+        for place, one in enumerate(wanted):
+            if place in found:
+                continue
+            fitting = [other for other in left if other.kind == one.kind]
+            if rule == "reader":
+                fitting = [other for other in fitting if is_alike(one, other, by_name=False)][:1]
+            elif rule == "name":
+                fitting = [other for other in fitting if is_alike(one, other)]
+            else:
+                fitting = [other for other in fitting if reader_of(other.call) not in known]
+            if rule == "shape":
+                fitting = [other for other in fitting if other.tensor.shape == one.tensor.shape]
+            num_open = sum(other.kind == one.kind for n, other in enumerate(wanted) if n not in found)
+            if len(fitting) == 1 or (rule == "order" and 0 < len(fitting) <= num_open):
+                found[place] = fitting[0]
+                left.remove(fitting[0])
+    open_places = [place for place in range(len(wanted)) if place not in found]
+    if not open_places:
+        return [(one, found[place]) for place, one in enumerate(wanted)] or "the captured step reads nothing"
+    place = open_places[0]
+    there = f", where the script reads {own[place].words}" if place < len(own) else "; the script does not"
+    return f"the captured step reads {wanted[place].words}{there}"
+
+
+def is_alike(one: Given, other: Given, *, by_name: bool = True) -> bool:
+    """True if two inputs are read by the same, or have the same name."""
+    return reader_of(one.call) == reader_of(other.call) or (by_name and bool(one.name) and one.name == other.name)
+
+
+class Slot(NamedTuple):
+    """Where the loop reads an input: at the ``order``-th call of its step, which is known again by ``where`` it is."""
 
     order: int
-    name: str  # of a function
-    code: CodeType | None
-    instruction: int
-    grad: bool
-    num_tensors: int
-    position: int
+    where: tuple[object, ...]
+    position: int  # among the tensors that the call is given
     own: Given
     captured: Given
+
+
+# -- the session ---------------------------------------------------------------------------------------------------
 
 
 class _HandingRecorder(Recorder):
     """Shows each outermost call to ``hand`` before it is made."""
 
-    hand: Callable[[FrameType, str, Any], None] | None = None
-    begin_root: Callable[[], None] = staticmethod(lambda: None)
+    hand: Callable[[FrameType, str, Any, bool], None] | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        hand, name = self.hand, facts_of(func).name
-        is_own = bool(name) and self.is_outermost and torch_private.peek_transforms() is None
-        if hand is None or not is_own or hands_on(name):
-            return super().__torch_function__(func, types, args, kwargs)
-        self.guard(hand, sys._getframe(1), name, (args, kwargs))
-        self.hand = None  # `whole` would show it again
-        try:
-            return super().__torch_function__(func, types, args, kwargs)
-        finally:
-            self.hand = hand
+        name = facts_of(func).name if self.hand is not None and self.is_outermost else ""
+        if self.hand is not None and name and not hands_on(name) and torch_private.peek_transforms() is None:
+            self.guard(self.hand, sys._getframe(1), name, (args, kwargs), False)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def whole(self, begin: Any, known: Any, target: Any, args: Any, kwargs: Any, finish: Any = None) -> Any:
-        if self.hand is not None and self.is_outermost:
-            self.guard(self.hand, sys._getframe(1), "", (args, kwargs))
-            if begin == self.roots.begin:
-                self.guard(self.begin_root)
+        if self.hand is not None and self.is_outermost and begin != self._begin_function:
+            self.guard(self.hand, sys._getframe(1), "", (args, kwargs), begin == self.roots.begin)
         return super().whole(begin, known, target, args, kwargs, finish)
 
 
 class _Failures(Failures):
-    """Hears of the end of every step of the loop's own."""
-
     def end_here(self) -> None:
-        session = self.session
-        if isinstance(session, RetrySession):
-            session.end_step()
+        session: Any = self.session
+        session.end_step()
 
 
 class RetrySession(Session):
     """Watches a script until it has made the step of ``captured``.
 
-    ``failure`` is the summary of the failure then; ``loss`` and ``grad_norm`` are those of a step without one, which is
-    ``unusual`` (in words) if an event was captured and it still shows it, ``not_mended`` if it is finite and
-    something else is wrong. ``refusal`` says why the step could not be
-    made, ``why`` the last step of the script's own could not stand for it. ``other_shape`` names the
-    first input that has another shape in the script, ``notes`` what else is not as the code has it.
+    ``failure`` is the summary of the failure then. ``loss`` and ``grad_norm`` are those of a step without one; of it
+    ``still`` says what is wrong all the same, ``is_unusual`` that this is the event that was captured. ``refusal`` says
+    why the step could not be made, ``why`` the last step of the script's own could not stand for it. ``other_shape``
+    names the first input that has another shape in the script, ``notes`` what else is not as the code has it.
     """
 
     recorder_type, failures_type = _HandingRecorder, _Failures
@@ -184,29 +214,25 @@ class RetrySession(Session):
         self.refusal: NotMatched | None = None
         self.loss: float | None = None
         self.grad_norm: float | None = None
-        self.is_over = False
-        self.not_mended = self.unusual = self.why = self.other_shape = ""
+        self.is_over = self.is_unusual = False
+        self.still = self.why = self.other_shape = ""
         self.notes: list[str] = []
         self._captured, self._before = captured, _state_of(captured)
-        self._prepared: set[str | None] = set()
+        # The first step may prepare what the others read.
+        self._target = captured.step if 1 < captured.step <= _MOST_WAITED else 2
+        self._until = time.perf_counter() + _SECONDS
         self._slots: list[Slot] = []
-        self._reached: set[int] = set()  # orders of slots that the loop has come to again
-        self._next = self._num_own = self._waits_until = 0
-        self._lacks_generators, self._was_first = True, False
+        self._own_numbers: dict[Line, Plain] = {}
+        self._next, self._num_alike, self._is_due, self._lacks_generators = 0, 0, False, True
         self._modules: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, list[OptimizerGroup]]] = []
-        self._weights: list[torch.Tensor] = []
         self._loop.matter, self._loop.last_step = False, -1
+        recorder: Any = self._recorder
+        recorder.hand = self._hand
 
     @property
     def failure(self) -> dict[str, Any] | None:
         return self.results[0] if self.results else None
-
-    @property
-    def led_to(self) -> str:
-        """What an experiment has shown to have led to the failure."""
-        cause = self._captured.cause
-        return cause.text if cause is not None and cause.kind in ("setting", "state") else ""
 
     @property
     def has_begun(self) -> bool:
@@ -216,11 +242,15 @@ class RetrySession(Session):
     def is_same(self) -> bool:
         """True if the step fails as it did when it was captured."""
         now, before = load(self.snapshots[0]).failure, self._captured.failure
-        return (now.kind, now.call, now.phase) == (before.kind, before.call, before.phase)
+        is_same = (now.kind, now.call, now.phase) == (before.kind, before.call, before.phase)
+        cause = self._captured.cause
+        if is_same and cause is not None and cause.kind in ("setting", "state"):
+            self.notes.append(f"the file says what led to it, perhaps before this step: {cause.text}")
+        return is_same
 
-    def refuse(self, message: str, hint: str | None = None) -> None:
+    def refuse(self, message: str) -> NoReturn:
         """End the script: the captured step cannot be made with it."""
-        self.refusal = NotMatched(message, hint=hint)
+        self.refusal = NotMatched(message)
         self._stop()
 
     def switch_off(self, error: BaseException) -> None:
@@ -228,7 +258,7 @@ class RetrySession(Session):
         pass_on(error)
         self.refuse(f"an error of reprokit's own ({type(error).__name__}: {error})")
 
-    def _stop(self) -> None:
+    def _stop(self) -> NoReturn:
         self.is_over = True
         self.leave()
         raise CaptureStop(self)
@@ -237,133 +267,112 @@ class RetrySession(Session):
 
     def end_step(self) -> None:
         """A step is over: the captured one, else one of the loop's own."""
-        loop = self._loop
         if self.has_begun:
             self._finish()
-        self._num_own += 1
-        is_other = not (self._reached and self._was_first)  # the next step may be that of another model
-        if self._slots and is_other and self._num_own < self._waits_until:
-            return
-        if self._slots:  # what is not read again was read when the training began, or a part of the data
-            unseen = [slot for slot in self._slots if slot.order not in self._reached] or self._slots
-            self._prepared.update(line_of(one.call) for slot in unseen for one in (slot.own, slot.captured))
-            self._slots, self._reached = [], set()
-        if self._num_own > _MOST_STEPS:
+        loop = self._loop
+        num_own = loop.tape.marks[-1].step + 1
+        if loop.iterations.total > self._target + _MOST_STEPS:
             why = self.why or "it does not read these inputs again"
-            self.refuse(f"none of {_MOST_STEPS} steps of the script is like the captured one: {why}")
-        try:
-            with self._recorded() as (player, ops):
-                self._own_numbers = _numbers_of(player.program)
-                own = self._own_inputs(player)
-                self.why = own if isinstance(own, str) else self._pair_state()
-                if not self.why and not isinstance(own, str):
-                    self._slots = list(self._places(player, ops, own))
-        except NotKept as reason:
-            self.why = f"the script's own step cannot be played: {reason}"
+            self.refuse(f"none of {loop.iterations.total} steps of the script is like the captured one: {why}")
+        if num_own > 1 and (not self._slots or num_own > self._target - _MOST_RECORDED):
+            self._look_at()
+        self._is_due = bool(self._slots) and (num_own >= self._target or time.perf_counter() > self._until)
         loop.copy_state(time.perf_counter())
         living = loop.tape.alive()  # what data were made of does not matter any more
         has_graph = [any(n not in living or living[n].requires_grad for n in op.outs) for op in loop.tape.carried]
         loop.tape.carried = list(itertools.compress(loop.tape.carried, has_graph))
-        recorder: Any = self._recorder
-        recorder.hand, recorder.begin_root = (self._hand if self._slots else None), self._begin_root
-        self._waits_until, self._was_first = self._num_own + _MOST_WAITED, self._num_own == 1
 
-    @contextlib.contextmanager
-    def _recorded(self) -> Iterator[tuple[TracedPlayer, list[Op]]]:
-        """The step that is over as a program, and its calls. Raises `NotKept`."""
-        describing = Describing(self._loop, Verdict("", sys._getframe(3)), [])
-        with self.replaying(ends=False), describing.kept():
-            segments = describing.segments()
-            if not segments:
-                raise NotKept("it was not kept")
-            with describing.begun(segments, len(segments) - 1) as case:
-                case.explain, case.mark.micro_step = lambda *_: Failure(Phase.FORWARD, HEALTHY), 0
-                yield describing.replayed(case), case.ops
+    def _recorded(self) -> tuple[TracedPlayer, list[Op]]:
+        with self.replaying(ends=False):
+            return Describing(self._loop, Verdict("", sys._getframe()), []).recorded()
+
+    def _look_at(self) -> None:
+        """Find the places where the script's own step reads inputs like those of the captured one."""
+        try:
+            player, ops = self._recorded()
+        except NotKept as reason:
+            self.why = f"the script's own step cannot be played: {reason}"
+            return
+        pairs = self._own_inputs(player)
+        self.why = pairs if isinstance(pairs, str) else self._pair_state()
+        num_alike = sum(is_alike(one, other) for one, other in pairs) if not isinstance(pairs, str) else 0
+        if self.why or isinstance(pairs, str) or num_alike < self._num_alike:  # such as the generator's step for that
+            return  # of the discriminator
+        self._num_alike = num_alike
+        self._slots, self._own_numbers = [], _numbers_of(player.program)
+        waiting = {own.value: (own, captured) for captured, own in pairs}
+        for order, op in enumerate(ops):
+            name = name_of(op) if op.kind is Function else ""
+            for position, number in enumerate(op.ins if not hands_on(name) else ()):
+                tensor = player.env.get(number)
+                value = player.tracer.value_of(tensor) if tensor is not None else None
+                if value in waiting:
+                    where = name, op.code, op.instruction, op.mode.grad, len(op.ins)
+                    self._slots.append(Slot(order, where, position, *waiting.pop(value)))
 
     def _own_inputs(self, player: TracedPlayer) -> list[tuple[Given, Given]] | str:
         """The inputs of the captured step with those of the script's own that stand for them; why there are none.
 
-        A line that is not edited, and computes with another number than in the captured step, depends on the step.
+        What lines compute that are there and not edited is an input where the script's own step does not come to them,
+        or computes with another number there: the number of the step decides about both.
         """
-        captured = self._captured
+        captured, own, failure = self._captured, player.program, self._captured.failure
+        prepared = set(map(reader_of, captured.program.calls)) - set(map(reader_of, own.calls))
+        prepared &= _text_of(own) - {failure.site.code.strip() if failure.site is not None else None}
         while True:
-            wanted = given_to(captured.program, captured.tensors, self._prepared)
-            own = given_to(player.program, player.tensors, self._prepared)
-            kept = {line_of(one.call) for one in own} - {None}  # lines that still read an input
-            for before, now in zip(wanted, own, strict=False):
-                is_moved = line_of(before.call) != line_of(now.call) and line_of(before.call) in kept
-                if is_moved or (before.tensor.dtype, before.tensor.dim()) != (now.tensor.dtype, now.tensor.dim()):
-                    return f"the captured step reads {before.words}, where the script reads {now.words}"
-            if not wanted or len(own) < len(wanted):
-                return f"the captured step reads {wanted[len(own)].words if wanted else 'nothing'}; the script does not"
-            pairs = list(zip(wanted, own, strict=False))
-            lines = [(line_of(a.call), _constants(a.call), _constants(b.call), line_of(b.call)) for a, b in pairs]
-            moved = {line for line, before, now, other in lines if line == other and before != now} - {None}
-            if moved <= self._prepared:
+            wanted = given_to(captured.program, captured.tensors, prepared)
+            pairs = paired(wanted, given_to(own, player.tensors, prepared))
+            if isinstance(pairs, str):
                 return pairs
-            self._prepared |= moved
-
-    def _places(self, player: TracedPlayer, ops: list[Op], pairs: list[tuple[Given, Given]]) -> Iterator[Slot]:
-        waiting = {own.value: (own, captured) for captured, own in pairs}
-        for order, op in enumerate(ops):
-            name = name_of(op) if op.kind is Function else ""
-            if name and hands_on(name):
-                continue
-            for position, number in enumerate(op.ins):
-                tensor = player.env.get(number)
-                value = player.tracer.value_of(tensor) if tensor is not None else None
-                if value in waiting:
-                    where = op.code, op.instruction, op.mode.grad
-                    yield Slot(order, name, *where, len(op.ins), position, *waiting.pop(value))
+            calls = [(a.call, b.call) for a, b in pairs if reader_of(a.call) == reader_of(b.call)]
+            moved = {reader_of(one) for one, other in calls if _constants(one) != _constants(other)}
+            if moved <= prepared:
+                return pairs
+            prepared |= moved
 
     def _pair_state(self) -> str:
         """Pair the captured models and optimizers with the script's own; what does not fit, else an empty string."""
-        world, frame, before = self._loop.world, sys._getframe(2), self._before
-        modules = [unwrapped(module) for module in world.modules if [*module.parameters(), *module.buffers()]]
-        names, self._modules, self._optimizers = names_of(modules, frame), [], []
+        world, frame, before = self._loop.world, sys._getframe(), self._before
+        roots = [unwrapped(root) for root in world.modules if [*root.parameters(), *root.buffers()]]
+        names, self._modules, self._optimizers = names_of(roots, frame), [], []
         for name, state in before.modules.items():
-            fitting = [one for one in modules if names[id(one)] == name or not name or len(before.modules) == 1]
-            differences = [_difference(state, one) for one in fitting] or [f"has no counterpart `{name}`"]
-            if all(differences):
-                return f"the model of the script {differences[0]}"
-            self._modules.append((fitting[differences.index("")], state))
+            named = [root for root in roots if names[id(root)] == name]
+            differences = {root: _difference(state, root) for root in named or roots}
+            fitting = [root for root, difference in differences.items() if not difference]
+            if len(fitting) != 1:
+                has_several = f"there are {len(fitting)} models like that in the script" if fitting else ""
+                return has_several or f"the model of the script {next(iter(differences.values()), 'is not there')}"
+            self._modules.append((fitting[0], state))
         names = names_of(world.optimizers, frame)
         for optimizer in world.optimizers:
-            name = "" if "" in before.optimizers else names[id(optimizer)]
-            groups = before.optimizers.get(name)
+            groups = before.optimizers.get("" if "" in before.optimizers else names[id(optimizer)])
             if groups is not None:
-                sizes = [len(group["params"]) for group in optimizer.param_groups]
-                if sizes != [len(group.state) for group in groups]:
+                if [len(one["params"]) for one in optimizer.param_groups] != [len(one.state) for one in groups]:
                     return f"`{names[id(optimizer)]}` has other groups of parameters than the captured optimizer"
                 self._optimizers.append((optimizer, groups))
         return ""
 
     # -- the captured step ---------------------------------------------------------------------------------------
 
-    def _hand(self, frame: FrameType, name: str, given: Any) -> None:
+    def _hand(self, frame: FrameType, name: str, given: Any, is_root: bool) -> None:
         """A call of the loop is about to be made: give it the captured inputs if it is the next that reads one."""
-        user = first_user_frame(frame)
-        where = name, user.f_code, user.f_lasti, torch.is_grad_enabled()
-        here = [one for one in self._slots[self._next :] if where == (one.name, one.code, one.instruction, one.grad)]
-        tensors = list(iter_tensors(given)) if here else []
-        here = [one for one in here if one.num_tensors == len(tensors)]
-        self._reached.update(one.order for one in here)
-        if here and here[0] is self._slots[self._next]:
-            if not self._next:
+        if not self._is_due:
+            return
+        user, tensors, slots = first_user_frame(frame), list(iter_tensors(given)), self._slots[self._next :]
+        where = name, user.f_code, user.f_lasti, torch.is_grad_enabled(), len(tensors)
+        if slots and where == slots[0].where:
+            if not self.has_begun:
                 self._begin()
-            for slot in [one for one in here if one.order == here[0].order]:
+            for slot in itertools.takewhile(lambda one: one.order == slots[0].order, slots):
                 self._give(tensors[slot.position], slot)
                 self._next += 1
-
-    def _begin_root(self) -> None:
-        """A module is about to be called: the generators are kept as they were before the first one of the step."""
-        if self.has_begun and self._lacks_generators:
+        if is_root and self.has_begun and self._lacks_generators:  # kept as they were before the first one of the step
             self._lacks_generators = False
-            self._set_generators()
+            set_rng_state(self._captured.rng)
 
     def _give(self, tensor: torch.Tensor, slot: Slot) -> None:
         value = slot.captured.tensor
-        if (tensor.dtype, tensor.dim()) != (value.dtype, value.dim()):
+        if (tensor.dtype, tensor.dim()) != slot.captured.kind:
             self.refuse(f"what the script reads changes from step to step: {slot.own.words}")
         if tensor.shape != value.shape and not self.other_shape:
             self.other_shape = f"{slot.own.words}: the captured shape is {tuple(value.shape)}"
@@ -380,8 +389,7 @@ class RetrySession(Session):
                     live[key].copy_(value)
             for optimizer, groups in self._optimizers:
                 self._put_back(optimizer, groups)
-        self._weights = [parameter.detach().clone() for parameter in loop.world.parameters]
-        self._set_generators()
+        set_rng_state(self._captured.rng)
         loop.tape.forget()
         loop.world.interrupt()  # what was before is no part of the step
         loop.copy_state(time.perf_counter())
@@ -393,112 +401,92 @@ class RetrySession(Session):
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             for parameter, state in zip(group["params"], before.state, strict=True):
                 own = optimizer.state.get(parameter, {})
-                placed = {key: _placed(value, own.get(key), parameter) for key, value in state.items()}
-                optimizer.state[parameter] = placed if set(own) == set(state) else {}  # of another optimizer
+                is_same = own.keys() == state.keys()  # else it is of another optimizer
+                optimizer.state[parameter] = {
+                    key: value.to(own[key].device, copy=True) if isinstance(value, torch.Tensor) else value
+                    for key, value in (state.items() if is_same else ())
+                }
             now, rate = number_of(group["lr"]), rates.get(self._captured.step)
-            is_scheduled = len(set(rates.values())) > 1 and rates.get(self._num_own, now) == now
+            is_scheduled = len(set(rates.values())) > 1 and rates.get(self._loop.iterations.completed, now) == now
             if is_scheduled and rate not in (None, now):
                 group["lr"] = rate
                 self.notes.append(f"the learning rate is {number_words(rate or 0.0)}, as a schedule had set it")
-
-    def _set_generators(self) -> None:
-        rng, numpy = self._captured.rng, sys.modules.get("numpy")
-        states: dict[str, Any] = {"python": random.getstate()}
-        if rng.python is not None:
-            states["python"] = rng.python.version, rng.python.words, rng.python.gauss
-        if rng.numpy is not None and numpy is not None:
-            name, words, *rest = (getattr(rng.numpy, field.name) for field in fields(rng.numpy))
-            states["numpy"] = name, numpy.array(words, dtype="uint32"), *rest
-        set_python_generators(states)
-        if rng.torch is not None:
-            torch.set_rng_state(rng.torch)
-        for device, state in enumerate(rng.cuda or ()):
-            if torch.cuda.is_initialized() and device < torch.cuda.device_count():  # type: ignore[no-untyped-call]
-                torch.cuda.set_rng_state(state, device)
 
     def _finish(self) -> None:
         """The step is over and nothing in it was bad."""
         if self._next < len(self._slots):
             self.refuse(f"the step has ended before the script has read {self._slots[self._next].own.words} again")
-        failure, row, parameters = self._captured.failure, self._loop.timeline.last({}), self._loop.world.parameters
-        program = self._program()
-        if program is None:
-            self.notes.append("it could not be looked at whether the step comes to the line that failed")
-        elif failure.site is not None and self._leaves_out(failure.site, program):
+        captured, row, world = self._captured, self._loop.timeline.last({}), self._loop.world
+        failure, event = captured.failure, captured.failure.event
+        try:
+            player, ops = self._recorded()
+        except NotKept as reason:
+            self.refuse(f"the step cannot be played again: {reason}")
+        called, given = {unwrapped(op.target) for op in ops if op.kind is Root}, {module for module, _ in self._modules}
+        if called - given and given - called:  # such as the first step of the next model
+            self.refuse("the step calls another model than the one that has the captured state")
+        if failure.site is not None and self._leaves_out(failure.site.code.strip(), player.program):
             what = f"the step does not come to {failure.site.place} ({failure.site.code.strip()}), which failed"
             why = "its number, or something else of the script's own, decides about that"
             self.refuse(f"{what}, or to an edited line: {why}")
-        if program is not None and (other := self._other_number(program)):
+        if other := self._other_number(player.program):
             self.refuse(f"{other}: what decides about that lies before the step")
         self.loss, self.grad_norm = row.loss, row.grad_norm
-        world, high = self._loop.world, usual_limits(_losses(self._captured))[1]
-        if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):
-            self.not_mended = "a parameter" if world.newly_bad() is not None else f"`{bad[0][0]}`"
-            self.not_mended += " is nan or infinite after it"
-        elif failure.event is None and self.loss is not None and self.loss > _ABSURD * high:
-            usual = f"of usual steps it was at most {number_words(high)}"
-            self.not_mended = f"its loss is {number_words(self.loss)}, and {usual}"
         if self.grad_norm is None:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in world.parameters if parameter.grad is not None]
             self.grad_norm = math.hypot(*(float(torch.linalg.vector_norm(one.float())) for one in gradients))
-        if (event := failure.event) is not None:
-            update = update_of(self._weights, [parameter.detach() for parameter in parameters])
-            value = (self.loss, self.grad_norm, update)[_MEASURED.index(event.quantity)]
-            if value is not None and value >= event.threshold:
-                usual = f"unusual from {number_words(event.threshold)} on"
-                self.unusual = f"{event.quantity} {number_words(value)}, {usual}"
+        rows = failing_series(captured.timeline)
+        high = usual_limits([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
+        if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):
+            name = "a parameter" if world.newly_bad() is not None else f"`{bad[0][0]}`"
+            self.still = f"{name} is nan or infinite after it"
+        elif event is None and self.loss is not None and self.loss > _ABSURD * high[1]:
+            usual = f"of usual steps it was at most {number_words(high[1])}"
+            self.still = f"its loss is {number_words(self.loss)}, and {usual}"
+        elif event is not None:
+            name = next((one.name for one in captured.program.inputs if one.value == failure.value), "")
+            leaf = next((one.value for one in player.program.inputs if one.name == name), None)
+            value = measured(player.program, player.tensors, replace(failure, value=leaf))
+            if value is None:
+                self.refuse(f"the {event.quantity} of the step could not be measured")
+            elif value >= event.threshold:
+                self.is_unusual = True
+                self.still = f"{event.quantity} {number_words(value)}, unusual from {number_words(event.threshold)} on"
         self._stop()
 
-    def _program(self) -> Program | None:
-        """The step as a program, ``None`` if it cannot be recorded."""
-        with ignored_errors(), self._recorded() as (player, _):
-            return player.program
-        return None
-
-    def _leaves_out(self, site: Site, program: Program) -> bool:
+    def _leaves_out(self, line: str, program: Program) -> bool:
         """True if the line that failed has made no call in this step, and is still there or no other line is new."""
-        line, sites = site.code.strip(), [call.site for call in program.calls if call.site is not None]
-        files = {Path(folder, one.file) for one in sites for folder in (os.getcwd(), sys.path[0])}
-        texts = [file.read_text().splitlines() for file in files if file.is_file()]
-        is_there = any(line in map(str.strip, text) for text in texts)
-        before = {call.site.code.strip() for call in self._captured.program.calls if call.site is not None}
         is_update = self._captured.failure.phase == Phase.OPTIMIZER
-        calls = program.calls if is_update else _before_backward(program)
-        made = {call.site.code.strip() for call in calls if call.site is not None}
-        return line not in {one.code.strip() for one in sites} and (is_there or made <= before)
+        made = _lines_of(program.calls[: None if is_update else _num_before_backward(program)])
+        is_new = not made <= _lines_of(self._captured.program.calls)
+        return line not in _lines_of(program.calls) and (line in _text_of(program) or not is_new)
 
     def _other_number(self, program: Program) -> str:
         """A flag, or a number that is another one in each step, in a line that is not edited and without which the
         captured step does not fail; empty if there is none. Of any other number that is said."""
         captured = self._captured
         before, now = _numbers_of(captured.program), _numbers_of(program)
-        lines = [line for line in before if line in now and before[line] != now[line]]
-        lines = [line for line in lines if len(before[line]) == len(now[line])]
-        for is_told in (False, True):
-            others: dict[Line, list[Plain]] = {}
-            for line in lines:
-                own = self._own_numbers.get(line, [])
-                trio = zip(before[line], now[line], own if len(own) == len(now[line]) else now[line], strict=True)
-                has_mode = any(word in line[1] for word in _OF_MODE)
-                others[line] = [
-                    new if is_told or new != mine or (has_mode and isinstance(new, bool)) else old
-                    for old, new, mine in trio
-                ]
-            changed = [line for line in lines if others[line] != before[line]]
-            edited = replace(captured.program, calls=tuple(_with_numbers(captured.program, others)))
-            if changed and not _fails(edited, captured):
-                code, name, _ = changed[0]
-                both = zip(before[changed[0]], others[changed[0]], strict=True)
-                old, new = next((old, new) for old, new in both if old != new)
-                words = f"has {old} in `{name}` ({code.strip()}), the script has {new}"
-                if not is_told:
-                    return f"the captured step {words}"
-                self.notes.append(f"it is finite because of a number: the captured step {words}")
+        changed = {line: now[line] for line in before if line in now and now[line] != before[line]}
+        moving = {
+            line: new
+            for line, new in changed.items()
+            if self._own_numbers.get(line, new) != new
+            or (isinstance(new, bool) and any(word in line[1] for word in _OF_MODE))
+        }
+        for others in (moving, changed):
+            if others and not _fails(_with_numbers(captured.program, others), captured):
+                line, new = next(iter(others.items()))
+                words = f"the captured step has {before[line]} in `{line[1]}` ({line[0].strip()}), the script has {new}"
+                if others is moving:
+                    return words
+                self.notes.append(f"it is finite because of a number: {words}")
         return ""
 
 
+# -- numbers and lines of a program --------------------------------------------------------------------------------
+
 Plain = float | bool
-Line = tuple[str, str, str]  # its code, the call there, and the module
+Line = tuple[str, str, str, int]  # its code, the call there, the module, and which of the numbers there
 
 
 def _fails(program: Program, captured: Snapshot) -> bool:
@@ -508,49 +496,56 @@ def _fails(program: Program, captured: Snapshot) -> bool:
     return locate(program, captured.tensors) is not None
 
 
-def _line_of_numbers(call: Call) -> Line:
-    return call.site.code if call.site is not None else "", call.name, call.scope[-1].path if call.scope else ""
+def _with_numbers(program: Program, others: Mapping[Line, Plain], seen: dict[Line, Plain] | None = None) -> Program:
+    """The program with other flags and fractional numbers in the calls of its forward pass; ``seen`` gets its own."""
+    calls, found = list(program.calls), seen if seen is not None else {}
+    for index, call in enumerate(calls[: _num_before_backward(program)]):
+        place = call.site.code if call.site is not None else "", call.name, call.scope[-1].path if call.scope else ""
+
+        def changed(leaf: Any, place: tuple[str, str, str] = place) -> Any:
+            if not isinstance(leaf, (bool, float)):
+                return leaf
+            line = (*place, next(number for number in itertools.count() if (*place, number) not in found))
+            found[line] = leaf
+            return others.get(line, leaf)
+
+        args, kwargs = map_leaves((call.args, dict(call.kwargs)), changed)
+        calls[index] = replace(call, args=args, kwargs=kwargs)
+    return replace(program, calls=tuple(calls))
 
 
-def _numbers_of(program: Program) -> dict[Line, list[Plain]]:
-    """Flags and fractional numbers that the calls of the forward pass are given."""
-    found: dict[Line, list[Plain]] = {}
-    for call in _before_backward(program):
-        leaves: list[Any] = []
-        map_leaves((call.args, dict(call.kwargs)), leaves.append)
-        found.setdefault(_line_of_numbers(call), []).extend(leaf for leaf in leaves if isinstance(leaf, (bool, float)))
+def _numbers_of(program: Program) -> dict[Line, Plain]:
+    found: dict[Line, Plain] = {}
+    _with_numbers(program, {}, found)
     return found
 
 
-def _with_numbers(program: Program, others: Mapping[Line, Sequence[Plain]]) -> Iterator[Call]:
-    """The calls of a program with other numbers on some lines."""
-    numbers, num_before = {line: iter(values) for line, values in others.items()}, len(_before_backward(program))
-    for index, call in enumerate(program.calls):
-        own = numbers.get(_line_of_numbers(call)) if index < num_before else None
-        if own is not None:
-            args, kwargs = map_leaves(
-                (call.args, dict(call.kwargs)),
-                lambda leaf, own=own: next(own) if isinstance(leaf, (bool, float)) else leaf,  # type: ignore[misc]
-            )
-            call = replace(call, args=args, kwargs=kwargs)
-        yield call
+def _num_before_backward(program: Program) -> int:
+    return max((n for n, call in enumerate(program.calls) if call.is_differentiation), default=len(program.calls))
 
 
-def _losses(captured: Snapshot) -> list[tuple[int, float]]:
-    rows = failing_series(captured.timeline)
-    return [(row.step, row.loss) for row in rows if row.loss is not None and row.step < captured.step]
+def _lines_of(calls: Collection[Call]) -> set[str]:
+    return {call.site.code.strip() for call in calls if call.site is not None}
 
 
-def _before_backward(program: Program) -> list[Call]:
-    last = max((n for n, call in enumerate(program.calls) if call.is_differentiation), default=len(program.calls))
-    return list(program.calls[:last])
+def _text_of(program: Program) -> set[str | None]:
+    """The lines of the files that a program's calls are written in."""
+    names = {call.site.file for call in program.calls if call.site is not None}
+    files = [Path(folder, name) for name in names for folder in (os.getcwd(), sys.path[0])]
+    return {line.strip() for file in files if file.is_file() for line in file.read_text().splitlines()}
+
+
+def _constants(call: Call) -> Any:
+    """The arguments of a call but for tensors."""
+    return map_leaves((call.args, dict(call.kwargs)), lambda leaf: None if isinstance(leaf, Ref) else leaf)
+
+
+# -- the state -----------------------------------------------------------------------------------------------------
 
 
 def _state_of(captured: Snapshot) -> StateBefore:
     """The state from before the step, of the models that it calls; raises `NotMatched` if it is not all there."""
-    before, event = captured.before, captured.failure.event
-    if event is not None and event.quantity not in _MEASURED:
-        raise NotMatched(f"one step does not show that the {event.quantity} of a layer is unusual")
+    before = captured.before
     if before is None or before.left_out or not before.modules:
         why = f": {before.left_out[0]}" if before is not None and before.left_out else ""
         hint = "capture the failure again with this version of reprokit"
@@ -561,23 +556,9 @@ def _state_of(captured: Snapshot) -> StateBefore:
 
 def _difference(state: Mapping[str, torch.Tensor], module: torch.nn.Module) -> str:
     """The first parameter or buffer that a module has not, or has in another shape; empty if there is none."""
-    live = module.state_dict()
-    for key in dict.fromkeys((*state, *live)):
-        if key not in live or key not in state:
-            return f"has no `{key}`" if key in state else f"has `{key}`, which the captured state has not"
-        if live[key].shape != state[key].shape:
-            return f"has `{key}` of {tuple(live[key].shape)}, and the captured state of {tuple(state[key].shape)}"
-    return ""
-
-
-def _constants(call: Call) -> Any:
-    """The arguments of a call but for tensors."""
-    return map_leaves((call.args, dict(call.kwargs)), lambda leaf: None if isinstance(leaf, Ref) else leaf)
-
-
-def _placed(value: Any, own: Any, parameter: torch.Tensor) -> Any:
-    """A value of an optimizer's state, on the device that the script has it on."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    device = own.device if isinstance(own, torch.Tensor) else parameter.device if value.dim() else value.device
-    return value.to(device, copy=True)
+    wanted, live = ({key: tuple(one.shape) for key, one in part.items()} for part in (state, module.state_dict()))
+    key = next((key for key in {**wanted, **live} if wanted.get(key) != live.get(key)), None)
+    if key is None or key not in live:
+        return f"has no `{key}`" if key is not None else ""
+    other = f" of {live[key]}, and the captured state of {wanted[key]}" if key in wanted else ", which it had not then"
+    return f"has `{key}`{other}"

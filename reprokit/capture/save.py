@@ -286,9 +286,18 @@ class Describing:
                     replay.play()
                     together.stop(DONE)
                 self.verdict = replace(self.verdict, together=None)
-            with self.begun(segments, first) as case:
-                case.explain, case.mark.micro_step = lambda *_: Failure(Phase.FORWARD, HEALTHY), 0
+            with self.healthy(segments, first) as case:
                 return ranks.recorded_by_all(self, case) if ranks.is_sharded else self.make(case)
+
+    def recorded(self) -> tuple[TracedPlayer, list[Op]]:
+        """The last step that is over as a program, and its calls. Raises `NotKept`."""
+        with self.kept() as segments:
+            copy = -1 if self.segments() else 0  # a copy may have been taken right after it
+            segments = self.segments() or segments
+            if not segments:
+                raise NotKept(NOT_KEPT)
+            with self.healthy(segments, len(segments) - 1, copy) as case:
+                return self.replayed(case), case.ops
 
     def now(self, ops: list[Op], pending: Op | None, notes: list[str]) -> Case:
         """The running step, from the state of now."""
@@ -411,6 +420,13 @@ class Describing:
                         op, generators = op._replace(note=replace(op.note, generators=generators)), None
                     case.ops.append(op)
             case.mark, case.frame = replace(segments[-1].mark, generators=case.mark.generators), self.verdict.frame
+            yield case
+
+    @contextlib.contextmanager
+    def healthy(self, segments: Sequence[Segment], first: int, copy: int = -1) -> Iterator[Case]:
+        """As `begun`, for steps in which nothing has failed."""
+        with self.begun(segments, first, copy) as case:
+            case.explain, case.mark.micro_step = lambda *_: Failure(Phase.FORWARD, HEALTHY), 0
             yield case
 
     def _joined(self, case: Case, segments: list[Segment]) -> Made | None:

@@ -55,7 +55,7 @@ class Retry:
                     ending = error
                 if isinstance(ending, Exception) and not isinstance(ending, UsageError):
                     launch.show_exception(ending)
-                text, result = self._result(session, ending)
+                text, is_same = self._result(session, ending)
             except NotMatched as reason:
                 if self.json:
                     console.print_json({"schema": 1, "verdict": "not_matched", "reason": reason.message})
@@ -63,45 +63,33 @@ class Retry:
         for line in (*session.notes, text):
             console.say(line, self.verbosity)
         if self.json:
-            console.print_json({"schema": 1, **result, "notes": session.notes})
-        return 0 if result["verdict"] == "finite" else 1
+            result: dict[str, Any] = {"schema": 1, "verdict": "finite" if is_same is None else "fails"}
+            result |= {"loss": session.loss, "grad_norm": session.grad_norm, "same": is_same, "notes": session.notes}
+            console.print_json({**result, "failure": session.failure and session.failure["failure"]})
+        return 0 if is_same is None else 1
 
-    def _result(self, session: RetrySession, ending: BaseException | None) -> tuple[str, dict[str, Any]]:
-        """The verdict in words and as data."""
+    def _result(self, session: RetrySession, ending: BaseException | None) -> tuple[str, bool | None]:
+        """The verdict in words, and whether the step fails as it did: ``None`` if it does not fail."""
         if session.refusal is not None:
             raise session.refusal
         if isinstance(ending, UsageError):
             raise ending
-        result = {"loss": session.loss, "grad_norm": session.grad_norm, "same": None, "failure": None}
         if session.failure is not None:
-            is_same, described = session.is_same(), session.failure["failure"]
+            is_same, is_raised = session.is_same(), session.failure["failure"]["exception"] is not None
             told = ", ".join(filter(None, (what(session.failure), place_line(session.failure))))
             if not session.has_begun and not is_same:
                 raise NotMatched(f"a step of the script's own fails before: {told}")
-            if described["exception"] is not None and not is_same and session.other_shape:
+            if is_raised and not is_same and session.other_shape:
                 raise NotMatched(f"the script does not take the captured inputs: {told}", hint=session.other_shape)
-            if is_same and session.led_to:
-                session.notes.append(f"the file says what led to it, perhaps before this step: {session.led_to}")
-            way = f"in {'the same' if is_same else 'another'} way"
-            return f"the step fails {way}: {told}", {
-                "verdict": "fails",
-                **result,
-                "same": is_same,
-                "failure": described,
-            }
+            return f"the step fails in {'the same' if is_same else 'another'} way: {told}", is_same
         if not session.is_over:
             how = f"raised {type(ending).__name__}" if isinstance(ending, Exception) else "ended"
             raise NotMatched(f"the script {how} before it made the captured step", hint=session.why or None)
-        if session.not_mended:
-            return f"the step is finite, and not mended: {session.not_mended}", {
-                "verdict": "fails",
-                **result,
-                "same": False,
-            }
-        if session.unusual:
-            return f"the step fails in the same way: {session.unusual}", {"verdict": "fails", **result, "same": True}
+        if session.still:
+            result = "fails in the same way" if session.is_unusual else "is finite, and not mended"
+            return f"the step {result}: {session.still}", session.is_unusual
         loss, norm = (number_words(math.nan if n is None else n) for n in (session.loss, session.grad_norm))
-        return f"the step is finite with this code: loss {loss}, gradient norm {norm}", {"verdict": "finite", **result}
+        return f"the step is finite with this code: loss {loss}, gradient norm {norm}", None
 
 
 @click.command(
@@ -116,8 +104,8 @@ class Retry:
 def command(file: Path, target: Sequence[str], verbosity: console.Verbosity, json: bool) -> console.Plan:
     """Have I fixed my training? Make the step of a snapshot with the edited script.
 
-    The script runs until its loop has made a step of its own. The next step begins with the captured state, is given
-    the captured inputs, and ends the script. Exit code 0: it is finite; 1: it fails; 2: it could not be made.
+    The script runs up to the step with the captured number. This begins with the captured state, is given the
+    captured inputs, and ends the script. Exit code 0: it is finite; 1: it fails; 2: it could not be made.
     """
     words = list(target[target[:1] == ("--",) :])
     is_module = words[:1] == ["-m"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -73,6 +73,20 @@ def get_rng_state() -> Generators:
         _numpy_state(numpy) if numpy is not None else None,
         **accelerators,
     )
+
+
+def set_rng_state(states: Generators) -> None:
+    """Put the generators of Python, NumPy, torch and CUDA into some states."""
+    numpy = sys.modules.get("numpy")
+    if states.python is not None:
+        random.setstate((states.python.version, states.python.words, states.python.gauss))
+    if states.numpy is not None and numpy is not None:
+        numpy.random.set_state(astuple(states.numpy))
+    if states.torch is not None:
+        torch.set_rng_state(states.torch)
+    for device, state in enumerate(states.cuda or ()):
+        if torch.cuda.is_initialized() and device < torch.cuda.device_count():  # type: ignore[no-untyped-call]
+            torch.cuda.set_rng_state(state, device)
 
 
 def _numpy_state(numpy: Any) -> NumpyState:
