@@ -83,14 +83,14 @@ class Trace(Generic[T]):
                     self._wait_for_gradients(index, value, values[value])
 
     def _wait_for_gradients(self, index: int, value: int, tensor: torch.Tensor) -> None:
-        def note(gradient: torch.Tensor) -> None:
-            found = self.gradients_of(gradient) if self.gradients_of is not None else None
-            if found is not None:
-                self.gradients.setdefault((index, value), []).append(found)
-                self._num_arrived += 1
-                self.arrivals[index, value] = self._running, self._num_arrived
+        tensor.register_hook(lambda gradient: self._arrive(index, value, gradient))  # type: ignore[no-untyped-call]
 
-        tensor.register_hook(note)  # type: ignore[no-untyped-call]
+    def _arrive(self, index: int, value: int, gradient: torch.Tensor) -> None:
+        found = self.gradients_of(gradient) if self.gradients_of is not None else None
+        if found is not None:
+            self.gradients.setdefault((index, value), []).append(found)
+            self._num_arrived += 1
+            self.arrivals[index, value] = self._running, self._num_arrived
 
     def _measured(self, wanted: Collection[int], values: Mapping[int, torch.Tensor]) -> dict[int, T]:
         self._note_memory(wanted, values)

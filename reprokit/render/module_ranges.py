@@ -257,7 +257,7 @@ def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int,
 
 def _backward(found: Survey, key: Key, forward: Part) -> Part:
     arrived = found.arrived
-    whole = {value: gradient for value, gradient in arrived.items() if key not in found.parts.get(value, ())}
+    whole = {value: gradient for value, gradient in arrived.items() if key not in (found.parts or {}).get(value, ())}
     kinds: tuple[tuple[Role, Role, dict[int, Range]], ...] = (
         ("output", "grad_output", arrived),
         ("input", "grad_input", whole | {value: part for (own, value), part in found.passed.items() if own == key}),

@@ -30,8 +30,9 @@ from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
 from reprokit.program.dataflow import Edge, NodeOwners, calls_after, edge_of, needed_calls
 from reprokit.program.dataflow import written_by as written_values
+from reprokit.program.functions import GRAD_READ
 from reprokit.program.interpreter import determinism
-from reprokit.program.ir import OPAQUE, Call, Ref
+from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, Call, Ref, iter_refs
 from reprokit.program.observe import Trace
 from reprokit.render.names import labels
 from reprokit.render.printer import call_text
@@ -155,7 +156,7 @@ class Survey(Trace[Range]):
     positions: Positions | None = None
     readers: dict[int, list[int]] = field(default_factory=dict)
     error: Exception | None = None
-    parts: Mapping[int, Mapping[Any, Set[int]]] = field(default_factory=dict)
+    parts: Mapping[int, Mapping[Any, Set[int]]] | None = None
     passed: dict[tuple[Any, int], Range] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,6 +165,9 @@ class Survey(Trace[Range]):
         self._owners = NodeOwners()
         self._edges: dict[Edge, int] = {}  # of what the running call reads
         self._sent: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by value: calls, and what they sent to it
+        self._is_cut = self.parts is not None and any(map(_goes_on, self.program.calls))
+        self._begun = self._made = -1  # the backward call of the loop; the call whose derivative the program computes
+        self._before: dict[Any, tuple[int, torch.Tensor]] = {}  # what arrived before in the same call of the loop
         for index, call in enumerate(self.program.calls):
             for value in call.input_refs() if call.target != OPAQUE else ():
                 self.readers.setdefault(value, []).append(index)
@@ -193,8 +197,10 @@ class Survey(Trace[Range]):
                 self.inputs[value] = known
                 if values[value].requires_grad:
                     self._wait_for_gradients(-1, value, values[value])
-        read = [value for value in call.input_refs() if value in self.parts and value in values]
+        read = [value for value in call.input_refs() if value in (self.parts or ()) and value in values]
         self._edges = {edge: value for value in read if (edge := edge_of(values[value])) is not None}
+        if self._is_cut:
+            self._follow_custom(index, call, values)
         failure = self.failure
         if call.is_optimizer_step:
             self._note_optimizer(index, call, values)
@@ -212,6 +218,8 @@ class Survey(Trace[Range]):
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         super().after(index, call, values)
+        if self._is_cut and call.name == "requires_grad_":  # what a custom function returned
+            self._wait_for_gradients(index, call.output_refs()[0], values[call.output_refs()[0]])
         if self.parts:
             for node in self._owners.own_outputs(index, call, values):
                 for slot, edge in enumerate(node.next_functions):
@@ -225,16 +233,32 @@ class Survey(Trace[Range]):
         if (gradient := sent[slot]) is not None:
             self._sent.setdefault(value, []).append((index, gradient))
 
-    def _wait_for_gradients(self, index: int, value: int, tensor: torch.Tensor) -> None:
-        super()._wait_for_gradients(index, value, tensor)
-        if value in self.parts:  # what its readers have sent is complete then
-            tensor.register_hook(lambda _: self._add_parts(value))  # type: ignore[no-untyped-call]
+    def _follow_custom(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """The backward of a custom function is calls of the program, between two backward calls for one of the loop."""
+        if _goes_on(call):
+            calls = self.program.calls
+            for ref, gradient in zip(iter_refs(call.args[0]), iter_refs(call.args[1]), strict=False):
+                readers = (i for i in self.readers[ref.value] if calls[i].scope == calls[self._made].scope)
+                self._sent.setdefault(ref.value, []).append((next(readers, -1), values[gradient.value]))
+        elif call.is_differentiation:
+            self._begun = index
+        elif call.target == GRAD_READ and call.site is None:
+            self._made = self.writer(call.input_refs()[0], index) or 0
 
-    def _add_parts(self, value: int) -> None:
+    def _whole(self, key: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient with what arrived at the same place in the same backward call of the loop before."""
+        begun, before = self._before.get(key, (-1, gradient))
+        gradient = before + gradient if begun == self._begun and self._is_cut else gradient
+        if self._is_cut:
+            self._before[key] = self._begun, gradient
+        return gradient
+
+    def _arrive(self, index: int, value: int, gradient: torch.Tensor) -> None:
+        super()._arrive(index, value, self._whole((index, value), gradient.detach()))
         sent = self._sent.pop(value, [])
-        for key, calls in self.parts[value].items():
-            own = [gradient.detach() for index, gradient in sent if index in calls]
-            if own and (found := self.measure(functools.reduce(torch.add, own))) is not None:
+        for key, calls in (self.parts or {}).get(value, {}).items():  # what its readers have sent is complete
+            own = [part.detach() for reader, part in sent if reader in calls]
+            if own and (found := self.measure(self._whole((key, value), functools.reduce(torch.add, own)))) is not None:
                 self.passed[key, value] = found
 
     def _note_positions(self, tensor: torch.Tensor) -> None:
@@ -253,6 +277,11 @@ class Survey(Trace[Range]):
                 self.optimizer = {name: seen for name, seen in named.items() if seen is not None}
 
 
+def _goes_on(call: Call) -> bool:
+    """True for a backward call that the loop has not made: it goes on behind the backward of a custom function."""
+    return call.target == AUTOGRAD_BACKWARD and call.site is None
+
+
 def survey(
     snapshot: Snapshot,
     name: str = "",
@@ -269,8 +298,8 @@ def survey(
     """
     only = needed_calls(snapshot.program.calls, {*shown, *ends(snapshot)}) if shown is not None else None
     range_of = partial(measure, moments=shown is None, histogram=histograms, is_signed=parts is not None)
-    given, failure = parts or {}, snapshot.failure
-    found = Survey(snapshot.program, range_of, gradients_of=range_of, failure=failure, name=name, parts=given)
+    failure = snapshot.failure
+    found = Survey(snapshot.program, range_of, gradients_of=range_of, failure=failure, name=name, parts=parts)
     with determinism(snapshot.settings), warnings.catch_warnings(action="ignore"):
         try:
             outcome = found.run(snapshot.tensors, only=only)
