@@ -104,4 +104,5 @@ class Rule:
     is_of_torch: bool = False  # an issue for PyTorch
     links: str = ""  # places below https://github.com/
     fixes: Sequence[Fix] = ()
+    is_shown: bool = False  # a predicate has found the operand that the exception is about: no change has to show it
     trial: str = ""  # the change with which a predicate has run the step, and it did not fail

@@ -92,6 +92,7 @@ class Scene:
     settings: Settings = Settings()
     seen: Mapping[int, ObservedCall] = field(default_factory=dict)
     samples: SamplesByValue = field(default_factory=dict)
+    number: int | None = None  # of the step, where it has a single backward pass
 
     @property
     def program(self) -> Program:
@@ -233,6 +234,7 @@ def observe(content: Snapshot | Scene) -> Scene:
     step = content.step if isinstance(content, Scene) else Step.of(content)
     scene = Scene(step, content.failure, failing_series(content.timeline), content.settings)
     scene.samples = content.samples or {}
+    scene.number = content.number if isinstance(content, Scene) else None if content.micro_step else content.step
     near = set[int]()
     if scene.call is not None and not scene.call.is_optimizer_step:
         near = {number for number, _ in scene.makers_of((scene.call.args, dict(scene.call.kwargs)), scene.index, 2)}

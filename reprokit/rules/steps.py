@@ -11,6 +11,7 @@ from reprokit.compare.quantity import measured
 from reprokit.locate.samples import bad_rows
 from reprokit.locate.spelling import short_name
 from reprokit.program.ir import Ref
+from reprokit.rules.backward import freed_before, written_since
 from reprokit.rules.edits import loss_over_count, on_call, set_argument
 from reprokit.rules.predicates import dtype_name, ignored_by, places, raises
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
@@ -223,22 +224,22 @@ STEPS = [
         seen=["{count} of {total} elements of {input} are not finite"],
         advice="Look at the step before, at the initialisation, and at what was loaded."),
     Rule("in-place-on-saved", "An in-place operation on a value that the backward pass needs",
-        kinds="exception", when=[raises("modified by an inplace operation")],
+        kinds="exception", when=[written_since], cause="state", is_shown=True,
         why="Autograd keeps the values that a derivative is computed from. One of them was written in place after the "
             "forward pass read it: by an in-place operation, or by the `step()` of an optimizer before a backward "
             "pass that needs the old parameters.",
-        seen=["{exception}"],
+        seen=["{seen}"],
         advice="Use the operation out of place (`h = h + 1` in place of `h += 1`), or write into a copy (`h = "
                "h.clone()`). Call `step()` after the last backward pass through the old parameters, or run the "
                "forward pass again with the new ones: a GAN whose discriminator has stepped computes `D(fake)` once "
                "more for the generator's loss.",
         links="pytorch/pytorch/issues/15803 pytorch/pytorch/issues/39141"),
     Rule("backward-twice", "A second backward pass through the same graph",
-        kinds="exception", when=[raises("backward through the graph a second time")],
+        kinds="exception", when=[freed_before], cause="state", is_shown=True,
         why="A backward pass frees the values that it was computed from. A later one goes through a part of the same "
             "graph: two losses share it and are differentiated one after the other, or a value from an earlier step "
             "(a hidden state, say) brings its graph along.",
-        seen=["{exception}"],
+        seen=["{seen}"],
         advice="Add the losses up and differentiate once, or pass `retain_graph=True` to the first backward pass. A "
                "value that is carried from step to step has to be detached.",
         links="pytorch/pytorch/issues/4661"),

@@ -50,6 +50,8 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
         loss = f" (loss {number_words(made.loss)})" if made.loss is not None else ""
         after = f"The step stays finite{loss}" if fix.is_plausible else "Its result is finite"
         says += f" {'The call returns' if failure.kind == EXCEPTION else after} after this change: {made.change}."
+    elif found.confidence == "certain" and rule.is_shown and failure.kind == EXCEPTION:
+        pass
     elif found.confidence == "certain" and rule.trial:
         made = Intervention(rule.trial, True, None, 1)
     elif found.note == TIME_UP:

@@ -13,6 +13,7 @@ from torch import nn
 
 from reprokit.capture.save import NOT_OF_TORCH
 from reprokit.capture.session import Session
+from reprokit.program.ir import BACKWARD
 from reprokit.render.findings import markdown, one_line, page
 from reprokit.rules.match import diagnose
 from reprokit.snapshot.format import Snapshot, load
@@ -220,6 +221,57 @@ def features_of_inference_mode() -> None:
         update(optimizer, model(x[:, :4]).square().mean())
 
 
+def critic_stepped_in_between() -> None:
+    actor, critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    first, second = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (critic, actor))
+    for _, x, _ in batches():
+        value = critic(actor(x[:, :4])).mean()
+        update(first, critic(torch.ones(3, 2)).square().mean())
+        update(second, -value)
+
+
+class Gate(nn.Module):
+    """Shifts its gate in place after it was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 3)
+        self.shifts = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(self.project(x))
+        h = gate * x[:, :3]
+        if self.shifts:
+            gate[:, 0] += 0.1
+        return h + gate
+
+
+def gate_shifted_in_place() -> None:
+    model = Gate()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, _ in batches():
+        model.shifts = step == BAD_STEP
+        update(optimizer, model(x[:, :4]).square().mean())
+
+
+def state_carried_on() -> None:
+    cell, state = nn.GRUCell(4, 3), torch.zeros(1, 3)
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+    for _, x, _ in batches():
+        state = cell(x[:1, :4], state)
+        update(optimizer, state.square().mean())
+
+
+def two_losses_of_one_graph() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, _ in batches():
+        shared = model(x[:, :4]).tanh()
+        first, second = shared.square().mean(), shared.exp().mean()
+        first.backward()
+        update(optimizer, second)
+
+
 @pytest.mark.parametrize(
     ("loop", "error", "call", "says"),
     [
@@ -230,6 +282,16 @@ def features_of_inference_mode() -> None:
             "`seen` is 0 (assigned at", "is float32 [3], all zeros); every gradient of the optimizer is zero."]),
         (features_of_inference_mode, RuntimeError, "torch.Tensor.matmul", [
             "`self.table` is float32 [", "made in inference mode (assigned at"]),
+        (critic_stepped_in_between, RuntimeError, BACKWARD, [
+            ": `critic.2.weight` was saved for the backward pass by `nn.functional.linear` in `critic.2` (",
+            ", and written since by `Adam.step` (", ") (version 1 when it was saved, 2 now)."]),
+        (gate_shifted_in_place, RuntimeError, BACKWARD, [
+            ": `gate` was saved for the backward pass by `sigmoid` in `<Gate>` (",
+            ", and written since by `Tensor.add_` in `<Gate>` ("]),
+        (state_carried_on, RuntimeError, BACKWARD, [
+            ": `state` of step 0, made by `gru_cell` in `<GRUCell>` (", ", is used again, and the backward pass of "]),
+        (two_losses_of_one_graph, RuntimeError, BACKWARD, [
+            ": `shared`, made by `Tensor.tanh` (", "is part of both graphs, and the backward pass of `first` ("]),
     ],
 )  # fmt: skip
 def test_the_operands_are_told(
@@ -237,7 +299,8 @@ def test_the_operands_are_told(
 ) -> None:
     snapshot = capture_raising(loop, error, tmp_path)
     assert snapshot.failure.call == call and snapshot.cause is not None
-    assert snapshot.failure.phase == ("forward" if loop is features_of_inference_mode else "optimizer")
+    phase = "forward" if loop is features_of_inference_mode else "backward" if call == BACKWARD else "optimizer"
+    assert snapshot.failure.phase == phase
     assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
     assert [part for part in says if part not in snapshot.cause.text] == [], snapshot.cause.text
 
