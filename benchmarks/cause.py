@@ -42,7 +42,7 @@ _CHILD = """
 import json, os, sys
 from reprokit.capture import experiments
 
-runner = getattr(experiments, "_Experiments", None)
+runner = getattr(experiments, "Experiments", None)
 play = getattr(runner, "_play", None)
 def noted(self, plan, *rest):
     played = play(self, plan, *rest)

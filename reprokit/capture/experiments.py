@@ -81,27 +81,9 @@ _LEAST_SECONDS = 3.0  # steps of a millisecond cost a replay more than they cost
 _LARGE_UPDATE = 0.5  # of the norm of the parameters in one step: a healthy update is below a hundredth
 _RECENT = 3  # updates and gradients before the failure that count: the first ones of parameters that are zero are large
 _LARGE_NORM = 20.0  # times the median norm of the gradients: clipping changes all that follows
+_CLASSES = {"batch": "data", "carried": "state", "setting": "setting"}
 _MOST_OF_A_KIND = 3  # changes: the same images may be read at many places
 _MOST_INPUTS = 4  # of a step that are exchanged one at a time
-
-
-def find_cause(
-    loop: Loop,
-    segments: Sequence[Segment],
-    snapshot: Snapshot,
-    frame: FrameType | None,
-    raised: Raised | None,
-    seconds: float,
-) -> Cause | None:
-    """The cause of the failure of ``snapshot``, which the last of ``segments`` shows, found in so many ``seconds``;
-    ``None`` where no value differs from the steps before, or these cannot be played again."""
-    rows, kind = failing_series(snapshot.timeline), snapshot.failure.kind
-    losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
-    if kind == EXCEPTION and snapshot.failure.cause is None:
-        losses = []  # a high loss raises nothing
-    since = snapshot.step if kind in EVENTS else segments[-1].mark.step
-    began = snapshot.settings.began_at or 0
-    return _Experiments(loop, segments, frame, losses, seconds, kind, since, raised, began).run()
 
 
 def seconds_for(trained: float) -> float:
@@ -223,35 +205,39 @@ class _Wide(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _Experiments:
-    """The plays of one failure. ``losses`` are those of the steps before it; so many ``seconds`` may be used."""
+class Experiments:
+    """The plays of the failure of ``snapshot``, which the last of ``segments`` shows, in so many ``seconds``."""
 
     def __init__(
         self,
         loop: Loop,
         segments: Sequence[Segment],
+        snapshot: Snapshot,
         frame: FrameType | None,
-        losses: Sequence[tuple[int, float]],
-        seconds: float,
-        kind: str,
-        since: int,
         raised: Raised | None,
-        began: int,
+        seconds: float,
     ) -> None:
         self._loop, self._segments, self._frame, self._raised = loop, segments, frame, raised
-        self._kind, self._since = kind, since
-        self._is_event = kind in EVENTS  # then no value is bad, and a smaller step makes any loss more usual
+        self._kind, is_exception = snapshot.failure.kind, snapshot.failure.kind == EXCEPTION
+        self._is_event = self._kind in EVENTS  # then no value is bad, and a smaller step makes any loss more usual
+        self._since = snapshot.step if self._is_event else segments[-1].mark.step
+        rows = failing_series(snapshot.timeline)
+        losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
+        if is_exception and snapshot.failure.cause is None:
+            losses = []  # a high loss raises nothing
         self._diverged, self._limits = divergence(losses), usual_limits(losses)
         self._deadline = time.monotonic() + seconds
         self._longest = 0.0
-        self._began = began  # steps before are another model's
-        self._own = [segment for segment in segments if segment.mark.step >= began]
+        self._began = snapshot.settings.began_at or 0  # steps before are another model's
+        self._own = [segment for segment in segments if segment.mark.step >= self._began]
         self._steps = list(dict.fromkeys(segment.mark.step for segment in self._own))  # one may have several updates
+        self._roots = root_names(loop.world.modules, frame)
         self._tried: list[Intervention] = []
         self._num_unreached = 0
 
     def run(self) -> Cause | None:
-        """Play unchanged, compare, and try what may have led to the failure, likeliest first."""
+        """Play unchanged, compare, and try what may have led to the failure, likeliest first; ``None`` where no value
+        differs from the steps before, or these cannot be played again."""
         watch = self._watch()
         control = self._play(None, watch)
         if control is not None and not control.is_alike and not control.is_bad:
@@ -259,14 +245,18 @@ class _Experiments:
         if control is None or not control.is_alike or not (control.is_bad or self._kind == DEAD):
             return None
         evidence = [] if self._diverged is None else [self._diverged.text]
+
+        def note(plan: _Plan) -> None:
+            if not any(plan.says.startswith(line) for line in evidence):
+                evidence.append(plan.says.removesuffix("."))
+
         is_odd = False  # a batch is
         for plan in self._plans(watch):
             is_odd = is_odd or (plan.kind == "data" and plan.is_odd)
-            if plan.is_odd and not any(plan.says.startswith(line) for line in evidence):
-                evidence.append(plan.says.removesuffix("."))
+            if plan.is_odd:
+                note(plan)
             if plan.text and self._kind != DEAD and self._removes(plan):
-                if not any(plan.says.startswith(line) for line in evidence):
-                    evidence.append(plan.says.removesuffix("."))
+                note(plan)
                 return Cause(plan.kind, self._told(plan), tuple(evidence), tuple(self._tried))
         exchanges = self._exchanges(watch) if self._kind != DEAD else iter(())
         exchanged = next((plan for plan in exchanges if self._removes(plan)), None)
@@ -351,21 +341,18 @@ class _Experiments:
             self._longest = max(self._longest, time.monotonic() - started)
 
     def _watch(self) -> InputWatch:
-        modules = self._loop.world.modules
-        roots = root_names(modules, self._frame)
         parts: dict[int, StatePart] = {}
         stepped = {id(one) for optimizer in self._loop.world.optimizers for one in parameters_of(optimizer)}
-        for module in modules:
-            root = roots.get(id(module), "")
+        for module in self._loop.world.modules:
+            root = self._roots.get(id(module), "")
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 path = ".".join(filter(None, [root, user_path(name)]))
                 parts.setdefault(id(tensor), StatePart(path, root, tensor, id(tensor) in stepped))
         return InputWatch(self._deadline, self._loop.world.state_ids(), parts, self._frame)
 
     def _names(self) -> Names:
-        modules = self._loop.world.modules
-        roots, ops = root_names(modules, self._frame), self._segments[-1].ops
-        return Names(self._loop.tape.alive(), modules, roots, {}, ops, self._frame, [])
+        alive, modules, ops = self._loop.tape.alive(), self._loop.world.modules, self._segments[-1].ops
+        return Names(alive, modules, self._roots, {}, ops, self._frame, [])
 
     # -- what is tried -------------------------------------------------------------------------------------------
 
@@ -386,9 +373,9 @@ class _Experiments:
             yield _setting_plan(watch, keys, one, one.first, is_odd=False)
         halves = {dtype for op in self._segments[-1].ops for _, dtype in op.mode.autocast}
         halves &= {str(dtype) for dtype in HALVES}
-        names = {type(module).__name__ for module in self._loop.world.modules}
         compiled = {op.kind for ops, _ in self._segments for op in ops} & {Transform, CompiledStep}
-        is_compiled = bool(compiled) or "OptimizedModule" in names  # it would be compiled again
+        parts = [name for module in self._loop.world.modules for name, _ in module.named_children()]
+        is_compiled = bool(compiled or self._loop.compilers) or "_orig_mod" in parts  # it would be compiled again
         # What is large in any precision ends as finite in a wider one.
         if halves and self._diverged is None and not is_compiled:
             says = f"The step runs in {' and '.join(sorted(halves)).replace('torch.', '')} under autocast."
@@ -432,7 +419,7 @@ class _Experiments:
         for is_over, place in odd[:_MOST_OF_A_KIND]:
             series, one = found[place]
             step = one.first if one.role == "carried" else max((n for n in series.values if n < one.since), default=-1)
-            kind, one = "data" if one.role == "batch" else "state", self._with_rows(one, series)
+            kind, one = _CLASSES[one.role], self._with_rows(one, series)
             if one.rows and (values := _replaced(series, step, one, is_whole=False)):
                 text = f"{row_words(one.rows)} of `{one.name}` of step {step} in their place"
                 yield _Plan(kind, f"{one.text}.", text, not is_over, values=values)
@@ -580,9 +567,7 @@ def _with_settings(values: Mapping[Key, Any], since: int, op: Op, mark: Mark) ->
     if mark.step < since:
         return op
     if op.kind is OptimizerStep:
-        groups = enumerate(op.note.options)
-        options = [{k: values.get((op.target, place, k), v) for k, v in group.items()} for place, group in groups]
-        return op._replace(note=replace(op.note, options=options))
+        return _with_options(op, lambda place, name, value: values.get((op.target, place, name), value))
     if op.kind is Root and op.note.attributes is not None:
         own = {(place, name): value for (owner, place, name), value in values.items() if owner is op.target}
         op = op._replace(note=replace(op.note, attributes=op.note.attributes.with_values(own))) if own else op
@@ -594,9 +579,12 @@ def _with_settings(values: Mapping[Key, Any], since: int, op: Op, mark: Mark) ->
 def _with_smaller_rate(factor: float, op: Op, mark: Mark) -> Op:
     if op.kind is not OptimizerStep:
         return op
-    options = [
-        {**group, "lr": group["lr"] * factor} if _is_number(group.get("lr")) else group for group in op.note.options
-    ]
+    return _with_options(op, lambda _, name, value: value * factor if name == "lr" and _is_number(value) else value)
+
+
+def _with_options(op: Op, change: Callable[[int, str, Any], Any]) -> Op:
+    groups = enumerate(op.note.options)
+    options = [{name: change(place, name, value) for name, value in group.items()} for place, group in groups]
     return op._replace(note=replace(op.note, options=options))
 
 

@@ -10,7 +10,7 @@ import ast
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -36,24 +36,14 @@ from reprokit.compare.quantity import norm_of, number_of, update_of
 from reprokit.locate.ways import HALVES
 from reprokit.program.functions import written_argument
 from reprokit.program.sites import make_site, parts
-from reprokit.series.cause import (
-    Reading,
-    Unlike,
-    constant,
-    emptied,
-    emptied_state,
-    growth,
-    jump,
-    reshaped,
-    sign,
-    written,
-)
+from reprokit.series.cause import Reading, Unlike, changed, course, emptied_state, growth, unlike, written
 from reprokit.series.timeline import parameters_of
 from reprokit.words import user_path
 
 _MOST_KEPT = 2**24  # elements of the values of usual steps that are kept to be put in the place of odd ones
 UNNAMED = "input"
 _COMMUTATIVE = frozenset({"add", "mul"})
+_FACTORS = frozenset({"mul", "rmul", "div", "rdiv", "truediv", "rtruediv"})  # calls whose single numbers are settings
 _MOST_NAME = 30  # characters of an expression that is a name
 
 Slot = tuple[Any, int, int | str]  # the code and instruction of a call, and the position or name of an argument
@@ -93,12 +83,15 @@ class Series:
     values: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def unlike(self, name: str, num_past: int) -> Unlike | None:
-        """How its last reading is unlike those before, or one of so many before it: a bad batch may ruin the weights,
-        and a later one fails (`exp_outlier_before` of the benchmark of causes)."""
+        """How its last reading is unlike those before, or one of so many before it."""
         if self.role == "carried":
             return growth(name, self.role, self.readings)
-        given = name, self.role, self.readings
-        return constant(*given) or jump(*given, num_past) or sign(*given) or emptied(*given) or reshaped(*given)
+        if self.role == "setting":
+            changes = [one for n, one in enumerate(self.readings) if not n or one.limits != self.readings[n - 1].limits]
+            gone = course(name, changes)
+            gone = replace(gone, since=gone.first + 1) if gone is not None else None
+            return changed(name, changes, is_flag=False) or gone
+        return unlike(name, self.role, self.readings, num_past)
 
 
 @dataclass
@@ -111,13 +104,7 @@ class StatePart:
     tensor: torch.Tensor
     is_stepped: bool
     readings: list[Reading] = field(default_factory=list)
-    content: torch.Tensor | None = None
-
-    @property
-    def first(self) -> torch.Tensor:
-        """What it held before the first step."""
-        assert self.content is not None
-        return self.content
+    first: torch.Tensor = field(init=False)
 
     @property
     def is_followed(self) -> bool:
@@ -162,6 +149,7 @@ class InputWatch(LossWatch):
         self._made_in: dict[Number, int] = {}  # the step in which something was computed of parameters
         self._seen: set[Number] = set()
         self._random: set[Number] = set()
+        self._derived: set[Number] = set()  # computed of data
         self._noted: dict[int, Any] = {}  # attributes of root modules
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, or what is written
         self._left: States = {}  # by the last update of each parameter
@@ -171,7 +159,8 @@ class InputWatch(LossWatch):
     def begin(self, replay: Replay) -> bool:
         self._seen, self.halves = set(), set()
         for part in self.followed:
-            part.content = part.tensor.detach().clone() if part.content is None else part.content
+            if not part.readings:
+                part.first = part.tensor.detach().clone()
             _add(part.readings, read(replay.segment.mark.step, part.tensor))
         return super().begin(replay)
 
@@ -204,6 +193,7 @@ class InputWatch(LossWatch):
         if (op.kind.is_forward and self._meets_model(replay, op)) or op.kind is Backward:
             self._made_in.update(dict.fromkeys(op.outs, step))
         elif op.kind is Function:
+            self._derived.update(() if all(self._is_plain(replay, number) for number in op.ins) else op.outs)
             is_drawn = op.note is not None and op.note.rng is not None
             self._random.update(op.outs if is_drawn or not self._random.isdisjoint(op.ins) else ())
         if op.kind is OptimizerStep:
@@ -262,6 +252,11 @@ class InputWatch(LossWatch):
         tensor = replay.player.alive.get(number)
         return tensor is not None and id(tensor) in self._state
 
+    def _is_plain(self, replay: Replay, number: Number) -> bool:
+        """True for a single number that the loop has made a tensor of, such as a coefficient, and no loader."""
+        value, is_made = replay.player.value(number), number not in self._derived and number not in self._random
+        return is_made and value is not None and value.dim() == 0 and getattr(number, "batch", None) is None
+
     def _read_all(self, replay: Replay, op: Op) -> None:
         step = replay.segment.mark.step
         for slot, number in _given(op):
@@ -270,7 +265,8 @@ class InputWatch(LossWatch):
             if is_own or number in self._seen or tensor is None:
                 continue
             self._seen.add(number)
-            role = "carried" if number in self._made_in else "batch"
+            is_factor = name_of(op).rpartition(".")[2].strip("_") in _FACTORS and self._is_plain(replay, number)
+            role = "carried" if number in self._made_in else "setting" if is_factor else "batch"
             series = self.series.setdefault(slot, Series(role, op, number in self._random))
             _add(series.readings, read(step, tensor))
             series.numbers.setdefault(step, []).append(number)

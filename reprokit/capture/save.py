@@ -23,7 +23,7 @@ import torch
 from reprokit import torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
-from reprokit.capture.experiments import KINDS, find_cause, rewritten_inputs, seconds_for
+from reprokit.capture.experiments import KINDS, Experiments, rewritten_inputs, seconds_for
 from reprokit.capture.fidelity import Made, by_itself, compiled_mismatch, placed
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
@@ -204,8 +204,8 @@ class Describing:
             until, playing = time.monotonic() + seconds, _PLAYING * seconds
             if segments and 2 * sum(took) <= playing:  # they are run unchanged and changed
                 with ignored_errors():
-                    given = self.verdict.frame, self.verdict.raised, playing
-                    found = find_cause(self.loop, segments, made.snapshot, *given)
+                    given = made.snapshot, self.verdict.frame, self.verdict.raised, playing
+                    found = Experiments(self.loop, segments, *given).run()
             left = until - time.monotonic()
             if may_tell_more(found) and made.snapshot.fidelity != "unfaithful":
                 with ignored_errors():

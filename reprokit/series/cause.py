@@ -124,40 +124,29 @@ def sign(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
     return Unlike(name, role, before, readings[place].limits, readings[0].step, readings[place].step)
 
 
-def constant(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
-    """How a value has the same elements everywhere in the last step only, such as labels that are all ignored."""
+def unlike(name: str, role: str, readings: Sequence[Reading], num_past: int) -> Unlike | None:
+    """How the last reading is unlike those before, or one of so many before it: a bad batch may ruin the weights, and a
+    later one fails (`exp_outlier_before` of the benchmark of causes).
+
+    Labels that are all ignored are one number; the last batch may be a single row.
+    """
     *before, now = readings
-    is_varied = len(before) >= _LEAST_ALIKE and all(one.low < one.high for one in before)
-    if not is_varied or now.low < now.high or now.numel == 1:
-        return None
-    low, high = _all_of(before)
-    steps = f"steps {before[0].step}-{before[-1].step}"
-    words = f"`{name}` is {value_words(now.low)} everywhere in step {now.step}, and was {_range(low, high)} in {steps}"
-    return Unlike(name, role, (low, high), (now.low, now.high), before[0].step, now.step, words)
-
-
-def emptied(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
-    """How most elements are zero in the last step, and hardly any was before."""
-    *before, now = readings
-    share = max((reading.zeros for reading in before), default=1.0)
-    if len(before) < _LEAST_ALIKE or now.zeros < _MOSTLY or share > _HARDLY:
-        return None
-    steps = f"steps {before[0].step}-{before[-1].step}"
-    words = f"`{name}` is zero in {now.zeros:.0%} of its elements in step {now.step}, and was in at most {share:.0%}"
-    return Unlike(name, role, _all_of(before), now.limits, before[0].step, now.step, f"{words} in {steps}")
-
-
-def reshaped(name: str, role: str, readings: Sequence[Reading]) -> Unlike | None:
-    """How a value is of another type in the last step, or has far fewer rows: the last batch may be a single one."""
-    *before, now = readings
-    if len(before) < _LEAST_ALIKE:
-        return None
-    words, least = "", min(reading.rows for reading in before)
-    if now.dtype not in [reading.dtype for reading in before]:
+    is_known, varied = len(before) >= _LEAST_ALIKE, all(one.low < one.high for one in before)
+    steps = f"steps {before[0].step}-{before[-1].step}" if is_known else ""
+    words, share = "", max((one.zeros for one in before), default=1.0)
+    if is_known and varied and now.low == now.high and now.numel > 1:
+        was = _range(*_all_of(before))
+        words = f"is {value_words(now.low)} everywhere in step {now.step}, and was {was} in {steps}"
+    elif found := jump(name, role, readings, num_past) or sign(name, role, readings):
+        return found
+    elif is_known and now.zeros >= _MOSTLY and share <= _HARDLY:
+        was = f"in at most {share:.0%} in {steps}"
+        words = f"is zero in {now.zeros:.0%} of its elements in step {now.step}, and was {was}"
+    elif is_known and now.dtype not in [one.dtype for one in before]:
         words = f"is {now.dtype} in step {now.step}, and was {before[-1].dtype} before"
-    elif now.rows and now.rows * JUMP < least:
+    elif is_known and now.rows and now.rows * JUMP < (least := min(one.rows for one in before)):
         words = f"has {counted(now.rows, 'row')} in step {now.step}, and had {least} or more before"
-    limits = _all_of(before), now.limits
+    limits = (_all_of(before), now.limits) if words else ((0.0, 0.0), (0.0, 0.0))
     return Unlike(name, role, *limits, before[0].step, now.step, f"`{name}` {words}") if words else None
 
 
