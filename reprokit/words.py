@@ -156,16 +156,15 @@ def verdict_words(counts: Mapping[str, int]) -> str:
 
 
 def times_words(value: float, usual: float) -> str:
-    """``, 10^8 times its median of 12.3``."""
+    """``, 1e+08 times its median of 12.3``."""
     ratio = value / usual if usual > 0 else math.inf
     if not 0 < ratio < math.inf:
         return f", its median {number_words(usual)}"
-    shown = f"10^{round(math.log10(ratio))}" if ratio >= 1e4 else number_words(ratio)
-    return f", {shown} times its median of {number_words(usual)}"
+    return f", {number_words(ratio)} times its median of {number_words(usual)}"
 
 
 def event_words(event: Mapping[str, Any]) -> str:
-    """An event as plain data in a few words: ``the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``."""
+    """An event as plain data in a few words: ``the loss was 1.2e9, 1e+08 times its median of 12; rows 0-7 of `y` ``."""
     quantity, value, usual, rows = event["quantity"], event["value"], event.get("usual"), event.get("rows")
     named = f"`{event['source']}`" if event.get("source") else ""
     if quantity == "share of zeros":

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from reprokit.capture.calls import CompiledStep, OptimizerStep, Root, ScaleLoss, Transform
+from reprokit.capture.calls import Backward, CompiledStep, OptimizerStep, Root, ScaleLoss, Transform
 from reprokit.capture.readings import (
     UNNAMED,
     InputWatch,
@@ -37,6 +38,7 @@ from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.structure import map_leaves
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
+from reprokit.capture.world import give_gradients
 from reprokit.errors import pass_on
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
@@ -113,8 +115,8 @@ class _Plan:
 
     ``edit`` changes the calls before they are played, ``values`` stand in the place of tensors, ``held`` are parts of
     the state that keep a value from the step ``since`` on, ``norm`` is the one that gradients are clipped to.
-    ``states`` are those of optimizers before their update of that step. ``is_wide``: what is half precision is in
-    float32.
+    ``clears``: gradients begin with nothing from that step on. ``states`` are those of optimizers before their update
+    of that step. ``is_wide``: what is half precision is in float32.
     """
 
     kind: str
@@ -126,6 +128,7 @@ class _Plan:
     held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     since: int = 0
     norm: float | None = None
+    clears: bool = False
     states: States = field(default_factory=dict)
     is_wide: bool = False
 
@@ -148,6 +151,8 @@ class _Changing(LossWatch):
 
     def begin(self, replay: Replay) -> bool:
         self._hold(replay)
+        if self._plan.clears and replay.segment.mark.step >= self._plan.since:
+            give_gradients((leaf, None) for leaf in replay.leaves())
         return super().begin(replay)
 
     def before(self, replay: Replay, op: Op) -> bool:
@@ -365,6 +370,7 @@ class Experiments:
         yield from self._odd_settings(watch)
         for found, tensor, old in watch.written[:_MOST_OF_A_KIND]:
             yield _Plan("state", f"{found.text}.", f"{found.name} as before", held=[(tensor, old)], since=found.since)
+        yield from self._added_gradients()
         yield from self._smaller_rate(watch) if self._diverged is not None else ()
         yield from self._odd_state(watch)
         for keys, one in _grouped(watch.settings, course):
@@ -392,6 +398,15 @@ class Experiments:
         if not self._is_event and usual > 0 and largest > _LARGE_NORM * usual and not is_scaled:
             says = f"The norm of the gradients was {number_words(largest)}, and its median {number_words(usual)}."
             yield _Plan("setting", says, f"gradients clipped to a norm of {number_words(usual)}", norm=usual)
+
+    def _added_gradients(self) -> Iterator[_Plan]:
+        """Gradients that nothing sets to zero between updates: a call of ``zero_grad`` is missing."""
+        done = [(ops, mark.step) for ops, mark in self._own[:-1] if any(op.kind is Backward for op in ops)]
+        kept = takewhile(lambda one: not any(op.kind.clears_gradients(op) for op in one[0]), reversed(done))
+        steps = [step for _, step in kept]
+        if len(steps) > _RECENT:
+            says = f"Nothing has set the gradients to zero since step {steps[-1]}, so each update adds all since."
+            yield _Plan("state", says, "gradients set to zero before each step", since=steps[-1], clears=True)
 
     def _smaller_rate(self, watch: InputWatch) -> Iterator[_Plan]:
         """A smaller learning rate, for a run that has diverged or had a large update."""

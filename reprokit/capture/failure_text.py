@@ -47,7 +47,7 @@ def what(result: Mapping[str, Any]) -> str:
 
 
 def event_words(result: Mapping[str, Any]) -> str:
-    """An event in words: ``began at step 20: the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``.
+    """An event in words: ``began at step 20: the loss was 1.2e9, 1e+08 times its median of 12; rows 0-7 of `y` ``.
 
     Gradients of zeros may be older than any kept step, so of those it is not said that they began; nor is it of a
     number that was as high before.

@@ -52,7 +52,7 @@ _REFERENCES = {
 
 
 def event_words(failure: Failure) -> str:
-    """``the loss was 1.2e+09, 10^8 times its median of 12.3; rows 0-7 of `y` ``, or nothing."""
+    """``the loss was 1.2e+09, 1e+08 times its median of 12.3; rows 0-7 of `y` ``, or nothing."""
     return words.event_words(asdict(failure.event)) if failure.event is not None else ""
 
 

@@ -84,6 +84,19 @@ def diverging() -> None:
         optimizer.step()
 
 
+def adding_gradients(length: int, lr: float) -> None:
+    """Gradients are set to zero before every so many backward passes, after which there is an update; never if 0."""
+    model, generator = nn.Linear(8, 1), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(4 * STEPS):
+        loss = (model(torch.rand(8, 8, generator=generator)) - 9).pow(4).mean()
+        if length and step % length == 0:
+            optimizer.zero_grad()
+        loss.backward()
+        if not length or step % length == length - 1:
+            optimizer.step()
+
+
 def carried() -> None:
     """A state that is handed from step to step grows fourfold in each."""
     model, state = Scale(), torch.full((8, 4), 1e-6)
@@ -318,6 +331,8 @@ def raised_rate(step: int, _: torch.Tensor, optimizer: torch.optim.Optimizer) ->
         (lambda: cooled(write_weight), "state", ("`layers.1.weight` went from", "test_cause.py:", "as before")),
         (decaying_counts, "state", ("`counts` falls in each of", "least element", "held at its value before step")),
         (lambda: cooled(lower_variance), "state", ("`layers.1.running_var` is", "held at its value before step")),
+        (lambda: adding_gradients(0, 1e-3), "state", ("Nothing has set the gradients to zero", "before each step the")),
+        (lambda: adding_gradients(4, 1e-3), "setting", ("of the learning rate the",)),
         (lambda: lost_state(empty), "state", ("The state of Adam is empty before the update of step 12", "state of")),
         (
             lambda: lost_state(another),
