@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -21,6 +22,12 @@ _HIDDEN = re.compile(
 )
 _NOT_IN_A_LINE = re.compile(f"{_HIDDEN.pattern[:-1]}\\t\\n]")
 _NOT_IN_A_NAME = re.compile(f"{_HIDDEN.pattern[:-1]}\\t\\n`]")
+
+
+def retry_words(command: Sequence[str] = (), mark: str = "") -> str:
+    """What to run after an edit of the script that ``command`` runs, between two marks."""
+    script = shlex.join(command) or "SCRIPT [ARGS]"
+    return f"if the bug is in your own code, edit that and run: {mark}reprokit retry FILE {script}{mark}"
 
 
 def print_line(text: str) -> None:

@@ -193,7 +193,7 @@ class Hooks:
                 self._wrap(iterator, name, samples.begin)
             self._wrap(iterator, torch_private.NEXT_INDEX, samples.draw)
             self._wrap(iterator, "__next__", samples.arrive)
-            self._undo.append(samples.forget_iterators)
+            self._undo.append(samples.forget)
         transforms = TransformCalls(self._recorder)
         if torch_private.HAS_TRANSFORMS:
             for owner, name in RUNS:

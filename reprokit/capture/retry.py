@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -120,8 +121,8 @@ def given_to(program: Program, tensors: Tensors, prepared: Collection[str | None
     return [Given(value, names[value], values[value], call) for value, call in readers.items()]
 
 
-def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]] | str:
-    """The inputs of the captured step with the script's own, or why there are none.
+def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]]:
+    """The inputs of the captured step with the script's own. Raises `NotMatched`.
 
     The n-th of a dtype and number of dimensions that a reader is given is the n-th of that reader in the script. Those
     of readers that were edited are known by their name, else as the only one of their shape, else by their order.
@@ -129,32 +130,29 @@ def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]] |
     known, left, found = {reader_of(one.call) for one in wanted}, list(own), dict[int, Given]()
     for rule in ("reader", "name", "shape", "order"):
         for place, one in enumerate(wanted):
-            if place in found:
-                continue
-            fitting = [other for other in left if other.kind == one.kind]
-            if rule == "reader":
-                fitting = [other for other in fitting if is_alike(one, other, by_name=False)][:1]
-            elif rule == "name":
-                fitting = [other for other in fitting if is_alike(one, other)]
-            else:
-                fitting = [other for other in fitting if reader_of(other.call) not in known]
-            if rule == "shape":
-                fitting = [other for other in fitting if other.tensor.shape == one.tensor.shape]
-            num_open = sum(other.kind == one.kind for n, other in enumerate(wanted) if n not in found)
-            if len(fitting) == 1 or (rule == "order" and 0 < len(fitting) <= num_open):
-                found[place] = fitting[0]
-                left.remove(fitting[0])
-    open_places = [place for place in range(len(wanted)) if place not in found]
-    if not open_places:
-        return [(one, found[place]) for place, one in enumerate(wanted)] or "the captured step reads nothing"
-    place = open_places[0]
-    there = f", where the script reads {own[place].words}" if place < len(own) else "; the script does not"
-    return f"the captured step reads {wanted[place].words}{there}"
+            alike = [other for other in left if place not in found and is_alike(one, other, rule)]
+            if rule in ("shape", "order"):
+                alike = [other for other in alike if reader_of(other.call) not in known]
+            num_open = sum(is_alike(one, other, "order") for n, other in enumerate(wanted) if n not in found)
+            if 0 < len(alike) <= {"reader": len(alike), "order": num_open}.get(rule, 1):
+                found[place] = alike[0]
+                left.remove(alike[0])
+    for place, one in enumerate(wanted):
+        if place not in found:
+            there = f", where the script reads {own[place].words}" if place < len(own) else "; the script does not"
+            raise NotMatched(f"the captured step reads {one.words}{there}")
+    if not wanted:
+        raise NotMatched("the captured step reads nothing")
+    return [(one, found[place]) for place, one in enumerate(wanted)]
 
 
-def is_alike(one: Given, other: Given, *, by_name: bool = True) -> bool:
-    """True if two inputs are read by the same, or have the same name."""
-    return reader_of(one.call) == reader_of(other.call) or (by_name and bool(one.name) and one.name == other.name)
+def is_alike(one: Given, other: Given, rule: str) -> bool:
+    """True if two inputs may stand for each other, and have the same reader, name or shape if the rule asks for it."""
+    if one.kind != other.kind or rule == "order":
+        return one.kind == other.kind
+    if rule == "reader":
+        return reader_of(one.call) == reader_of(other.call)
+    return one.name == other.name != "" if rule == "name" else one.tensor.shape == other.tensor.shape
 
 
 class Slot(NamedTuple):
@@ -196,13 +194,7 @@ class _Failures(Failures):
 
 
 class RetrySession(Session):
-    """Watches a script until it has made the step of ``captured``.
-
-    ``failure`` is the summary of the failure then. ``loss`` and ``grad_norm`` are those of a step without one; of it
-    ``still`` says what is wrong all the same, ``is_unusual`` that this is the event that was captured. ``refusal`` says
-    why the step could not be made, ``why`` the last step of the script's own could not stand for it. ``other_shape``
-    names the first input that has another shape in the script, ``notes`` what else is not as the code has it.
-    """
+    """Watches a script until it has made the step of ``captured``."""
 
     recorder_type, failures_type = _HandingRecorder, _Failures
 
@@ -211,21 +203,23 @@ class RetrySession(Session):
             name="retry", directory=folder, quiet=True, verbose=verbose, history=_NO_COPIES, watch="every-step",
             on=("nonfinite", "exception", "skipped"), budget=None, cause=False,
         )  # fmt: skip
-        self.refusal: NotMatched | None = None
-        self.loss: float | None = None
+        self.is_over = False
+        self.refusal: NotMatched | None = None  # why the step could not be made
+        self.why = ""  # the last step of the script's own could not stand for it
+        self.other_shape = ""  # the first input that has another shape in the script
+        self.notes: list[str] = []  # what else is not as the code has it
+        self.loss: float | None = None  # of a step without a failure
         self.grad_norm: float | None = None
-        self.is_over = self.is_unusual = False
-        self.still = self.why = self.other_shape = ""
-        self.notes: list[str] = []
+        self.still, self.is_unusual = "", False  # what is wrong in it all the same; if that is the captured event
         self._captured, self._before = captured, _state_of(captured)
         # The first step may prepare what the others read.
         self._target = captured.step if 1 < captured.step <= _MOST_WAITED else 2
         self._until = time.perf_counter() + _SECONDS
         self._slots: list[Slot] = []
-        self._own_numbers: dict[Line, Plain] = {}
-        self._next, self._num_alike, self._is_due, self._lacks_generators = 0, 0, False, True
         self._modules: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, list[OptimizerGroup]]] = []
+        self._own_numbers: dict[Line, Plain] = {}
+        self._next, self._num_alike, self._is_due, self._lacks_generators = 0, 0, False, True
         self._loop.matter, self._loop.last_step = False, -1
         recorder: Any = self._recorder
         recorder.hand = self._hand
@@ -269,13 +263,15 @@ class RetrySession(Session):
         """A step is over: the captured one, else one of the loop's own."""
         if self.has_begun:
             self._finish()
-        loop = self._loop
-        num_own = loop.tape.marks[-1].step + 1
-        if loop.iterations.total > self._target + _MOST_STEPS:
+        loop, num_own = self._loop, self._loop.iterations.completed
+        if num_own > self._target + _MOST_STEPS:
             why = self.why or "it does not read these inputs again"
-            self.refuse(f"none of {loop.iterations.total} steps of the script is like the captured one: {why}")
+            self.refuse(f"none of {num_own} steps of the script is like the captured one: {why}")
         if num_own > 1 and (not self._slots or num_own > self._target - _MOST_RECORDED):
-            self._look_at()
+            try:
+                self._look_at(*self._recorded())
+            except NotMatched as reason:
+                self.why = reason.message
         self._is_due = bool(self._slots) and (num_own >= self._target or time.perf_counter() > self._until)
         loop.copy_state(time.perf_counter())
         living = loop.tape.alive()  # what data were made of does not matter any more
@@ -283,23 +279,35 @@ class RetrySession(Session):
         loop.tape.carried = list(itertools.compress(loop.tape.carried, has_graph))
 
     def _recorded(self) -> tuple[TracedPlayer, list[Op]]:
-        with self.replaying(ends=False):
-            return Describing(self._loop, Verdict("", sys._getframe()), []).recorded()
-
-    def _look_at(self) -> None:
-        """Find the places where the script's own step reads inputs like those of the captured one."""
         try:
-            player, ops = self._recorded()
+            with self.replaying(ends=False):
+                return Describing(self._loop, Verdict("", sys._getframe()), []).recorded()
         except NotKept as reason:
-            self.why = f"the script's own step cannot be played: {reason}"
+            raise NotMatched(f"the script's own step cannot be played: {reason}") from None
+
+    def _look_at(self, player: TracedPlayer, ops: list[Op]) -> None:
+        """Find the places where the script's own step reads inputs like those of the captured one, unless an earlier
+        step is more like it, such as the discriminator's for that of the generator. Raises `NotMatched`.
+
+        What lines compute that are there and not edited is an input where the script's own step does not come to them,
+        or computes with another number there: the number of the step decides about both.
+        """
+        captured, own, site = self._captured, player.program, self._captured.failure.site
+        moved = set(map(reader_of, captured.program.calls)) - set(map(reader_of, own.calls))
+        moved &= _text_of(own) - {site.code.strip() if site is not None else None}
+        prepared, is_first = set[str | None](), True
+        while is_first or not moved <= prepared:
+            prepared, is_first = prepared | moved, False
+            wanted = given_to(captured.program, captured.tensors, prepared)
+            pairs = paired(wanted, given_to(own, player.tensors, prepared))
+            calls = [(one.call, other.call) for one, other in pairs if is_alike(one, other, "reader")]
+            moved = {reader_of(one) for one, other in calls if _constants(one) != _constants(other)}
+        state = self._paired_state()
+        num_alike = sum(is_alike(*pair, "reader") or is_alike(*pair, "name") for pair in pairs)
+        if num_alike < self._num_alike:
             return
-        pairs = self._own_inputs(player)
-        self.why = pairs if isinstance(pairs, str) else self._pair_state()
-        num_alike = sum(is_alike(one, other) for one, other in pairs) if not isinstance(pairs, str) else 0
-        if self.why or isinstance(pairs, str) or num_alike < self._num_alike:  # such as the generator's step for that
-            return  # of the discriminator
-        self._num_alike = num_alike
-        self._slots, self._own_numbers = [], _numbers_of(player.program)
+        self._num_alike, self._own_numbers, self._slots = num_alike, _with_numbers(own, {})[1], []
+        self._modules, self._optimizers = state
         waiting = {own.value: (own, captured) for captured, own in pairs}
         for order, op in enumerate(ops):
             name = name_of(op) if op.kind is Function else ""
@@ -310,47 +318,29 @@ class RetrySession(Session):
                     where = name, op.code, op.instruction, op.mode.grad, len(op.ins)
                     self._slots.append(Slot(order, where, position, *waiting.pop(value)))
 
-    def _own_inputs(self, player: TracedPlayer) -> list[tuple[Given, Given]] | str:
-        """The inputs of the captured step with those of the script's own that stand for them; why there are none.
-
-        What lines compute that are there and not edited is an input where the script's own step does not come to them,
-        or computes with another number there: the number of the step decides about both.
-        """
-        captured, own, failure = self._captured, player.program, self._captured.failure
-        prepared = set(map(reader_of, captured.program.calls)) - set(map(reader_of, own.calls))
-        prepared &= _text_of(own) - {failure.site.code.strip() if failure.site is not None else None}
-        while True:
-            wanted = given_to(captured.program, captured.tensors, prepared)
-            pairs = paired(wanted, given_to(own, player.tensors, prepared))
-            if isinstance(pairs, str):
-                return pairs
-            calls = [(a.call, b.call) for a, b in pairs if reader_of(a.call) == reader_of(b.call)]
-            moved = {reader_of(one) for one, other in calls if _constants(one) != _constants(other)}
-            if moved <= prepared:
-                return pairs
-            prepared |= moved
-
-    def _pair_state(self) -> str:
-        """Pair the captured models and optimizers with the script's own; what does not fit, else an empty string."""
+    def _paired_state(self) -> tuple[list[Any], list[Any]]:
+        """Models and optimizers of the script, each with the captured state for it. Raises `NotMatched`."""
         world, frame, before = self._loop.world, sys._getframe(), self._before
+        modules, optimizers = [], []
         roots = [unwrapped(root) for root in world.modules if [*root.parameters(), *root.buffers()]]
-        names, self._modules, self._optimizers = names_of(roots, frame), [], []
+        names = names_of(roots, frame)
         for name, state in before.modules.items():
-            named = [root for root in roots if names[id(root)] == name]
-            differences = {root: _difference(state, root) for root in named or roots}
-            fitting = [root for root, difference in differences.items() if not difference]
-            if len(fitting) != 1:
-                has_several = f"there are {len(fitting)} models like that in the script" if fitting else ""
-                return has_several or f"the model of the script {next(iter(differences.values()), 'is not there')}"
-            self._modules.append((fitting[0], state))
+            named = [root for root in roots if names[id(root)] == name] or roots
+            differences = [_difference(state, root) for root in named] or ["is not there"]
+            if differences.count("") > 1:
+                raise NotMatched(f"there are {differences.count('')} models like that in the script")
+            if "" not in differences:
+                raise NotMatched(f"the model of the script {differences[0]}")
+            modules.append((named[differences.index("")], state))
         names = names_of(world.optimizers, frame)
         for optimizer in world.optimizers:
             groups = before.optimizers.get("" if "" in before.optimizers else names[id(optimizer)])
             if groups is not None:
                 if [len(one["params"]) for one in optimizer.param_groups] != [len(one.state) for one in groups]:
-                    return f"`{names[id(optimizer)]}` has other groups of parameters than the captured optimizer"
-                self._optimizers.append((optimizer, groups))
-        return ""
+                    what = f"`{names[id(optimizer)]}` has other groups of parameters than the captured optimizer"
+                    raise NotMatched(what)
+                optimizers.append((optimizer, groups))
+        return modules, optimizers
 
     # -- the captured step ---------------------------------------------------------------------------------------
 
@@ -420,8 +410,8 @@ class RetrySession(Session):
         failure, event = captured.failure, captured.failure.event
         try:
             player, ops = self._recorded()
-        except NotKept as reason:
-            self.refuse(f"the step cannot be played again: {reason}")
+        except NotMatched as reason:
+            self.refuse(reason.message)
         called, given = {unwrapped(op.target) for op in ops if op.kind is Root}, {module for module, _ in self._modules}
         if called - given and given - called:  # such as the first step of the next model
             self.refuse("the step calls another model than the one that has the captured state")
@@ -465,16 +455,14 @@ class RetrySession(Session):
         """A flag, or a number that is another one in each step, in a line that is not edited and without which the
         captured step does not fail; empty if there is none. Of any other number that is said."""
         captured = self._captured
-        before, now = _numbers_of(captured.program), _numbers_of(program)
+        before, now, own = _with_numbers(captured.program, {})[1], _with_numbers(program, {})[1], self._own_numbers
         changed = {line: now[line] for line in before if line in now and now[line] != before[line]}
-        moving = {
-            line: new
-            for line, new in changed.items()
-            if self._own_numbers.get(line, new) != new
-            or (isinstance(new, bool) and any(word in line[1] for word in _OF_MODE))
+        modes = {
+            line for line, new in changed.items() if isinstance(new, bool) and any(word in line[1] for word in _OF_MODE)
         }
+        moving = {line: new for line, new in changed.items() if line in modes or own.get(line, new) != new}
         for others in (moving, changed):
-            if others and not _fails(_with_numbers(captured.program, others), captured):
+            if others and not _fails(_with_numbers(captured.program, others)[0], captured):
                 line, new = next(iter(others.items()))
                 words = f"the captured step has {before[line]} in `{line[1]}` ({line[0].strip()}), the script has {new}"
                 if others is moving:
@@ -491,33 +479,27 @@ Line = tuple[str, str, str, int]  # its code, the call there, the module, and wh
 
 def _fails(program: Program, captured: Snapshot) -> bool:
     """True if the captured step still fails with these calls."""
-    if captured.failure.event is not None:
-        return observed(program, captured.tensors, captured.failure)[0] is not None
-    return locate(program, captured.tensors) is not None
+    tensors, failure = captured.tensors, captured.failure
+    return (observed(program, tensors, failure)[0] if failure.event else locate(program, tensors)) is not None
 
 
-def _with_numbers(program: Program, others: Mapping[Line, Plain], seen: dict[Line, Plain] | None = None) -> Program:
-    """The program with other flags and fractional numbers in the calls of its forward pass; ``seen`` gets its own."""
-    calls, found = list(program.calls), seen if seen is not None else {}
+def _with_numbers(program: Program, others: Mapping[Line, Plain]) -> tuple[Program, dict[Line, Plain]]:
+    """The program with other flags and fractional numbers in its forward pass, and all that it had there."""
+    calls, had, place, count = list(program.calls), dict[Line, Plain](), ("", "", ""), Counter[tuple[str, str, str]]()
+
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, (bool, float)):
+            return leaf
+        line = (*place, count[place])
+        count[place] += 1
+        had[line] = leaf
+        return others.get(line, leaf)
+
     for index, call in enumerate(calls[: _num_before_backward(program)]):
         place = call.site.code if call.site is not None else "", call.name, call.scope[-1].path if call.scope else ""
-
-        def changed(leaf: Any, place: tuple[str, str, str] = place) -> Any:
-            if not isinstance(leaf, (bool, float)):
-                return leaf
-            line = (*place, next(number for number in itertools.count() if (*place, number) not in found))
-            found[line] = leaf
-            return others.get(line, leaf)
-
         args, kwargs = map_leaves((call.args, dict(call.kwargs)), changed)
         calls[index] = replace(call, args=args, kwargs=kwargs)
-    return replace(program, calls=tuple(calls))
-
-
-def _numbers_of(program: Program) -> dict[Line, Plain]:
-    found: dict[Line, Plain] = {}
-    _with_numbers(program, {}, found)
-    return found
+    return replace(program, calls=tuple(calls)), had
 
 
 def _num_before_backward(program: Program) -> int:

@@ -11,8 +11,7 @@ import contextlib
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +31,6 @@ class _Batch(NamedTuple):
     are_rows: bool
 
 
-class _Drawn(NamedTuple):
-    """The index batches of an iterator that have no batch yet; ``None`` stands for one of something else than ints."""
-
-    are_rows: bool
-    waiting: deque[_Batch | None]
-
-
 class SampleWatch:
     """Notes index batches as an iterator of a loader draws them, and the tensors of batches as they arrive.
 
@@ -48,27 +40,34 @@ class SampleWatch:
 
     def __init__(self, tape: Tape, switch_off: Callable[[BaseException], None]) -> None:
         self._tape, self._switch_off = tape, switch_off
-        self._iterators: weakref.WeakKeyDictionary[Any, _Drawn] = weakref.WeakKeyDictionary()
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Batch]] = {}
-
-    def forget_iterators(self) -> None:
-        """The hooks are gone: what iterators draw from here on is not seen."""
-        self._iterators.clear()
+        # Whether rows are samples, and the index batches without a batch yet; ``None`` for one of other keys than ints.
+        self._iterators: weakref.WeakKeyDictionary[Any, tuple[bool, deque[_Batch | None]]]
+        self._iterators = weakref.WeakKeyDictionary()
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Batch | None]] = {}
 
     def forget(self) -> None:
-        """Let go of everything."""
-        self.forget_iterators()
+        """The hooks are gone: what iterators draw from here on is not seen."""
+        self._iterators.clear()
         self._known.clear()
 
     def begin(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An iterator begins an epoch."""
-        self._guard(self._begin, *args, **kwargs)
+        """An iterator begins an epoch of a loader."""
+        with self._guarded():
+            iterator, loader = args[:2] if len(args) > 1 else (args[0], kwargs["loader"])
+            self._iterators.pop(iterator, None)
+            is_in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
+            if is_in_order and not isinstance(loader.dataset, IterableDataset):
+                are_rows = loader.batch_sampler is not None and loader.collate_fn is default_collate
+                self._iterators[iterator] = are_rows, deque()
         return target(*args, **kwargs)
 
     def draw(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An iterator draws an index batch."""
         index = target(*args, **kwargs)
-        self._guard(self._draw, args[0], index)
+        with self._guarded():
+            if args[0] in self._iterators:
+                are_rows, waiting = self._iterators[args[0]]
+                waiting.append(_batch_of(index, are_rows))
         return index
 
     def arrive(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +77,17 @@ class SampleWatch:
         except BaseException:  # the end, or an error that leaves open whose batch comes next
             self._iterators.pop(args[0], None)
             raise
-        self._guard(self._arrive, args[0], data)
+        with self._guarded():
+            waiting = self._iterators.get(args[0], (False, None))[1]
+            batch = waiting.popleft() if waiting else None
+            for tensor in tensors_in(data) if batch is not None else ():
+                number = self._tape.known(tensor)
+                if number is not None:
+                    number.batch = batch
+                # Also then: a tensor that no kept call uses gets a new number with its first use.
+                key = id(tensor)
+                gone = weakref.ref(tensor, lambda _, key=key: self._known.pop(key, None))  # type: ignore[misc]
+                self._known[key] = gone, version_of(tensor), batch
         return data
 
     def of(self, number: Number) -> _Batch | None:
@@ -93,9 +102,7 @@ class SampleWatch:
     def samples(self, number: Number | None, name: str, num_rows: int) -> Samples | None:
         """The samples of a tensor with so many rows."""
         batch = self.of(number) if number is not None else None
-        if batch is None:
-            return None
-        return Samples(name, batch.indices, batch.are_rows and num_rows == len(batch.indices))
+        return Samples(name, batch.indices, batch.are_rows and num_rows == len(batch.indices)) if batch else None
 
     def words(self, number: Number | None, ops: Sequence[Op], rows: Sequence[int], num_rows: int) -> str:
         """The samples of some rows of a tensor that ``ops`` may have made of a batch; empty if they are not known."""
@@ -107,43 +114,21 @@ class SampleWatch:
         found = self.samples(number, "", num_rows)
         return found.words(rows) if found is not None else ""
 
-    def _guard(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
             with torch.DisableTorchFunction():  # in any thread: nothing here is a call of the loop
-                work(*args, **kwargs)
+                yield
         except BaseException as error:
             self._switch_off(error)
 
-    def _begin(self, iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
-        self._iterators.pop(iterator, None)
-        is_in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-        if is_in_order and not isinstance(loader.dataset, IterableDataset):
-            are_rows = loader.batch_sampler is not None and loader.collate_fn is default_collate
-            self._iterators[iterator] = _Drawn(are_rows, deque())
 
-    def _draw(self, iterator: Any, index: Any) -> None:
-        drawn = self._iterators.get(iterator)
-        if drawn is None:
-            return
-        is_single, batch = not isinstance(index, Sequence) and getattr(index, "ndim", 0) == 0, None
-        given = (index,) if is_single else index
-        if not isinstance(index, tuple) and len(given) <= _MOST_INDICES:  # a tuple may be one key of several indices
-            with contextlib.suppress(TypeError):  # keys of another kind, such as names
-                indices = tuple(map(operator.index, given))
-                batch = _Batch(indices, drawn.are_rows or len(indices) == 1) if indices else None
-        drawn.waiting.append(batch)
-
-    def _arrive(self, iterator: Any, data: Any) -> None:
-        drawn = self._iterators.get(iterator)
-        batch = drawn.waiting.popleft() if drawn is not None and drawn.waiting else None
-        if batch is None:
-            return
-        for tensor in tensors_in(data):
-            number, gone = self._tape.known(tensor), partial(self._gone, id(tensor))
-            if number is not None:
-                number.batch = batch
-            # Also then: a tensor that no kept call uses gets a new number with its first use.
-            self._known[id(tensor)] = weakref.ref(tensor, gone), version_of(tensor), batch
-
-    def _gone(self, key: int, _: object) -> None:
-        self._known.pop(key, None)
+def _batch_of(index: Any, are_rows: bool) -> _Batch | None:
+    is_single = not isinstance(index, Sequence) and getattr(index, "ndim", 0) == 0
+    given = (index,) if is_single else index
+    if isinstance(index, tuple) or len(given) > _MOST_INDICES:  # a tuple may be one key of several indices
+        return None
+    with contextlib.suppress(TypeError):  # keys of another kind, such as names
+        indices = tuple(map(operator.index, given))
+        return _Batch(indices, are_rows or len(indices) == 1) if indices else None
+    return None

@@ -18,6 +18,7 @@ from reprokit.cli import console
 from reprokit.errors import UsageError
 from reprokit.render import KINDS
 from reprokit.snapshot.files import REPRO_FILE
+from reprokit.words import retry_words
 
 if TYPE_CHECKING:
     from reprokit.snapshot.source import Source
@@ -139,6 +140,6 @@ def verify_command(
     if expect_fixed and result.exit_code != 0:
         unclear = "this does not show whether the failure is gone"
         console.say("the failure is still there" if result.fails else unclear, verbosity)
-        console.say("if the bug is in your own code, edit that and run: reprokit retry FILE SCRIPT [ARGS]", verbosity)
+        console.say(retry_words(), verbosity)
         return 1
     return 0 if result.is_unanimous else 5

@@ -25,7 +25,6 @@ from reprokit.words import counted, replay_words, verdict_words
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Opened
-    from reprokit.series.cause import Cause
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.source import Source
@@ -181,7 +180,7 @@ class _Work:
         except KeyboardInterrupt:
             raise self._interrupted(reduction) from None
         if self.verbosity is not console.Verbosity.QUIET:
-            print_result(reduction, summary, self.folder, self.snapshot.cause)
+            print_result(reduction, summary, self.folder, self.snapshot)
 
     def _write_first(self, reduction: Reduction) -> None:
         """Write the repro before it is verified. An error comes up again when everything is written."""
@@ -255,11 +254,12 @@ class LineView(View):
             self.say(line)
 
 
-def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path, cause: Cause | None) -> None:
+def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path, snapshot: Snapshot) -> None:
     """What was reached, on stderr: the sizes, the cause, and what to do next."""
+    from reprokit.render.expectation import retry
     from reprokit.render.findings import one_line
 
-    before, repro, context = reduction.before, summary["repro"], summary["context"]
+    before, repro, context, cause = reduction.before, summary["repro"], summary["context"], snapshot.cause
     if repro is not None:
         calls, elements = counted(summary["calls"], "torch call"), counted(summary["elements"], "input element")
         console.say(f"{calls} of {before.calls:,}, {elements} of {before.elements:,}")
@@ -293,5 +293,7 @@ def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path, ca
         console.say(f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}")
     else:
         console.say(f"to read: {shown_path(folder / 'summary.md')}")
+    if words := retry(snapshot, reduction):
+        console.say(words)
     if repro is not None:
         console.say(f"next: {shlex.join(['python', shown_path(Path(repro['path']))])}")

@@ -20,7 +20,7 @@ from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.words import listed
+from reprokit.words import listed, retry_words
 
 OWN, TORCH = "own", "torch"
 _TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}
@@ -104,6 +104,12 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
         if not is_of_torch if rule is not None else is_of_library:
             remark = _remark(snapshot, reduction, whom)
     return Expectation(redact_text(words[:1].lower() + words[1:]), observed, expected, remark, owner)
+
+
+def retry(snapshot: Snapshot, reduction: Reduction | None, mark: str = "") -> str:
+    """How to try an edit of the user's code on the captured step; empty where the failing code is not the user's."""
+    is_own = snapshot.before is not None and expect(snapshot, reduction).owner == OWN
+    return retry_words(snapshot.command, mark) if is_own else ""
 
 
 def _of_cause(snapshot: Snapshot, cause: Failure, observed: str, owner: str, whom: str) -> Expectation:

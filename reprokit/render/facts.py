@@ -16,7 +16,7 @@ from reprokit.locate.samples import bad_row_text, batch_words
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.render import findings, wording
-from reprokit.render.expectation import OWN, Expectation, expect
+from reprokit.render.expectation import OWN, Expectation, expect, retry
 from reprokit.render.module_ranges import calls_in_frames
 from reprokit.render.names import in_users_words, labels
 from reprokit.render.script import Script
@@ -59,6 +59,11 @@ class Facts:
     @cached_property
     def expectation(self) -> Expectation:
         return expect(self.snapshot, self.reduction)
+
+    @property
+    def retry(self) -> str:
+        words = retry(self.snapshot, self.reduction, "`")
+        return f"{words[:1].upper()}{words[1:]}." if words else ""
 
     @cached_property
     def survey(self) -> Survey:

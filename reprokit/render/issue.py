@@ -50,7 +50,7 @@ def make_issue(facts: Facts, *, template: str | None = None, context: str = "", 
         "title": facts.title,
         "observed": _sentences(wording.renamed(expectation.observed, facts.names_of_data), facts.given),
         "expected": expectation.expected,
-        "remark": wording.renamed(expectation.remark, facts.names_of_data),
+        "remark": _sentences(wording.renamed(expectation.remark, facts.names_of_data), facts.retry),
         "rate": _sentences(facts.rate, rows.doubt(snapshot)),
         "origin": _origin(snapshot),
         "story": _sentences(rows.led_to(snapshot), rows.story(snapshot), _samples(facts)),
@@ -94,7 +94,9 @@ def write_summary(facts: Facts, no_module: str = "") -> str:
         "why": f"{found['mechanism'].removesuffix('.')} ({found['sure']})." if found is not None else "",
         "fix": fix,
         "fix_word": "Fix" if found is None or found["fix"] is None or found["fix"]["is_offered"] else "Also tried",
-        "repro": _sentences(how, facts.rate, f"There is no `repro_module.py`: {no_module}." if no_module else ""),
+        "repro": _sentences(
+            how, facts.rate, f"There is no `repro_module.py`: {no_module}." if no_module else "", facts.retry
+        ),
         "title": facts.title,
     }
     shown = {name: wording.prose(shorten_paths(redact_text(text))) for name, text in parts.items()}
