@@ -62,12 +62,13 @@ _HANDING_ON = frozenset(
 )  # fmt: skip
 
 
+class Unlike(Exception):
+    """A step of the script's own is not like the captured one; the message says why."""
+
+
 def hands_on(target: str) -> bool:
     """True for a call that makes inputs of inputs."""
     return target.rpartition(".")[2] in _HANDING_ON or is_factory(target)
-
-
-# -- inputs --------------------------------------------------------------------------------------------------------
 
 
 class Given(NamedTuple):
@@ -122,7 +123,7 @@ def given_to(program: Program, tensors: Tensors, prepared: Collection[str | None
 
 
 def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]]:
-    """The inputs of the captured step with the script's own. Raises `NotMatched`.
+    """The inputs of the captured step with the script's own. Raises `Unlike`.
 
     The n-th of a dtype and number of dimensions that a reader is given is the n-th of that reader in the script. Those
     of readers that were edited are known by their name, else as the only one of their shape, else by their order.
@@ -140,9 +141,9 @@ def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]]:
     for place, one in enumerate(wanted):
         if place not in found:
             there = f", where the script reads {own[place].words}" if place < len(own) else "; the script does not"
-            raise NotMatched(f"the captured step reads {one.words}{there}")
+            raise Unlike(f"the captured step reads {one.words}{there}")
     if not wanted:
-        raise NotMatched("the captured step reads nothing")
+        raise Unlike("the captured step reads nothing")
     return [(one, found[place]) for place, one in enumerate(wanted)]
 
 
@@ -225,19 +226,14 @@ class RetrySession(Session):
         recorder.hand = self._hand
 
     @property
-    def failure(self) -> dict[str, Any] | None:
-        return self.results[0] if self.results else None
-
-    @property
     def has_begun(self) -> bool:
         """True if the script's own steps are over."""
         return self._next > 0
 
     def is_same(self) -> bool:
         """True if the step fails as it did when it was captured."""
-        now, before = load(self.snapshots[0]).failure, self._captured.failure
+        now, before, cause = load(self.snapshots[0]).failure, self._captured.failure, self._captured.cause
         is_same = (now.kind, now.call, now.phase) == (before.kind, before.call, before.phase)
-        cause = self._captured.cause
         if is_same and cause is not None and cause.kind in ("setting", "state"):
             self.notes.append(f"the file says what led to it, perhaps before this step: {cause.text}")
         return is_same
@@ -270,24 +266,23 @@ class RetrySession(Session):
         if num_own > 1 and (not self._slots or num_own > self._target - _MOST_RECORDED):
             try:
                 self._look_at(*self._recorded())
-            except NotMatched as reason:
-                self.why = reason.message
+            except Unlike as reason:
+                self.why = str(reason)
         self._is_due = bool(self._slots) and (num_own >= self._target or time.perf_counter() > self._until)
         loop.copy_state(time.perf_counter())
-        living = loop.tape.alive()  # what data were made of does not matter any more
-        has_graph = [any(n not in living or living[n].requires_grad for n in op.outs) for op in loop.tape.carried]
-        loop.tape.carried = list(itertools.compress(loop.tape.carried, has_graph))
+        living, carried = loop.tape.alive(), loop.tape.carried  # what data were made of does not matter any more
+        loop.tape.carried = [op for op in carried if any(n not in living or living[n].requires_grad for n in op.outs)]
 
     def _recorded(self) -> tuple[TracedPlayer, list[Op]]:
         try:
             with self.replaying(ends=False):
                 return Describing(self._loop, Verdict("", sys._getframe()), []).recorded()
         except NotKept as reason:
-            raise NotMatched(f"the script's own step cannot be played: {reason}") from None
+            raise Unlike(f"the script's own step cannot be played: {reason}") from None
 
     def _look_at(self, player: TracedPlayer, ops: list[Op]) -> None:
         """Find the places where the script's own step reads inputs like those of the captured one, unless an earlier
-        step is more like it, such as the discriminator's for that of the generator. Raises `NotMatched`.
+        step is more like it, such as the discriminator's for that of the generator. Raises `Unlike`.
 
         What lines compute that are there and not edited is an input where the script's own step does not come to them,
         or computes with another number there: the number of the step decides about both.
@@ -319,7 +314,7 @@ class RetrySession(Session):
                     self._slots.append(Slot(order, where, position, *waiting.pop(value)))
 
     def _paired_state(self) -> tuple[list[Any], list[Any]]:
-        """Models and optimizers of the script, each with the captured state for it. Raises `NotMatched`."""
+        """Models and optimizers of the script, each with the captured state for it. Raises `Unlike`."""
         world, frame, before = self._loop.world, sys._getframe(), self._before
         modules, optimizers = [], []
         roots = [unwrapped(root) for root in world.modules if [*root.parameters(), *root.buffers()]]
@@ -328,18 +323,19 @@ class RetrySession(Session):
             named = [root for root in roots if names[id(root)] == name] or roots
             differences = [_difference(state, root) for root in named] or ["is not there"]
             if differences.count("") > 1:
-                raise NotMatched(f"there are {differences.count('')} models like that in the script")
+                raise Unlike(f"there are {differences.count('')} models like that in the script")
             if "" not in differences:
-                raise NotMatched(f"the model of the script {differences[0]}")
+                raise Unlike(f"the model of the script {differences[0]}")
             modules.append((named[differences.index("")], state))
         names = names_of(world.optimizers, frame)
         for optimizer in world.optimizers:
             groups = before.optimizers.get("" if "" in before.optimizers else names[id(optimizer)])
-            if groups is not None:
-                if [len(one["params"]) for one in optimizer.param_groups] != [len(one.state) for one in groups]:
-                    what = f"`{names[id(optimizer)]}` has other groups of parameters than the captured optimizer"
-                    raise NotMatched(what)
-                optimizers.append((optimizer, groups))
+            if groups is None:
+                continue
+            if [len(one["params"]) for one in optimizer.param_groups] != [len(one.state) for one in groups]:
+                name = names[id(optimizer)]
+                raise Unlike(f"`{name}` has other groups of parameters than the captured optimizer")
+            optimizers.append((optimizer, groups))
         return modules, optimizers
 
     # -- the captured step ---------------------------------------------------------------------------------------
@@ -410,8 +406,8 @@ class RetrySession(Session):
         failure, event = captured.failure, captured.failure.event
         try:
             player, ops = self._recorded()
-        except NotMatched as reason:
-            self.refuse(reason.message)
+        except Unlike as reason:
+            self.refuse(str(reason))
         called, given = {unwrapped(op.target) for op in ops if op.kind is Root}, {module for module, _ in self._modules}
         if called - given and given - called:  # such as the first step of the next model
             self.refuse("the step calls another model than the one that has the captured state")

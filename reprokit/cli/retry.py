@@ -65,7 +65,7 @@ class Retry:
         if self.json:
             result: dict[str, Any] = {"schema": 1, "verdict": "finite" if is_same is None else "fails"}
             result |= {"loss": session.loss, "grad_norm": session.grad_norm, "same": is_same, "notes": session.notes}
-            console.print_json({**result, "failure": session.failure and session.failure["failure"]})
+            console.print_json({**result, "failure": session.results[0]["failure"] if session.results else None})
         return 0 if is_same is None else 1
 
     def _result(self, session: RetrySession, ending: BaseException | None) -> tuple[str, bool | None]:
@@ -74,9 +74,10 @@ class Retry:
             raise session.refusal
         if isinstance(ending, UsageError):
             raise ending
-        if session.failure is not None:
-            is_same, is_raised = session.is_same(), session.failure["failure"]["exception"] is not None
-            told = ", ".join(filter(None, (what(session.failure), place_line(session.failure))))
+        if session.results:
+            failure = session.results[0]
+            is_same, is_raised = session.is_same(), failure["failure"]["exception"] is not None
+            told = ", ".join(filter(None, (what(failure), place_line(failure))))
             if not session.has_begun and not is_same:
                 raise NotMatched(f"a step of the script's own fails before: {told}")
             if is_raised and not is_same and session.other_shape:

@@ -89,6 +89,9 @@ def test_a_step_fails_again_until_the_code_is_mended(captured: Path, run_reproki
     assert fails.returncode == 1 and json.loads(fails.stdout.splitlines()[-1])["same"] is False
     assert "the step fails in another way: inf from `torch.log`, other.py:19" in fails.stderr
     assert (captured / "samples.dat").read_bytes() == before
+    shrunk = run_reprokit("shrink", "s.pt", "--fast", "--no-whatif")
+    for text in (shrunk.stderr, (captured / "s" / "summary.md").read_text()):
+        assert "reprokit retry FILE train.py" in text, text
 
 
 @pytest.mark.parametrize("step", [6, 126])
