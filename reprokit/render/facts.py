@@ -284,13 +284,17 @@ def cause(snapshot: Snapshot) -> str:
 
 
 def how_much(snapshot: Snapshot) -> str:
-    """The number of bad elements of the bad tensor, and the rows of an input; empty for a single number."""
+    """The number of bad elements of the bad tensor, the rows of an input, and the sample of the first one; empty for a
+    single number."""
     failure = snapshot.failure
     if failure.num_elements <= 1 or not failure.num_bad:
         return ""
     verb = "is" if failure.num_bad == 1 else "are"
     first = f", first at {list(failure.element)}" if failure.element is not None else ""
-    rows = f": {snapshot.bad_rows}" if snapshot.bad_rows else ""
+    rows, place = f": {snapshot.bad_rows}" if snapshot.bad_rows else "", failure.element or ()
+    if place and not rows:
+        num_rows = failure.num_elements if len(place) == 1 else 0  # else it is not known here
+        rows = bad_row_text(snapshot.program, snapshot.samples or {}, failure.value, place[:1], num_rows)
     return f"{failure.num_bad:,} of {failure.num_elements:,} elements {verb} {failure.way}{first}{rows}"
 
 

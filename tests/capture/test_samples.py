@@ -259,6 +259,8 @@ class Faulty(Dataset[Any]):
             self.y[BAD] *= 1e4
         elif how == "nan":
             self.x[BAD, 2] = math.nan
+        elif how == "zero":
+            self.x[BAD] = 0
 
     def __len__(self) -> int:
         return 800
@@ -279,7 +281,8 @@ def fitted(folder: Path, how: str, **options: Any) -> Snapshot:
     with contextlib.suppress(SystemExit), reprokit.capture(folder / "s.pt", quiet=True, on=("nonfinite", "spike")):
         for x, y in epochs(DataLoader(Faulty(how), batch_size=8, shuffle=True, **options)):
             half = x.double().float() / 2
-            update(optimizer, (model(2 * half) - y).pow(2).mean())
+            loss = (model(2 * half) - y).pow(2).mean()
+            update(optimizer, loss + half.square().sum(1).log().mean() if how == "zero" else loss)
     return load(folder / "s.pt")
 
 
@@ -304,6 +307,14 @@ def test_rows_that_carry_an_event_are_named_with_their_samples(tmp_path: Path, o
 def test_rows_of_a_single_sample_are_not_told_as_those_of_the_batch(tmp_path: Path) -> None:
     event = fitted(tmp_path, "call").failure.event
     assert event is not None and (event.rows, event.samples) == (None, f"sample {BAD}")
+
+
+def test_row_that_was_computed_of_a_batch_is_named_with_its_sample(tmp_path: Path) -> None:
+    snapshot = fitted(tmp_path, "zero", **WORKERS)
+    row = next(iter((snapshot.samples or {}).values())).indices.index(BAD)
+    assert how_much(snapshot).startswith(
+        f"1 of 8 elements is -inf, first at [{row}]; row {row} of `x` and `y` is sample {BAD}"
+    )
 
 
 @pytest.mark.parametrize("collate_fn", [None, as_stacked])
