@@ -28,7 +28,7 @@ from reprokit.capture.fidelity import Made, Place, has_origin
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
-from reprokit.capture.operands import operands_of
+from reprokit.capture.operands import operands_of, option_words
 from reprokit.capture.save import (
     Describing,
     NothingFound,
@@ -225,7 +225,8 @@ class Failures:
         op = raised[1] if raised is not None and known is not None else loop.raising_step(error)
         if op is not None:
             loop.recorder.raised = (known or error, op)
-        described = describe(known or error, op, loop.world.modules)
+        steps = [one for one in loop.tape.ops() if one.kind is OptimizerStep] if op is not None else []
+        described = describe(known or error, op, loop.world.modules, steps)
         if op is not None:
             loop.tape.add(op.kind, op.target, op.args, op.kwargs, (), (op.code, op.instruction), op.mode, op.note)
         return self.save(Verdict("exception", frame, raised=described))
@@ -389,16 +390,19 @@ def cause_of(error: BaseException | None, last: BaseException | None) -> BaseExc
     return next((cause for cause in causes if isinstance(cause, Exception)), error)
 
 
-def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Module]) -> Raised:
-    """The facts about an exception; ``op`` is the call that raised it, if that was on the tape."""
+def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Module], steps: Sequence[Op] = ()) -> Raised:
+    """The facts about an exception; ``op`` is the call that raised it, if that was on the tape, ``steps`` are the
+    optimizers' steps before."""
     entries = list(tb_entries(error.__traceback__))
-    kinds = [kind_of_file(entry.tb_frame.f_code.co_filename) for entry in entries]
+    kinds = [kind_of_file(_file_of(entry)) for entry in entries]
     own = [n for n, kind in enumerate(kinds) if kind == "user"]
-    inside = [entry for entry, kind in zip(entries, kinds, strict=True) if kind == "library"]
-    inside = [entry for entry in inside if not is_standard(entry.tb_frame.f_code.co_filename)]
-    place = entries[own[-1]] if own else None
-    library = inside[-1] if inside and entries.index(inside[-1]) > max(own, default=-1) else None
-    line = (relative_path(library.tb_frame.f_code.co_filename), library.tb_lineno or 0) if library is not None else None
+    library = [n for n, kind in enumerate(kinds) if kind == "library" and not is_standard(_file_of(entries[n]))]
+    if entries and kind_of_file(_raiser(error)) == "torch":  # a check that a module of torch makes itself
+        library.append(len(entries) - 1)
+    place, inside = entries[own[-1]] if own else None, max([*library, -1])
+    line = None
+    if own and inside > own[-1]:
+        line = relative_path(_file_of(entries[inside])), entries[inside].tb_lineno or 0
     site = make_site(place.tb_frame.f_code, place.tb_lasti, line) if place is not None else None
     phase = _PHASES.get(op.kind, Phase.FORWARD) if op is not None else Phase.FORWARD
     files = [_raiser(cause) for cause in chain(error)]
@@ -411,23 +415,32 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
         paths = (user_path(path) for root in roots for path, part in root.named_modules() if part is called[-1])
         module = next((path for path in paths if path), f"<{type(called[-1]).__name__}>")
     facts: list[str] = []
-    innermost = library or place
-    if innermost is not None and not is_deliberate:
+    if place is not None and not is_deliberate:
         with ignored_errors():  # objects of the user's
             names = {id(p): user_path(name) for root in roots for name, p in root.named_parameters()}
-            facts = operands_of(innermost, names)
-            if op is not None and op.kind is OptimizerStep:
-                facts += gradient_facts([p.grad for p in parameters_of(op.target)])
+            is_call = [entry.tb_frame.f_code is torch_private.call_impl_code for entry in entries]
+            before = [n for n in own if n < is_call.index(True)] if True in is_call else []
+            innermost = max(inside, own[-1]) if kinds[inside] == "library" else own[-1]
+            for n in dict.fromkeys([innermost, *before[-1:]]):
+                told = operands_of(entries[n], names)
+                facts += [f"at {relative_path(_file_of(entries[n]))}:{entries[n].tb_lineno} {', '.join(told)}"] * bool(
+                    told
+                )
+            facts += _optimizer_facts(op, steps, _file_of(place)) if op is not None and op.kind is OptimizerStep else []
     return Raised(*causes[0], site, module, phase, op is not None, is_deliberate, causes, tuple(facts))
 
 
-def gradient_facts(gradients: Sequence[torch.Tensor | None]) -> list[str]:
-    """That an optimizer has no gradient, or only zeros, in words."""
-    known = [gradient for gradient in gradients if gradient is not None]
-    if not known:
-        return ["no parameter of the optimizer has a gradient"]
+def _optimizer_facts(op: Op, steps: Sequence[Op], file: str) -> list[str]:
+    """The options of an optimizer that changed their type since its step before, and gradients that are all zero."""
+    before = next((one for one in reversed(steps) if one.target is op.target), op)
+    facts = list(option_words(op.note.options, before.note.options, file))
+    known = [p.grad for p in parameters_of(op.target) if p.grad is not None]
     is_zero = not any(bool(part._values().any() if part.is_sparse else part.any()) for part in known)
-    return ["every gradient of the optimizer is zero"] if is_zero else []
+    return [*facts, *(["every gradient of the optimizer is zero"] if is_zero else [])]
+
+
+def _file_of(entry: TracebackType) -> str:
+    return entry.tb_frame.f_code.co_filename
 
 
 _PHASES = {Backward: Phase.BACKWARD, OptimizerStep: Phase.OPTIMIZER}

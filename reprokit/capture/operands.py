@@ -1,7 +1,6 @@
 """The operands of the expression that raised, as its frame has them: their values, and the lines that assigned them.
 
-For an exception that no torch call of a program shows: a division in a scheduler's or optimizer's own code. Names,
-attributes and items are looked up in plain dicts, lists and objects, so no code of the user's runs.
+Names, attributes and items are looked up in plain dicts, lists and objects, so no code of the user's runs.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from types import FrameType, TracebackType
 from typing import Any
@@ -18,60 +17,92 @@ import torch
 
 from reprokit.program.sites import relative_path
 
-_MOST = 4  # operands of an expression that are printed
-_MOST_TEXT = 60
+_MOST = 4  # operands of an expression, or of an assignment, that are printed
 Node = ast.Name | ast.Attribute | ast.Subscript
+Assignment = ast.Assign | ast.AugAssign
 
 
 def operands_of(entry: TracebackType, names: Mapping[int, str]) -> list[str]:
-    """The operands of the expression that raised in a frame, in words; ``names`` are those of parameters by ``id``."""
+    """The operands of the expression that raised in a frame, in words, numbers first; ``names`` are those of
+    parameters by ``id``."""
     frame, file = entry.tb_frame, entry.tb_frame.f_code.co_filename
     position = next(islice(frame.f_code.co_positions(), entry.tb_lasti // 2, None), None)
-    tree = _tree("".join(linecache.getlines(file)))
+    tree = _tree(file)
     if position is None or tree is None or position[0] is None:
         return []
-    function = _innermost(tree, position[0])
-    spans = [node for node in ast.walk(function) if _span(node) == position]
+    places = ("lineno", "end_lineno", "col_offset", "end_col_offset")
+    function = _function_at(tree, position[0])
+    parts = [node for node in ast.walk(function) if tuple(getattr(node, one, None) for one in places) == position]
     found: list[tuple[bool, str]] = []
-    for node in _operands(spans[0]) if spans else ():
+    for node in _operands(parts[:1]):
         words = _words(node, frame, names)
         if words:
             made = _assignment(tree if isinstance(node, ast.Attribute) else function, node, position[0])
             if made is not None:
-                read = _read(made, node, frame, names) if made in ast.walk(function) else ""
-                words += f" (assigned at {relative_path(file)}:{made.lineno}{read})"
+                is_here = made in ast.walk(function)
+                read = [one for one in _operands([made.value]) if ast.unparse(one) != ast.unparse(node)]
+                values = [value for one in read if is_here and (value := _words(one, frame, names))][:_MOST]
+                where = f", where {', '.join(values)}" if values else ""
+                words += f" (assigned at {relative_path(file)}:{made.lineno}{where})"
             found.append((isinstance(_value(node, frame), torch.Tensor), words))
     return [words for _, words in sorted(found, key=lambda item: item[0])][:_MOST]
 
 
+def option_words(options: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], file: str) -> Iterator[str]:
+    """The options of an optimizer that are of another type than in the step before, with the line that wrote them if
+    one line of a file does."""
+    for group, old in zip(options, before, strict=False):
+        for name, value in group.items():
+            if name in old and type(value) is not type(old[name]) and not isinstance(value, torch.Tensor):
+                made = _written(file, name)
+                where = f" (assigned at {relative_path(file)}:{made.lineno}{_power(file, made)})" if made else ""
+                yield f"`{name}` of the optimizer is {_number(value)}, and was {_number(old[name])} before{where}"
+
+
+def _written(file: str, name: str) -> Assignment | None:
+    """The assignment to an item of this name, if a file has a single one."""
+    tree = _tree(file)
+    items = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)] if tree is not None else []
+    keys = {ast.unparse(n) for n in items if isinstance(n.slice, ast.Constant) and n.slice.value == name}
+    found = [made for key in keys for made in _assignments(tree, key)] if tree is not None else []
+    return found[0] if len(found) == 1 else None
+
+
+def _power(file: str, made: Assignment) -> str:
+    """The power in what is assigned, or in what that was assigned: of a negative number it may be complex."""
+    tree, value = _tree(file), made.value
+    if isinstance(value, ast.Name) and tree is not None:
+        earlier = _assignment(_function_at(tree, made.lineno), value, made.lineno)
+        value = earlier.value if earlier is not None else value
+    powers = (part for part in ast.walk(value) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Pow))
+    power = next(powers, None)
+    return f", from the power `{ast.unparse(power)}` in line {power.lineno}" if power is not None else ""
+
+
 @functools.lru_cache(maxsize=4)
-def _tree(source: str) -> ast.Module | None:
+def _tree(file: str) -> ast.Module | None:
     try:
-        return ast.parse(source) if source else None
+        return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def _span(node: ast.AST) -> tuple[Any, ...]:
-    return tuple(getattr(node, name, None) for name in ("lineno", "end_lineno", "col_offset", "end_col_offset"))
-
-
-def _innermost(tree: ast.Module, line: int) -> ast.AST:
+def _function_at(tree: ast.Module, line: int) -> ast.AST:
     """The innermost function around a line, else the module."""
     functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
     around = [node for node in functions if node.lineno <= line <= (node.end_lineno or 0)]
     return around[-1] if around else tree
 
 
-def _operands(part: ast.AST) -> Iterator[Node]:
-    """The names, attributes and items that an expression reads, each once; not the functions that it calls."""
-    seen: set[str] = set()
-    waiting: list[ast.AST] = [part]
+def _operands(parts: Sequence[ast.AST]) -> Iterator[Node]:
+    """The names, attributes and items that expressions read, each once; not the functions that they call."""
+    seen, waiting = set[str](), list(parts)
     while waiting:
         node = waiting.pop(0)
-        if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and ast.unparse(node) not in seen:
+        if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+            if ast.unparse(node) not in seen:
+                yield node
             seen.add(ast.unparse(node))
-            yield node
         elif isinstance(node, ast.Call):
             owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
             waiting = [*owner, *node.args, *(word.value for word in node.keywords), *waiting]
@@ -106,48 +137,43 @@ def _words(node: Node, frame: FrameType, names: Mapping[int, str]) -> str:
         value = _value(node, frame)
     except (LookupError, TypeError):
         return ""
-    name = f"`{ast.unparse(node)}`"
+    words = _number(value)
+    if type(value) in (list, tuple) and value:
+        parts = [_number(part) for part in value[:_MOST]]
+        words = f"{len(value)} items: {'; '.join(filter(None, parts))}" if all(parts) else f"{len(value)} items"
+    known = f", the parameter `{names[id(value)]}`" if id(value) in names else ""
+    return f"`{ast.unparse(node)}` is {words}{known}" if words else ""
+
+
+def _number(value: Any) -> str:
+    """A number, or a tensor as ``float32 [8, 3]``; of a single number its value; empty for anything else."""
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
-            words = f"{name} is {describe(value)}"
-        return f"{words}, the parameter `{names[id(value)]}`" if id(value) in names else words
-    if type(value) is complex:
-        return f"{name} is {value:.6g}, a complex number"
-    if type(value) in (bool, int, float, type(None)):
-        return f"{name} is {value:.6g}" if type(value) is float else f"{name} is {value}"
-    if type(value) is str:
-        return f"{name} is {value!r}" if len(value) < _MOST_TEXT else ""
-    return f"{name} has {len(value)} items" if type(value) in (list, tuple, dict) else ""
+            return _tensor_words(value)
+    if type(value) in (float, complex):
+        return f"{value:.6g}{', a complex number' if type(value) is complex else ''}"
+    return str(value) if type(value) in (bool, int, type(None)) else ""
 
 
-def describe(tensor: torch.Tensor) -> str:
-    """``float32 [8, 3]``, of a single number its value, and of an inference tensor that it is one."""
+def _tensor_words(tensor: torch.Tensor) -> str:
     words = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
-        return f"{words} ({tensor.device.type}, {str(tensor.layout).removeprefix('torch.')})"
-    if tensor.numel() == 1 and tensor.is_cpu:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        return f"{words} ({tensor.device}, {str(tensor.layout).removeprefix('torch.')})"
+    if tensor.numel() == 1:
         words += f", {tensor.item():.6g}"
-    elif tensor.is_cpu and tensor.numel() and not bool(tensor.any()):
+    elif tensor.numel() and not bool(tensor.any()):
         words += ", all zeros"
     return f"{words}, made in inference mode" if tensor.is_inference() else words
 
 
-def _assignment(function: ast.AST, node: Node, line: int) -> ast.Assign | ast.AugAssign | None:
-    """The last assignment to an operand above a line of its function, else the last one of all, as in a loop."""
-    wanted, found = ast.unparse(node), list[ast.Assign | ast.AugAssign]()
-    for made in ast.walk(function):
-        if isinstance(made, (ast.Assign, ast.AugAssign)):
-            targets = made.targets if isinstance(made, ast.Assign) else [made.target]
-            if any(ast.unparse(target) == wanted for target in targets):
-                found.append(made)
-    found.sort(key=lambda made: made.lineno)
-    above = [made for made in found if (made.end_lineno or made.lineno) < line]
+def _assignments(tree: ast.AST, wanted: str) -> list[Assignment]:
+    made = (node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AugAssign)))
+    found = [one for one in made if wanted in map(ast.unparse, getattr(one, "targets", [getattr(one, "target", one)]))]
+    return sorted(found, key=lambda one: one.lineno)
+
+
+def _assignment(tree: ast.AST, node: Node, line: int) -> Assignment | None:
+    """The last assignment to an operand above a line, else the last one of all, as in a loop."""
+    found = _assignments(tree, ast.unparse(node))
+    above = [one for one in found if (one.end_lineno or one.lineno) < line]
     return above[-1] if above else found[-1] if found else None
-
-
-def _read(made: ast.Assign | ast.AugAssign, node: Node, frame: FrameType, names: Mapping[int, str]) -> str:
-    """The operands of an assignment, as they are now."""
-    own = ast.unparse(node)
-    read = [other for other in _operands(made.value) if ast.unparse(other) != own]
-    words = [found for other in read if (found := _words(other, frame, names))][:_MOST]
-    return f", where {', '.join(words)}" if words else ""

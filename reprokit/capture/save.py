@@ -723,10 +723,8 @@ def _with_operands(cause: Cause | None, raised: Raised | None, failure: Failure)
     """The cause, behind the operands of the expression that raised; of a backward pass these tell nothing."""
     if raised is None or not raised.facts or failure.kind != EXCEPTION or failure.phase is Phase.BACKWARD:
         return cause
-    place = raised.site.place if raised.site is not None else ""
-    if raised.site is not None and raised.site.library is not None:
-        place = "{}:{}".format(*raised.site.library)
-    says = f"At {place}: {'; '.join(raised.facts)}."
+    facts = "; ".join(raised.facts)
+    says = f"{facts[0].upper()}{facts[1:]}."
     known = cause or Cause("unknown", "")
     return replace(known, text=f"{says} {known.text}".strip(), evidence=(*raised.facts, *known.evidence))
 

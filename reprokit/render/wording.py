@@ -337,7 +337,9 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
     if failure.exception is None:
         return "unknown"
     if failure.site is not None and failure.site.library is not None:
-        return "a library's own code"
+        file, line = failure.site.library
+        owner = "torch" if file.startswith("torch/") else "a library"
+        return f"{owner}'s own code, {code_span(redact_text(f'{file}:{line}'))}"
     return f"the {'optimizer' if failure.phase == Phase.OPTIMIZER else 'training loop'}'s own code"
 
 

@@ -15,6 +15,7 @@ from reprokit.capture.save import NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.program.ir import BACKWARD
 from reprokit.render.findings import markdown, one_line, page
+from reprokit.render.wording import origin
 from reprokit.rules.match import diagnose
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
@@ -221,6 +222,26 @@ def features_of_inference_mode() -> None:
         update(optimizer, model(x[:, :4]).square().mean())
 
 
+def decay_set_past_its_end() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        decay = 0.1 * (1 - step / (BAD_STEP - 1)) ** 0.9
+        optimizer.param_groups[0]["weight_decay"] = decay
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[:, :4]), y % 3).backward()
+        optimizer.step()
+
+
+def state_of_a_whole_batch() -> None:
+    model = nn.GRU(4, 3, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, _ in batches():
+        given = x[: 2 if step == BAD_STEP else 3, None, :4]
+        state = torch.zeros(1, 3, 3)
+        update(optimizer, model(given, state)[0].square().mean())
+
+
 def critic_stepped_in_between() -> None:
     actor, critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     first, second = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (critic, actor))
@@ -282,6 +303,11 @@ def two_losses_of_one_graph() -> None:
             "`seen` is 0 (assigned at", "is float32 [3], all zeros); every gradient of the optimizer is zero."]),
         (features_of_inference_mode, RuntimeError, "torch.Tensor.matmul", [
             "`self.table` is float32 [", "made in inference mode (assigned at"]),
+        (decay_set_past_its_end, RuntimeError, "torch.optim.AdamW.step", [
+            "`weight_decay` of the optimizer is ", "j, a complex number, and was 0 before (assigned at ",
+            ", from the power `(1 - step / (BAD_STEP - 1)) ** 0.9` in line "]),
+        (state_of_a_whole_batch, RuntimeError, None, [
+            "`given` is float32 [2, 1, 4] (assigned at ", "`state` is float32 [1, 3, 3], all zeros (assigned at "]),
         (critic_stepped_in_between, RuntimeError, BACKWARD, [
             ": `critic.2.weight` was saved for the backward pass by `nn.functional.linear` in `critic.2` (",
             ", and written since by `Adam.step` (", ") (version 1 when it was saved, 2 now)."]),
@@ -299,9 +325,12 @@ def test_the_operands_are_told(
 ) -> None:
     snapshot = capture_raising(loop, error, tmp_path)
     assert snapshot.failure.call == call and snapshot.cause is not None
-    phase = "forward" if loop is features_of_inference_mode else "backward" if call == BACKWARD else "optimizer"
+    forward = (features_of_inference_mode, state_of_a_whole_batch)
+    phase = "forward" if loop in forward else "backward" if call == BACKWARD else "optimizer"
     assert snapshot.failure.phase == phase
     assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
+    if loop is state_of_a_whole_batch:
+        assert "torch's own code, `torch/nn/modules/rnn.py:" in origin(snapshot, snapshot.failure)
     assert [part for part in says if part not in snapshot.cause.text] == [], snapshot.cause.text
 
 
