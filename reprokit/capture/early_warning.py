@@ -32,10 +32,13 @@ from reprokit.capture.calls import Backward, OptimizerStep, Unscale
 from reprokit.capture.failure_text import event_words
 from reprokit.capture.fidelity import Made
 from reprokit.capture.meters import MeasuredStep, Meter, is_capturing
+from reprokit.capture.readings import Slot
 from reprokit.capture.replay import Case
 from reprokit.capture.save import Describing, NotKept, Verdict
 from reprokit.capture.tape import Op, Segment
 from reprokit.capture.tensor_names import parameter_names
+from reprokit.capture.usual import Usual
+from reprokit.capture.world import CannotGoBack
 from reprokit.compare.healthy import blocked, explained, let_through
 from reprokit.compare.quantity import norms_of, number_of, numbers_of
 from reprokit.errors import pass_on
@@ -59,6 +62,7 @@ from reprokit.series.course import (
 )
 from reprokit.series.events import Finding, LineLog, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
+from reprokit.series.unlike import Change, grouped
 from reprokit.words import visible_line
 
 if TYPE_CHECKING:
@@ -74,6 +78,7 @@ _FOLLOWED: Mapping[EventKind, tuple[str, Callable[[], Course | ScaleFalls]]] = {
     "explosion": ("norm", functools.partial(Course, "explosion", _NORMS_IN_A_ROW, OF_NORMS)),
     "scale": ("scale", ScaleFalls),
 }
+_YOUNG, _SOON = 64, 8  # steps in which looks are frequent, and between two of them
 _PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
 LEAST_SILENT = 20  # steps with a gradient of zeros
 _MOSTLY = 0.5  # of the elements of a gradient
@@ -103,7 +108,9 @@ class EarlyWarning:
     ) -> None:
         self._session, self._loop, self._saver = session, loop, saver
         self._log, self._on_event = log, on_event
-        self._alarms: list[Alarm] = []
+        self._alarms: list[tuple[Alarm, Course | ScaleFalls]] = []
+        self._usual = Usual(loop) if "change" in kinds else None
+        self._looked_for_changes = 0
         self._followed = [(kind, *_FOLLOWED[kind]) for kind in _FOLLOWED if kind in kinds]
         self._courses: dict[tuple[EventKind, int], Course | ScaleFalls] = {}
         self._is_off = False
@@ -129,9 +136,14 @@ class EarlyWarning:
         if self._left > 0:
             return
         frame = sys._getframe(1)
-        path = self.catch_up(frame) or self.look_at_gradients(frame, is_last=False)
+        path = self.catch_up(frame, is_last=False) or self.look_at_gradients(frame, is_last=False)
+        if path is None:
+            self.look_for_changes(frame)
         missing = LEAST_SILENT - self._loop.num_kept if self._finds_silent else 0
         self._left = min(self._batch, missing) if missing > 0 else self._batch
+        if self._usual is not None and self._loop.iterations.total < _YOUNG:
+            self._left = min(self._left, _SOON)
+        self._left = 1 if self._alarms else self._left
         if path is not None:
             self._session.stop()
 
@@ -140,17 +152,25 @@ class EarlyWarning:
         if self.catch_up(sys._getframe(1)) is not None:
             self._session.stop()
 
-    def catch_up(self, frame: FrameType | None) -> Path | None:
+    def catch_up(self, frame: FrameType | None, *, is_last: bool = True) -> Path | None:
         """Report what the steps show that were not looked at yet; the path of the file, if one was written.
 
-        The capture is over with that: what later steps show is nothing to report any more.
+        The capture is over with that: what later steps show is nothing to report any more. Unless it ``is_last``, a
+        number that may have got another level is looked at again.
         """
         self._see()
         alarms, self._alarms = self._alarms, []
         path, last = None, math.inf
-        for alarm in alarms:
+        for alarm, course in alarms:
             if alarm.shown_by > last:
                 break
+            is_level = isinstance(course, Course) and path is None and course.is_level(alarm)
+            if is_level is None and not is_last:
+                self._alarms.append((alarm, course))
+                continue
+            if not alarm.is_beyond or (is_level and not self._is_of_data(alarm, frame)):
+                self._emit(replace(event_of(alarm), kind="change"))
+                continue
             saved = self._save(alarm, frame) if path is None else None
             if saved is not None:
                 path, last = saved, alarm.shown_by
@@ -161,7 +181,7 @@ class EarlyWarning:
     def instead_of(self, verdict: Verdict) -> Path | None:
         """Save the step where the run left its course, if the failure of now is how that ended: then numbers are off
         their course, though not for long enough for an alarm."""
-        path = self.catch_up(verdict.frame)
+        path = self.catch_up(verdict.frame)  # a failure has come of it
         found = [one for course in self._courses.values() if (one := course.pending) is not None]
         alarm = min(found, key=lambda one: (one.kind != "spike", one.place), default=None)
         if path is not None or alarm is None or verdict.raised is not None:
@@ -178,6 +198,34 @@ class EarlyWarning:
         self._looked = loop.iterations.total
         finding = self._guarded(lambda: self._find_silent(is_last=is_last))
         return self._save(finding, frame) if finding is not None else None  # a gradient may be zero by design
+
+    def look_for_changes(self, frame: FrameType | None, *, is_last: bool = False) -> None:
+        """Report settings and data that are unlike all before."""
+        loop, usual = self._loop, self._usual
+        is_early = not is_last and loop.iterations.total < self._looked_for_changes + _SOON
+        if usual is None or self._is_off or self._alarms or is_early or not (loop.num_kept and loop.ranks.is_alone):
+            return
+        self._looked_for_changes = loop.iterations.total
+        found, odd = self._guarded(lambda: usual.look(frame)) or ([], [])
+        for change in grouped([*found, *(self._unlike(frame, odd) if odd else [])]):
+            self._emit(self._changed(change))
+
+    def _changed(self, change: Change) -> TrainingEvent:
+        step = max(self._loop.iterations.completed - 1, 0)
+        words = f"since step {change.step} {change.name} {change.text}"
+        return TrainingEvent("change", step, "warning", words, change.place, change.step)
+
+    def _is_of_data(self, alarm: Alarm, frame: FrameType | None) -> bool:
+        """True if the steps of an alarm were given data of another range."""
+        return any(change.step >= alarm.step - 1 for change in self._unlike(frame))
+
+    def _unlike(self, frame: FrameType | None, odd: Collection[Slot] | None = None) -> list[Change]:
+        usual = self._usual
+        if usual is None or not self._loop.world.is_complete or not self._loop.ranks.is_alone:
+            return []
+        with self._session.replaying(ends=False), suppress(CannotGoBack):
+            return self._guarded(lambda: usual.played(frame, odd)) or []
+        return []
 
     def _find_silent(self, *, is_last: bool) -> Finding | None:
         """A parameter that learns nothing: its gradient is missing, or zero by one fused norm over all.
@@ -231,7 +279,7 @@ class EarlyWarning:
                 if number is not None and key not in self._courses:
                     self._courses[key] = make()
                 alarm = self._courses[key].add(step.place, step.step, number) if number is not None else None
-                self._alarms += [alarm] if alarm is not None else []
+                self._alarms += [(alarm, self._courses[key])] if alarm is not None else []
 
     # -- reporting -----------------------------------------------------------------------------------------------
 

@@ -181,6 +181,7 @@ class Failures:
         if self._takes_exceptions and isinstance(cause, Exception):
             path = self._take_exception(cause, frame)
         if path is None and error is None and self.early is not None:
+            self.early.look_for_changes(frame, is_last=True)
             path = self.early.look_at_gradients(frame, is_last=True)
         if path is None and is_buffer_bad:
             path = self.save(Verdict("output", frame, is_late=True))

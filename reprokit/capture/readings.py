@@ -178,7 +178,7 @@ class InputWatch(LossWatch):
             changed = list(self._written(replay, op))
         self._before = [(tensor, tensor.detach().clone()) for tensor in changed]
         if op.kind.is_forward:
-            for argument, value in _arguments(op):
+            for argument, value in arguments_of(op):
                 self._set((op.code, op.instruction, argument), "", step, value, op)
             if self._meets_model(replay, op):
                 self._read_all(replay, op)
@@ -259,7 +259,7 @@ class InputWatch(LossWatch):
 
     def _read_all(self, replay: Replay, op: Op) -> None:
         step = replay.segment.mark.step
-        for slot, number in _given(op):
+        for slot, number in given_to(op):
             is_own = self._is_state(replay, number) or self._made_in.get(number) == step
             tensor = replay.player.value(number)
             if is_own or number in self._seen or tensor is None:
@@ -334,15 +334,15 @@ def read(step: int, tensor: torch.Tensor) -> Reading | None:
     return Reading(step, low, high, tensor.numel(), zeros, rows, dtype)
 
 
-def _arguments(op: Op) -> Iterator[tuple[int | str, Any]]:
+def arguments_of(op: Op) -> Iterator[tuple[int | str, Any]]:
     """The arguments of a call by their position or name."""
     yield from enumerate(op.args)
     yield from op.kwargs.items()
 
 
-def _given(op: Op) -> Iterator[tuple[Slot, Number]]:
+def given_to(op: Op) -> Iterator[tuple[Slot, Number]]:
     """The tensors among the arguments of a call: those that are one themselves, and those inside of one."""
-    for place, value in _arguments(op):
+    for place, value in arguments_of(op):
         if isinstance(value, Number):
             yield (op.code, op.instruction, place), value
         else:

@@ -42,6 +42,7 @@ class Reading(NamedTuple):
     zeros: float = 0.0  # the share of zeros
     rows: int = 0  # the size of the first dimension, 0 without one
     dtype: str = ""
+    total: float = 0.0  # the sum, which tells one batch from another
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -58,7 +59,7 @@ class Reading(NamedTuple):
         """The range of both."""
         limits = min(self.low, other.low), max(self.high, other.high)
         zeros, rows = max(self.zeros, other.zeros), min(self.rows, other.rows)
-        return Reading(self.step, *limits, self.numel + other.numel, zeros, rows, self.dtype)
+        return Reading(self.step, *limits, self.numel + other.numel, zeros, rows, self.dtype, self.total + other.total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-EventKind = Literal["spike", "explosion", "dead", "scale"]
+EventKind = Literal["spike", "explosion", "dead", "scale", "change"]
 QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
 
 LENGTH = 100  # steps that a value is compared with
@@ -29,6 +29,8 @@ HIGH = 4.0  # spreads from which a step belongs to a rise that is known to go on
 USUAL = 2.0  # spreads up to which a step is one to compare with; the steps of a slow rise look like one another
 _BEYOND = 2.0  # spreads by which an alarm exceeds the highest value so far
 _ALONE = 1000.0  # times the highest loss so far: one value is enough, such as a code for a missing label in a batch
+LEVEL = 12  # values off the course in a row: it has another level
+_STAYS = 1.5  # times the highest of the first half of them: a run that diverges grows by more
 _NORMAL = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 OF_LOSSES = 0.1  # the least spread of logarithms: losses of full batches hardly vary
 OF_NORMS = 0.3  # the same of gradient norms and updates, which vary more
@@ -53,6 +55,7 @@ class Alarm:
     """A number that has left its course: the ``values`` off it in a row, and what was usual.
 
     ``limit`` is the highest number on the course, ``healthy`` the last usual value. ``shown_by`` is the step of now.
+    ``is_beyond``: it is above all that the run has had.
     """
 
     kind: EventKind
@@ -61,6 +64,7 @@ class Alarm:
     limit: float
     healthy: Value
     shown_by: int
+    is_beyond: bool = True
 
     @property
     def place(self) -> int:
@@ -136,6 +140,9 @@ class Course:
             band = self._band if is_alone or len(self._streak) >= self._persistence else None
             if band is not None and not self._is_told and self._is_beyond(band, _peak(self._streak)):
                 alarm, self._is_told = self._alarm(), True
+            elif band is not None and not self._is_told and len(self._streak) == LEVEL:
+                found = replace(self._alarm(), is_beyond=False)
+                alarm = found if len(found.values) == LEVEL else None  # it came at once
         else:
             peak = _peak(self._streak)  # fewer values than an alarm takes, and the number has come back
             self._highest = max(self._highest, number, peak if math.isfinite(peak) else number)
@@ -149,6 +156,17 @@ class Course:
         if self._num_new >= (_EVERY if is_slow else max(LEAST, len(self._window)) // _PARTS):
             self._learn()
         return alarm
+
+    def is_level(self, alarm: Alarm) -> bool | None:
+        """True if the number has jumped once and stays there or falls, as at another task; ``None`` as long as that
+        cannot be known."""
+        values = [value for value in self._window if value.place >= alarm.place]
+        if any(value.number <= self._limit for value in values):
+            return False
+        if len(values) < LEVEL:
+            return None
+        first, last = (max(value.number for value in part) for part in (values[: LEVEL // 2], values[LEVEL // 2 :]))
+        return last <= _STAYS * first and (self._lowest <= 0 or first <= _ALONE * self._highest)
 
     @property
     def pending(self) -> Alarm | None:

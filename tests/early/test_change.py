@@ -1,0 +1,116 @@
+"""Settings and data that are unlike the steps before, and a loss that has another level."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import reprokit
+
+AT = 70  # the step of every change
+
+
+class _Run:
+    """A training whose parts a test changes in some step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
+        self.weight, self.discount, self.labels, self.scale, self.goal = 0.01, 0.9, (1.0, 0.0), 1.0, 1.0
+        self.batches: Iterator[torch.Tensor] | None = None
+
+    def step(self) -> None:
+        x = self.scale * torch.randn(16, 8) if self.batches is None else next(self.batches)
+        y = self.goal * x[:, :1] * x[:, 1:2]
+        output = self.model(x)
+        real, fake = torch.full((16, 1), self.labels[0]), torch.full((16, 1), self.labels[1])
+        loss = F.mse_loss(output, y) + self.weight * output.abs().mean()
+        loss = loss + 0.01 * (F.mse_loss(output.tanh(), real) + 0.3 * F.mse_loss(output.sin(), fake))
+        loss = loss + 0.01 * (output - (y + self.discount * output.detach())).pow(2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+def _events(folder: Path, change: Callable[[_Run, int], object], num_steps: int = 120) -> list[reprokit.TrainingEvent]:
+    run, events = _Run(), list[reprokit.TrainingEvent]()
+    with reprokit.capture(folder / "run.pt", on=("early",), after="continue", on_event=events.append, quiet=True):
+        for step in range(num_steps):
+            change(run, step)
+            run.step()
+    return events
+
+
+def _setting(name: str, value: Any) -> Callable[[_Run], object]:
+    return lambda run: setattr(run, name, value)
+
+
+CHANGES: dict[str, tuple[Callable[[_Run], object], str]] = {
+    "mode": (lambda run: run.model.eval(), "went from True to False"),
+    "frozen": (lambda run: run.model[0].requires_grad_(False), "went from True to False"),
+    "dropout": (lambda run: setattr(run.model[3], "p", 0.9), "`3.p` went from 0.1 to 0.9"),
+    "rate": (lambda run: run.optimizer.param_groups[0].update(lr=0.04), "`lr` went from 0.002 to 0.04"),
+    "factor": (_setting("weight", 1.0), "went from 0.01 to 1"),
+    "sign": (_setting("weight", -0.01), "went from 0.01 to -0.01"),
+    "discount": (_setting("discount", 1.01), "went from 0.9 to 1.01"),
+    "labels": (_setting("labels", (0.0, 1.0)), "went from 1.0 to 0.0"),
+    "zeros": (_setting("scale", 0.0), "`x` is 0 and was"),
+    "size": (_setting("scale", 0.01), "`x` is "),
+    "batch": (_setting("batches", itertools.repeat(torch.ones(16, 8).cumsum(1).sin())), "`x` is the same in each"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_told_with_its_step(name: str, tmp_path: Path) -> None:
+    change, text = CHANGES[name]
+    events = _events(tmp_path, lambda run, step: change(run) if step == AT else None)
+    found = [one for one in events if one.kind == "change" and text in one.evidence]
+    assert found, events
+    assert {(one.severity, one.began_at) for one in found} == {("warning", AT)}
+
+
+def _plan(run: _Run, step: int) -> None:
+    """What healthy runs do."""
+    run.optimizer.param_groups[0]["lr"] = 2e-3 * 0.1 ** (step // 50)
+    run.weight, run.scale = 0.01 * 2 ** (step // 30), 1 + 0.3 * (step // 40)
+    run.model[3].p = 0.1 * (1 + step // 40)
+    run.discount = 0.9 + 0.0005 * step
+    run.model[0].requires_grad_(step >= 60)
+    if step % 20 == 19:
+        run.model.eval()
+        run.model(torch.randn(100, 8))
+        run.model.train()
+
+
+def test_a_plan_is_left_alone(tmp_path: Path) -> None:
+    assert not _events(tmp_path, _plan, 160)
+
+
+@pytest.mark.parametrize("is_unit", [True, False])
+def test_another_level_of_the_loss(is_unit: bool, tmp_path: Path) -> None:
+    """Another task has another loss, which is no error; labels in another unit are one."""
+    torch.manual_seed(0)
+    body, heads = nn.Sequential(nn.Linear(8, 32), nn.ReLU()), nn.ModuleList([nn.Linear(32, 1), nn.Linear(32, 1)])
+    optimizer = torch.optim.Adam([*body.parameters(), *heads.parameters()], lr=3e-3)
+    events: list[reprokit.TrainingEvent] = []
+    with reprokit.capture(tmp_path / "run.pt", on=("early",), on_event=events.append, quiet=True) as session:
+        for step in range(220):
+            x, is_late = torch.randn(32, 8), step >= 160
+            y = x[:, :1] + 0.3 * torch.randn(32, 1)
+            y = 10 * y if is_late and is_unit else 2 * x[:, 1:2] + 1.5 * torch.randn(32, 1) if is_late else y
+            loss = F.mse_loss((heads[1] if is_late and not is_unit else heads[0])(body(x)), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    kind, severity = ("spike", "error") if is_unit else ("change", "warning")
+    assert [(one.kind, one.severity, one.began_at) for one in events] == [(kind, severity, 160)]
+    assert bool(session.snapshots) == is_unit
