@@ -50,6 +50,7 @@ from reprokit.program.step import Step
 from reprokit.series.course import (
     HIGH,
     LEAST_PLAYED,
+    LEVEL,
     OF_NORMS,
     USUAL,
     Alarm,
@@ -164,12 +165,21 @@ class EarlyWarning:
         for alarm, course in alarms:
             if alarm.shown_by > last:
                 break
-            is_level = isinstance(course, Course) and path is None and course.is_level(alarm)
-            if is_level is None and not is_last:
+            may_be = alarm.is_beyond or len(alarm.values) == LEVEL  # more values: it came slowly
+            is_level = isinstance(course, Course) and path is None and may_be and course.is_level(alarm)
+            is_young = not alarm.is_beyond and self._seen < alarm.place + _NORMS_IN_A_ROW  # more may come of it
+            if (is_level is None or is_young) and not is_last:
                 self._alarms.append((alarm, course))
                 continue
-            if not alarm.is_beyond or (is_level and not self._is_of_data(alarm, frame)):
-                self._emit(replace(event_of(alarm), kind="change"))
+            if not alarm.is_beyond and any(one.place == alarm.place and one.is_beyond for one, _ in alarms):
+                continue
+            found = self._at(alarm, frame) if is_level or not alarm.is_beyond else []
+            is_of_data = any(change.is_far or alarm.is_beyond for change in found)
+            if (is_level or not alarm.is_beyond) and not is_of_data:
+                for change in grouped(found):
+                    self._emit(self._changed(change))
+                if is_level and not found:
+                    self._emit(replace(event_of(alarm), kind="change"))
                 continue
             saved = self._save(alarm, frame) if path is None else None
             if saved is not None:
@@ -215,16 +225,20 @@ class EarlyWarning:
         words = f"since step {change.step} {change.name} {change.text}"
         return TrainingEvent("change", step, "warning", words, change.place, change.step)
 
-    def _is_of_data(self, alarm: Alarm, frame: FrameType | None) -> bool:
-        """True if the steps of an alarm were given data of another range."""
-        return any(change.step >= alarm.step - 1 for change in self._unlike(frame))
+    def _at(self, alarm: Alarm, frame: FrameType | None) -> list[Change]:
+        """What is unlike the steps before in the first step of an alarm, or in the one before."""
+        usual = self._usual
+        written = (self._guarded(lambda: usual.written(alarm.step, frame)) or []) if usual is not None else []
+        return [*written, *self._unlike(frame, until=alarm.step)]
 
-    def _unlike(self, frame: FrameType | None, odd: Collection[Slot] | None = None) -> list[Change]:
+    def _unlike(
+        self, frame: FrameType | None, odd: Collection[Slot] | None = None, until: int | None = None
+    ) -> list[Change]:
         usual = self._usual
         if usual is None or not self._loop.world.is_complete or not self._loop.ranks.is_alone:
             return []
         with self._session.replaying(ends=False), suppress(CannotGoBack):
-            return self._guarded(lambda: usual.played(frame, odd)) or []
+            return self._guarded(lambda: usual.played(frame, odd, until)) or []
         return []
 
     def _find_silent(self, *, is_last: bool) -> Finding | None:

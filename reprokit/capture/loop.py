@@ -90,6 +90,7 @@ class Loop:
         self._sentinel, self._last_layer = Sentinel(), Sentinel(is_last=True)
         self._is_stale = True  # buffers may be others than their copies
         self._has_forward = self._is_converted = self.has_optimizer = False
+        self.stateless: set[int] = set()  # the ``id``s of optimizers that began without a state
         self._num_states: dict[int, int] = {}  # parameters with a state that the loop may write, by optimizer
         self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
         self._popped: bool | None = None
@@ -152,6 +153,7 @@ class Loop:
         """An optimizer is about to step."""
         self.has_optimizer = True
         if self.world.meet_optimizer(optimizer):
+            self.stateless.update([] if optimizer.state else [id(optimizer)])
             self._num_states[id(optimizer)] = len(optimizer.state)
             self.ranks.meet()
             self.recorder.roots.attributes.meet(optimizer)

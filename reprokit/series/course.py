@@ -29,6 +29,8 @@ HIGH = 4.0  # spreads from which a step belongs to a rise that is known to go on
 USUAL = 2.0  # spreads up to which a step is one to compare with; the steps of a slow rise look like one another
 _BEYOND = 2.0  # spreads by which an alarm exceeds the highest value so far
 _ALONE = 1000.0  # times the highest loss so far: one value is enough, such as a code for a missing label in a batch
+_LEAST_ALONE = 4  # values before such a one
+_LONE = 5.0  # times the highest so far: a value that bad data explain, if they are there
 LEVEL = 12  # values off the course in a row: it has another level
 _STAYS = 1.5  # times the highest of the first half of them: a run that diverges grows by more
 _NORMAL = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
@@ -131,18 +133,21 @@ class Course:
     def add(self, place: int, step: int, number: float) -> Alarm | None:
         """Take the number of a step; an alarm if there is one to report."""
         value, alarm = Value(place, step, number), None
-        if number > self._high and self._num_new and not self._streak:  # the median of long ago must not decide
-            self._learn()
+        is_single = self._kind == "spike" and number < math.inf and self._lowest > 0
+        is_alone = is_single and number > _ALONE * self._highest
+        is_young = is_alone and self._band is None
+        if is_young or (number > self._high and self._num_new and not self._streak):  # not the median of long ago
+            self._learn(_LEAST_ALONE if is_young else LEAST)
         if not number <= self._limit or number == math.inf:
             if len(self._streak) < LENGTH:  # a run may go on with nan
                 self._streak.append(value)
-            is_alone = self._kind == "spike" and _ALONE * self._highest < number < math.inf and self._lowest > 0
-            band = self._band if is_alone or len(self._streak) >= self._persistence else None
-            if band is not None and not self._is_told and self._is_beyond(band, _peak(self._streak)):
-                alarm, self._is_told = self._alarm(), True
-            elif band is not None and not self._is_told and len(self._streak) == LEVEL:
-                found = replace(self._alarm(), is_beyond=False)
-                alarm = found if len(found.values) == LEVEL else None  # it came at once
+            length = len(self._streak)
+            is_several = is_alone or length >= self._persistence
+            if self._band is not None and not self._is_told:
+                self._is_told = is_several and self._is_beyond(self._band, _peak(self._streak))
+                is_lone = length == 1 and is_single and number > _LONE * self._highest
+                if self._is_told or is_lone or length in (self._persistence, LEVEL):
+                    alarm = replace(self._alarm(), is_beyond=self._is_told)
         else:
             peak = _peak(self._streak)  # fewer values than an alarm takes, and the number has come back
             self._highest = max(self._highest, number, peak if math.isfinite(peak) else number)
@@ -174,8 +179,8 @@ class Course:
         before there are enough of them."""
         return self._alarm() if self._streak and not self._is_told else None
 
-    def _learn(self) -> None:
-        if len(self._window) >= LEAST:
+    def _learn(self, least: int = LEAST) -> None:
+        if len(self._window) >= least:
             self._band = Band.of([value.number for value in self._window], self._least_ratio)
             self._limit, self._high = self._band.number(SPREADS), self._band.number(HIGH)
             self._num_new = 0

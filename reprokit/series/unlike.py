@@ -54,8 +54,8 @@ def are_exchanged(first: tuple[Value, Value], second: tuple[Value, Value]) -> bo
     return first == second[::-1] and first[0] != first[1]
 
 
-def since(readings: Sequence[Reading], least: int = LEAST_ALIKE) -> tuple[int, str, bool] | None:
-    """The position from which on all readings of a value are unlike all before in one way, how, and if by far."""
+def since(readings: Sequence[Reading], least: int = LEAST_ALIKE) -> tuple[int, str] | None:
+    """The position from which on all readings of a value are unlike all before in one way, how."""
     for way in _WAYS:
         place = len(readings)
         while place > least and way(readings[:least], readings[place - 1]):
@@ -63,19 +63,18 @@ def since(readings: Sequence[Reading], least: int = LEAST_ALIKE) -> tuple[int, s
         before = readings[:place]
         if place < len(readings) and all(way(before, one) for one in readings[place:]):
             was, now = _range(before), _range(readings[place:])
-            is_far = max(map(abs, now)) > 1000 * max(map(abs, was)) > 0
-            return place, f"is {_words(now)} and was {_words(was)}", is_far
+            return place, f"is {_words(now)} and was {_words(was)}"
     return _repeated(readings, least)
 
 
-def _repeated(readings: Sequence[Reading], least: int) -> tuple[int, str, bool] | None:
+def _repeated(readings: Sequence[Reading], least: int) -> tuple[int, str] | None:
     """The same for a value that has been the same for many steps, and was another one in each before."""
     alike = [(a.total, a.limits) == (b.total, b.limits) for a, b in pairwise(readings)]
     num = next((n for n, is_same in enumerate(reversed(alike)) if not is_same), len(alike))
     place = len(alike) - num
     if num < LEAST_AFTER or place < least or any(alike[:place]) or readings[-1].numel == 1:
         return None
-    return place, f"is the same in each of {counted(num + 1, 'step')}, and was another one in every step before", False
+    return place, f"is the same in each of {counted(num + 1, 'step')}, and was another one in every step before"
 
 
 def _is_larger(before: Sequence[Reading], now: Reading) -> bool:
@@ -136,13 +135,6 @@ def grouped(changes: Iterable[Change]) -> list[Change]:
         names = [one.name for one in alike[:_MOST_NAMES]]
         more = f" and {counted(len(alike) - _MOST_NAMES, 'other')}" if len(alike) > _MOST_NAMES else ""
         first = min(alike, key=lambda one: len(one.place or ""))
-        found.append(
-            Change(
-                f"{' and '.join(names) if not more else ', '.join(names)}{more}",
-                first.step,
-                first.text,
-                first.place,
-                first.is_far,
-            )
-        )
+        lead = f"{', '.join(names)}{more}" if more else " and ".join(names)
+        found.append(Change(lead, first.step, first.text, first.place))
     return found

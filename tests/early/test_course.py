@@ -12,7 +12,7 @@ from reprokit.series.course import Alarm, Course
 
 def _alarms(course: Course, numbers: list[float]) -> list[Alarm]:
     found = [course.add(step, step, number) for step, number in enumerate(numbers)]
-    return [alarm for alarm in found if alarm is not None]
+    return [alarm for alarm in found if alarm is not None and alarm.is_beyond]
 
 
 def _falling(num_steps: int, rate: float, seed: int) -> list[float]:
