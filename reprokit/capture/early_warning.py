@@ -63,7 +63,7 @@ from reprokit.series.course import (
 )
 from reprokit.series.events import Finding, LineLog, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
-from reprokit.series.unlike import Change, grouped
+from reprokit.series.unlike import Shift, grouped
 from reprokit.words import visible_line
 
 if TYPE_CHECKING:
@@ -216,24 +216,25 @@ class EarlyWarning:
         if usual is None or self._is_off or self._alarms or is_early or not (loop.num_kept and loop.ranks.is_alone):
             return
         self._looked_for_changes = loop.iterations.total
-        found, odd = self._guarded(lambda: usual.look(frame)) or ([], [])
+        with loop.recorder.paused():
+            found, odd = self._guarded(lambda: usual.look(frame)) or ([], [])
         for change in grouped([*found, *(self._unlike(frame, odd) if odd else [])]):
             self._emit(self._changed(change))
 
-    def _changed(self, change: Change) -> TrainingEvent:
+    def _changed(self, change: Shift) -> TrainingEvent:
         step = max(self._loop.iterations.completed - 1, 0)
         words = f"since step {change.step} {change.name} {change.text}"
         return TrainingEvent("change", step, "warning", words, change.place, change.step)
 
-    def _at(self, alarm: Alarm, frame: FrameType | None) -> list[Change]:
+    def _at(self, alarm: Alarm, frame: FrameType | None) -> list[Shift]:
         """What is unlike the steps before in the first step of an alarm, or in the one before."""
         usual = self._usual
-        written = (self._guarded(lambda: usual.written(alarm.step, frame)) or []) if usual is not None else []
+        written = (self._guarded(lambda: list(usual.written(alarm.step, frame))) or []) if usual is not None else []
         return [*written, *self._unlike(frame, until=alarm.step)]
 
     def _unlike(
         self, frame: FrameType | None, odd: Collection[Slot] | None = None, until: int | None = None
-    ) -> list[Change]:
+    ) -> list[Shift]:
         usual = self._usual
         if usual is None or not self._loop.world.is_complete or not self._loop.ranks.is_alone:
             return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import FrameType
@@ -25,7 +25,7 @@ from reprokit.compare.quantity import numbers_of
 from reprokit.program.sites import make_site
 from reprokit.series.cause import Reading
 from reprokit.series.timeline import parameters_of
-from reprokit.series.unlike import LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Change, Value, are_exchanged, setting, since
+from reprokit.series.unlike import FAR, LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Shift, Value, setting, since
 from reprokit.words import user_path
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _MOST_SEATS = 4  # optimizers that take turns in one iteration
 _MOST_READINGS, _MOST_ELEMENTS = 16, 2**24  # of a value that looks have read
-_FAR = 1000.0  # times all values before: a code for a missing label
 _LEAST_KEPT = 8  # steps that those from some step on are compared with
 _FREE_SECONDS, _SHARE, _MOST_SECONDS = 1.0, 0.01, 2.0  # of playing steps: at first, of the time, at once
 
@@ -55,42 +54,39 @@ class Usual:
         self._loop = loop
         self._settings: dict[Key, _Held] = {}
         self._values: dict[Slot, list[Reading]] = {}
-        self._optimizers: dict[int, Any] = {}  # what kind each is, of which parameters, with which options
-        self._counts: dict[int, float] = {}  # of the steps in their state
+        self._kinds: dict[int, Any] = {}  # of optimizers
+        self._counts: dict[int, float] = {}  # of steps in their states
         self._began, self._spent = time.monotonic(), 0.0
 
-    def look(self, frame: FrameType | None) -> tuple[list[Change], list[Slot]]:
+    def look(self, frame: FrameType | None) -> tuple[list[Shift], list[Slot]]:
         """What has changed since the last look, and the values that are to be read in all steps that are kept."""
         marks = self._loop.tape.marks
         begin = next((n for n in range(len(marks) - 1, 0, -1) if marks[n - 1].step != marks[-1].step), 0)
         begin = max(begin, len(marks) - _MOST_SEATS)
         ops = self._loop.tape.ops(marks[begin - 1].end if begin else 0, marks[-1].end)
         changed: dict[Key, _Held] = {}
-        now = dict(settings_of(ops))  # the last ones: an evaluation comes before
         known = {key: False for key, held in self._settings.items() if key[0] == "call" and held.value is True}
-        for key, value in (known | now).items():
+        for key, value in (known | settings_of(ops)).items():
             held = self._settings.setdefault(key, _Held(value))
-            if held.value == value:
-                held.num_looks += 1
-            elif held.value is not None:
+            held.num_looks += held.value == value
+            if held.value not in (value, None):
                 changed[key] = held
         found = list(self._changes(changed, ops, frame)) if changed else []
-        for optimizer in {id(op.target): op.target for op in ops if op.kind is OptimizerStep}.values():
-            self._optimizers[id(optimizer)] = _kind_of(optimizer)
+        for number, optimizer in {id(op.target): op.target for op in ops if op.kind is OptimizerStep}.items():
             count = _count_of(optimizer)
-            if count < self._counts.get(id(optimizer), 0):
-                name, step = names_of([optimizer], frame)[id(optimizer)], marks[-1].step - int(count) + 1
-                found.append(Change(f"the state of `{name}`", step, f"has begun anew, and was of {marks[-1].step - 1}"))
-            self._counts[id(optimizer)] = count
+            if count < self._counts.get(number, 0):
+                name, step = names_of([optimizer], frame)[number], marks[-1].step - int(count) + 1
+                found.append(Shift(f"the state of `{name}`", step, "has begun anew"))
+            self._kinds[number], self._counts[number] = _kind_of(optimizer), count
         return found, self._odd_values(ops)
 
     # -- settings ------------------------------------------------------------------------------------------------
 
-    def _changes(self, changed: Mapping[Key, _Held], ops: list[Op], frame: FrameType | None) -> Iterator[Change]:
+    def _changes(self, changed: Mapping[Key, _Held], ops: list[Op], frame: FrameType | None) -> Iterator[Shift]:
         """Those settings that had one value up to some step, have another one since, and no plan explains it."""
         series: dict[Key, list[tuple[int, Value]]] = {key: [] for key in changed}
         for step, group in groupby(self._loop.tape.segments(), lambda segment: segment.mark.step):
-            values = dict(settings_of([op for segment in group for op in segment.ops]))
+            values = settings_of([op for segment in group for op in segment.ops])
             for key, known in series.items():
                 if key in values or key[0] == "call":
                     known.append((step, values.get(key, False)))
@@ -98,59 +94,51 @@ class Usual:
         for key, known in series.items():
             held, now = changed[key], known[-1][1]
             num_after = next((n for n, (_, value) in enumerate(reversed(known)) if value != now), len(known))
-            before = known[: len(known) - num_after]
-            if any(value != held.value for _, value in before):
-                held.value = None
-            elif num_after >= LEAST_AFTER:
-                if len(before) >= LEAST_BEFORE or held.num_looks >= LEAST_ALIKE:
-                    found[key] = (known[-num_after][0], held.value, now)
+            before, was = known[: len(known) - num_after], held.value
+            is_varied = any(value != was for _, value in before)
+            if is_varied or num_after >= LEAST_AFTER:
                 held.value = None  # one that changes again goes by a plan
+                if not is_varied and (len(before) >= LEAST_BEFORE or held.num_looks >= LEAST_ALIKE):
+                    found[key] = known[-num_after][0], was, now
         for key, (step, was, now) in found.items():
-            others = [one for other, one in found.items() if other != key and other[0] == key[0] and one[0] == step]
             words = setting(was, now, is_rate=key[-1] == "lr")
+            is_plain = isinstance(now, (bool, str))
             if key[0] == "call":
-                words = self._gone(key, ops)
-            elif isinstance(now, (bool, str)) and not (
-                key[-1] == "training" or (key[0] == "flag" and was) or (key[0] == "argument" and isinstance(now, str))
-            ):
-                words = None  # a switch of the user's own, or a layer that begins to learn
-            elif words is None and any(are_exchanged((was, now), other[1:]) for other in others):
-                words = f"went from {was} to {now}"
+                words = self._ended(key, ops)
+            elif is_plain and not (key[-1] == "training" or key[0] == ("argument" if isinstance(now, str) else "flag")):
+                words = None  # a switch of the user's own
+            elif key[0] == "flag" and not was:
+                words = None  # a layer that begins to learn
+            elif words is None and (step, now, was) in [one for other, one in found.items() if other[0] == key[0]]:
+                words = f"went from {was} to {now}"  # two were exchanged, such as the labels of a GAN
             if words is not None:
                 name, place = self._name(key, frame)
-                yield Change(name, step, words, place)
+                yield Shift(name, step, words, place)
 
-    def _gone(self, key: Key, ops: Sequence[Op]) -> str | None:
-        """That a call is no longer made: a step although the gradients are cleared for it, or what belongs to a step;
-        that an optimizer is in the place of one of its kind, without its state."""
+    def _ended(self, key: Key, ops: Sequence[Op]) -> str | None:
+        """That a call which every step has made is not made any more, or an optimizer has lost its state with it."""
         _, kind, owner = key
-        made = {one[1:]: one for one, _ in settings_of(ops) if one[0] == "call"}
+        made = {one[1:] for one in settings_of(ops) if one[0] == "call"}
         if kind is not OptimizerStep:
             return None if any(one == kind for one, _ in made) else "is no longer called"
         if (ZeroGrad, owner) in made:
             return "is no longer called, though its gradients are cleared"
-        new = [op.target for op in ops if op.kind is OptimizerStep and id(op.target) not in self._optimizers]
-        alike = [one for one in new if _kind_of(one) == self._optimizers.get(owner)]
-        return (
-            "is that of a new optimizer, without the state of the old one"
-            if alike and id(alike[0]) in self._loop.stateless
-            else None
-        )
+        new = [op.target for op in ops if op.kind is OptimizerStep and id(op.target) not in self._kinds]
+        new = [one for one in new if id(one) in self._loop.stateless and _kind_of(one) == self._kinds.get(owner)]
+        return "is that of a new optimizer, without the state of the old one" if new else None
 
     def _name(self, key: Key, frame: FrameType | None) -> tuple[str, str | None]:
         """The name of a setting as the user knows it, and the module that it is of."""
         kind, *where = key
         modules, ops = self._loop.world.modules, self._loop.tape.ops()
-        if kind == "call" and where[0] is OptimizerStep:
-            found = names_of([op.target for op in ops if id(op.target) == where[1]][:1], frame)
-            return f"`{found.get(where[1], 'optimizer')}.step`", None
         if kind == "call":
-            return "`zero_grad`" if where[0] is ZeroGrad else "`clip_grad_norm_`", None
+            found = names_of([op.target for op in ops if id(op.target) == where[1]][:1], frame)
+            names = {OptimizerStep: f"{found.get(where[1], 'optimizer')}.step", ZeroGrad: "zero_grad"}
+            return f"`{names.get(where[0], 'clip_grad_norm_')}`", None
         if kind == "argument":
             op = next((op for op in reversed(ops) if (op.code, op.instruction) == (where[0], where[1])), None)
             name = argument_name(op, where[2], spaces_of(frame)) if op is not None else ""
-            site = make_site(where[0], where[1]) if where[0] is not None and not name else None
-            return f"`{name}`" if name else f"a number at {site.place}" if site is not None else "a number", None
+            return f"`{name}`" if name else f"a number at {_place(*where[:2])}", None
         if kind == "flag":
             name = parameter_names(modules, frame).get(where[0], "")
             return f"`{name}.requires_grad`", name.rpartition(".")[0] or None
@@ -160,44 +148,37 @@ class Usual:
         place = ".".join(filter(None, [owner[0], user_path(owner[1])]))
         return f"`{'.'.join(filter(None, [place, where[-1]]))}`", place or None
 
+    def written(self, step: int, frame: FrameType | None) -> Iterator[Shift]:
+        """The parameters that the loop has written itself in a step, on a line that has written none before."""
+        known: set[Any] = set()
+        loop = self._loop
+        names = parameter_names(loop.world.modules, frame)
+        for segment in loop.tape.segments():
+            writes = {(op.code, op.instruction): op for op in segment.ops if op.kind.writes_state(op)}
+            for line, op in writes.items() if segment.mark.step == step else ():
+                for owner in (loop.world.owner_of(one) for number in op.ins[:1] if (one := number()) is not None):
+                    if line not in known and id(owner) in names:
+                        yield Shift(f"`{names[id(owner)]}`", step, f"has other values, written at {_place(*line)}")
+            known.update(writes)
+
     # -- values --------------------------------------------------------------------------------------------------
 
     def _odd_values(self, ops: Sequence[Op]) -> list[Slot]:
         """The values of the last step that are unlike those of the looks before."""
-        alive = self._loop.tape.alive()
-        given = [(slot, alive[number]) for slot, number in _given_to_model(ops, alive) if number in alive]
+        given = [(slot, tensor) for slot, number in _given_to_model(ops) if (tensor := number()) is not None]
         odd = []
-        for slot, reading in _read(self._loop.tape.marks[-1].step, given):
-            known = self._values.setdefault(slot, [])
-            found = since([*known, reading]) if len(known) >= LEAST_ALIKE else None
+        for slot, reading in _read(self._loop.tape.marks[-1].step, given).items():
+            known = self._values.get(slot, [])
+            is_odd = len(known) >= LEAST_ALIKE and since([*known, reading]) is not None
             totals = [one.total for one in known]
             is_again = totals[-1:] == [reading.total] and LEAST_ALIKE < len(totals) == len(set(totals))
-            odd += [slot] if found is not None or is_again else []
-            if found is None:
-                self._values[slot] = [*known[-_MOST_READINGS:], reading]
+            odd += [slot] if is_odd or is_again else []
+            self._values[slot] = known if is_odd else [*known[-_MOST_READINGS:], reading]
         return odd
-
-    def written(self, step: int, frame: FrameType | None) -> list[Change]:
-        """The parameters that the loop has written itself in a step, on a line that has written none before."""
-        known: set[Any] = set()
-        found: list[Change] = []
-        loop, alive = self._loop, self._loop.tape.alive()
-        for segment in loop.tape.segments():
-            writes = {(op.code, op.instruction): op for op in segment.ops if op.kind.writes_state(op)}
-            new = [op for line, op in writes.items() if segment.mark.step == step and line not in known]
-            known.update(writes)
-            names = parameter_names(loop.world.modules, frame) if new else {}
-            for op in new:
-                site = make_site(op.code, op.instruction) if op.code is not None else None
-                where = f" at {site.place}" if site is not None else ""
-                owners = [loop.world.owner_of(alive[number]) for number in op.ins[:1] if number in alive]
-                text = f"has other values, written{where}, and the loss has risen"
-                found += [Change(f"`{names[id(one)]}`", step, text) for one in owners if id(one) in names]
-        return found
 
     def played(
         self, frame: FrameType | None, wanted: Collection[Slot] | None = None, until: int | None = None
-    ) -> list[Change]:
+    ) -> list[Shift]:
         """The values, those ``wanted`` if that is given, which are unlike before in the kept steps, by playing these;
         with ``until`` the values of that step or the one before.
 
@@ -207,8 +188,7 @@ class Usual:
         if self._spent > _FREE_SECONDS + _SHARE * (started - self._began):
             return []
         segments = [one for one in loop.tape.segments() if until is None or one.mark.step <= until]
-        reader = _Reader(started + _MOST_SECONDS, wanted)
-        replay = Replay(world, loop.tape, segments, world.copies[0])
+        reader, replay = _Reader(started + _MOST_SECONDS, wanted), Replay(world, loop.tape, segments, world.copies[0])
         try:
             with replay.going_back(), in_silence():
                 if replay.play(reader) or replay.notes:
@@ -221,11 +201,10 @@ class Usual:
         for slot, series in reader.series.items():
             one = since(series.readings, _LEAST_KEPT) if series.readings[-1].step == last else None
             if one is not None and (until is None or series.readings[one[0]].step >= until - 1):
-                place, words = one
                 sizes = [reading.size for reading in series.readings]
-                is_far = max(sizes[place:]) > _FAR * max(sizes[:place]) > 0
-                name = slot_name(names, series, slot, spaces_of(frame))
-                found.append(Change(f"`{name}`", series.readings[place].step, words, is_far=is_far))
+                is_far = max(sizes[one[0] :]) > FAR * max(sizes[: one[0]]) > 0
+                name = f"`{slot_name(names, series, slot, spaces_of(frame))}`"
+                found.append(Shift(name, series.readings[one[0]].step, one[1], is_far=is_far))
                 self._values.pop(slot, None)
         return found
 
@@ -241,57 +220,52 @@ class _Reader(PlayObserver):
         return time.monotonic() > self._deadline
 
     def end(self, replay: Replay) -> bool:
-        ops, value = replay.segment.ops, replay.player.value
-        numbers = [
-            one for one in _given_to_model(ops, replay.player.alive) if self._wanted is None or one[0] in self._wanted
-        ]
-        given = [(slot, tensor) for slot, number in numbers if (tensor := value(number)) is not None]
-        for slot, reading in _read(replay.segment.mark.step, given):
+        ops, wanted, value = replay.segment.ops, self._wanted, replay.player.value
+        numbers = (one for one in _given_to_model(ops) if wanted is None or one[0] in wanted)
+        given = ((slot, tensor) for slot, number in numbers if (tensor := value(number)) is not None)
+        for slot, reading in _read(replay.segment.mark.step, given).items():
             op = next(op for op in ops if (op.code, op.instruction) == slot[:2])
             self.series.setdefault(slot, Series("batch", op, False)).readings.append(reading)
         return False
 
 
-def _read(step: int, given: Sequence[tuple[Slot, torch.Tensor]]) -> list[tuple[Slot, Reading]]:
+def _read(step: int, given: Iterable[tuple[Slot, torch.Tensor]]) -> dict[Slot, Reading]:
     """The values of a step; what one line read several times as one. Waits for a device once."""
-    given = [(slot, tensor.detach()) for slot, tensor in given if 0 < tensor.numel() <= _MOST_ELEMENTS]
-    given = [(slot, one) for slot, one in given if one.layout is torch.strided and not one.is_complex()]
+    known = [(slot, one.detach()) for slot, one in given if 0 < one.numel() <= _MOST_ELEMENTS]
+    known = [(slot, one) for slot, one in known if one.layout is torch.strided and not one.is_complex()]
     with torch.no_grad():
-        parts = [(*one.aminmax(), one.count_nonzero(), one.sum(dtype=torch.double)) for _, one in given]
-    numbers = iter(numbers_of([part for group in parts for part in group]))
-    found: dict[Slot, Reading] = {}
-    for slot, tensor in given:
+        parts = [(*one.aminmax(), one.count_nonzero(), one.sum(dtype=torch.double)) for _, one in known]
+    numbers, found = iter(numbers_of([part for group in parts for part in group])), dict[Slot, Reading]()
+    for slot, one in known:
         low, high, count, total = (next(numbers) for _ in range(4))
         if all(map(math.isfinite, (low, high, total))):
-            zeros, rows = 1 - count / tensor.numel(), len(tensor) if tensor.dim() else 0
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            reading = Reading(step, low, high, tensor.numel(), zeros, rows, dtype, total)
+            rows, dtype = one.shape[0] if one.dim() else 0, str(one.dtype).removeprefix("torch.")
+            reading = Reading(step, low, high, one.numel(), 1 - count / one.numel(), rows, dtype, total)
             found[slot] = found[slot].joined(reading) if slot in found else reading
-    return list(found.items())
+    return found
 
 
-def settings_of(ops: Sequence[Op]) -> Iterator[tuple[Key, Value]]:
+def settings_of(ops: Sequence[Op]) -> dict[Key, Value]:
     """The numbers, flags and words that a step ran with: arguments of calls, options, attributes of its roots; that it
-    made the calls which belong to a step."""
-    used = _used_by_gradients(ops)
+    made the calls which belong to a step. An evaluation comes before the step, whose own ones stay."""
+    used, found = _used_by_gradients(ops), dict[Key, Any]()
     for place, op in enumerate(ops):
         if op.kind in (OptimizerStep, ZeroGrad, Clip):
             owner = op.target if op.kind is OptimizerStep else op.args[0] if op.kind is ZeroGrad else None
-            yield ("call", op.kind, id(owner)), True
+            found["call", op.kind, id(owner)] = True
         if op.kind is OptimizerStep:
-            for number, group in enumerate(op.note.options):
-                for name, value in group.items():
-                    parts = value if isinstance(value, tuple) else (value,)
-                    known = (v for v in enumerate(parts) if _is_plain(v[1]))
-                    yield from ((("option", id(op.target), number, n, name), v) for n, v in known)
+            options = ((n, name, value) for n, group in enumerate(op.note.options) for name, value in group.items())
+            for n, name, value in options:
+                parts = enumerate(value) if isinstance(value, tuple) else [(0, value)]
+                found.update({("option", id(op.target), n, part, name): one for part, one in parts})
         elif place in used:
-            given = ((name, value) for name, value in arguments_of(op) if _is_plain(value))
-            yield from ((("argument", op.code, op.instruction, name), value) for name, value in given)
+            found.update({("argument", op.code, op.instruction, name): value for name, value in arguments_of(op)})
         if op.kind is Root and op.note.attributes is not None and op.mode.grad:
-            noted = op.note.attributes
-            yield from ((("attribute", id(space), name), v) for (space, name), v in noted.items() if _is_plain(v))
-            flags = noted.values[len(noted.values) - len(noted.layout.parameters) :]
-            yield from ((("flag", id(p)), flag) for p, flag in zip(noted.layout.parameters, flags, strict=True))
+            noted, parameters = op.note.attributes, op.note.attributes.layout.parameters
+            found.update({("attribute", id(space), name): value for (space, name), value in noted.items()})
+            flags = zip(parameters, noted.values[len(noted.values) - len(parameters) :], strict=True)
+            found.update({("flag", id(parameter)): flag for parameter, flag in flags})
+    return {key: value for key, value in found.items() if _is_plain(value)}
 
 
 def _used_by_gradients(ops: Sequence[Op]) -> set[int]:
@@ -312,6 +286,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
+def _place(code: Any, instruction: int) -> str:
+    site = make_site(code, instruction) if code is not None else None
+    return site.place if site is not None else "an unknown line"
+
+
 def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
     """What an optimizer has in common with one in its place that goes on with its work."""
     options = [{name: value for name, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
@@ -320,23 +299,21 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
 
 def _count_of(optimizer: torch.optim.Optimizer) -> float:
     """The steps in the state of an optimizer; infinity where it has none, or a device would have to be waited for."""
-    state = next((state for state in optimizer.state.values() if isinstance(state, dict)), {})
-    count = state.get("step")
-    return (
-        float(count) if isinstance(count, (int, float)) or (isinstance(count, torch.Tensor) and count.is_cpu) else 0.0
-    )
+    count = next((one for one in optimizer.state.values() if isinstance(one, dict)), {}).get("step", math.inf)
+    return float(count) if not isinstance(count, torch.Tensor) or count.is_cpu else math.inf
 
 
-def _given_to_model(ops: Sequence[Op], alive: Mapping[Number, torch.Tensor]) -> Iterator[tuple[Slot, Number]]:
+def _given_to_model(ops: Sequence[Op]) -> Iterator[tuple[Slot, Number]]:
     """What calls that use parameters were given besides, and what these have not made."""
     made: set[Number] = set()
     for op in ops:
-        if not op.kind.is_forward:
-            continue
-        given = [(slot, number, alive.get(number)) for slot, number in given_to(op)]
-        is_met = any(number in made or isinstance(tensor, torch.nn.Parameter) for _, number, tensor in given)
-        if is_met or op.kind in (Root, Transform, CompiledStep):
-            for slot, number, tensor in given:
-                if number not in made and not isinstance(tensor, torch.nn.Parameter):
-                    yield slot, number
-            made.update(op.outs)
+        if op.kind.is_forward:
+            given = [(slot, number, number()) for slot, number in given_to(op)]
+            is_met = any(number in made or isinstance(tensor, torch.nn.Parameter) for _, number, tensor in given)
+            if is_met or op.kind in (Root, Transform, CompiledStep):
+                yield from (
+                    (slot, number)
+                    for slot, number, tensor in given
+                    if number not in made and not isinstance(tensor, torch.nn.Parameter)
+                )
+                made.update(op.outs)

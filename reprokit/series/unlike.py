@@ -6,7 +6,7 @@ on or off, a layer that begins to learn) is none. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import median
@@ -16,7 +16,8 @@ from reprokit.words import counted, value_words
 
 LEAST_BEFORE = 16  # steps with one value, before a setting is taken to be constant
 LEAST_AFTER = 8  # steps with another one: an evaluation between two steps changes modes for a moment
-LEAST_ALIKE = 3  # readings of a value before it can be unlike them
+LEAST_ALIKE = 3  # readings of a value before one can be unlike them
+FAR = 1000.0  # times all values before: a code for a missing label
 _CLEARLY = 2.0  # times the largest of the ranges before
 _BELOW_ZERO = 0.2  # of the highest value before
 _HARDLY, _MOSTLY = 0.1, 0.5  # shares of zeros
@@ -26,7 +27,7 @@ Value = float | bool | str
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Shift:
     """Something is unlike before since a step: ``text`` says it behind the name. ``is_far``: by orders of magnitude."""
 
     name: str
@@ -41,34 +42,23 @@ def setting(was: Value, now: Value, *, is_rate: bool = False) -> str | None:
     small step, or zero that ends or begins."""
     if isinstance(was, (bool, str)) or isinstance(now, (bool, str)):
         return f"went from {was} to {now}"
-    says = f"went from {value_words(was)} to {value_words(now)}"
-    if was == 0 or (now == 0 and not is_rate):
+    if was == 0 or now == 0:
         return None
-    is_other = was * now < 0 or abs(now) > JUMP * abs(was) or (is_rate and now == 0)
-    is_small = not is_rate and abs(now) * JUMP < abs(was)
-    return says if is_other or is_small or 0.5 < was < 1 < now else None  # a discount or decay above one grows
-
-
-def are_exchanged(first: tuple[Value, Value], second: tuple[Value, Value]) -> bool:
-    """True if two settings, each as it was and as it is, have got each other's value, as the labels of a GAN."""
-    return first == second[::-1] and first[0] != first[1]
+    is_far = was * now < 0 or abs(now) > JUMP * abs(was) or (not is_rate and abs(now) * JUMP < abs(was))
+    is_growth = 0.5 < was < 1 < now  # a discount or decay above one
+    return f"went from {value_words(was)} to {value_words(now)}" if is_far or is_growth else None
 
 
 def since(readings: Sequence[Reading], least: int = LEAST_ALIKE) -> tuple[int, str] | None:
-    """The position from which on all readings of a value are unlike all before in one way, how."""
-    for way in _WAYS:
-        place = len(readings)
-        while place > least and way(readings[:least], readings[place - 1]):
+    """The position from which on all readings of a value are unlike all before in one way, and how."""
+    first = _ways(readings[:least], readings[-1]) if len(readings) > least else []
+    for way, is_so in enumerate(first):
+        place = len(readings) - is_so
+        while is_so and place > least and _ways(readings[:least], readings[place - 1])[way]:
             place -= 1
-        before = readings[:place]
-        if place < len(readings) and all(way(before, one) for one in readings[place:]):
-            was, now = _range(before), _range(readings[place:])
-            return place, f"is {_words(now)} and was {_words(was)}"
-    return _repeated(readings, least)
-
-
-def _repeated(readings: Sequence[Reading], least: int) -> tuple[int, str] | None:
-    """The same for a value that has been the same for many steps, and was another one in each before."""
+        before, later = readings[:place], readings[place:]
+        if is_so and all(_ways(before, one)[way] for one in later):
+            return place, f"is {_range(later)} and was {_range(before)}"
     alike = [(a.total, a.limits) == (b.total, b.limits) for a, b in pairwise(readings)]
     num = next((n for n, is_same in enumerate(reversed(alike)) if not is_same), len(alike))
     place = len(alike) - num
@@ -77,64 +67,36 @@ def _repeated(readings: Sequence[Reading], least: int) -> tuple[int, str] | None
     return place, f"is the same in each of {counted(num + 1, 'step')}, and was another one in every step before"
 
 
-def _is_larger(before: Sequence[Reading], now: Reading) -> bool:
-    sizes = [one.size for one in before]
-    return now.size > max(JUMP * median(sizes), _CLEARLY * max(sizes)) > 0
+def _ways(before: Sequence[Reading], now: Reading) -> list[bool]:
+    """In which ways a reading is unlike those before: one number everywhere, which it never was, or another one than
+    always; larger; smaller; negative; mostly zero; of another type."""
+    sizes, limits, is_single = [one.size for one in before], {one.limits for one in before}, now.numel == 1
+    was_constant = len(limits) == 1 and before[0].low == before[0].high
+    return [
+        now.low == now.high
+        and not is_single
+        and (all(low < high for low, high in limits) or (was_constant and now.limits not in limits)),
+        now.size > max(JUMP * median(sizes), _CLEARLY * max(sizes)) > 0,
+        0 < now.size < min(median(sizes) / JUMP, min(sizes) / _CLEARLY) and not is_single,
+        min(one.low for one in before) >= 0 and -now.low > _BELOW_ZERO * max(one.high for one in before) > 0,
+        now.zeros > _MOSTLY and max(one.zeros for one in before) < _HARDLY,
+        now.dtype not in [one.dtype for one in before],
+    ]
 
 
-def _is_smaller(before: Sequence[Reading], now: Reading) -> bool:
-    sizes = [one.size for one in before]
-    return 0 < now.size < min(median(sizes) / JUMP, min(sizes) / _CLEARLY) and now.numel > 1
-
-
-def _is_constant(before: Sequence[Reading], now: Reading) -> bool:
-    """One number everywhere, which it never was, or another one than always."""
-    if now.low < now.high or now.numel == 1:
-        return False
-    was = {one.limits for one in before}
-    return all(low < high for low, high in was) or (was == {(before[0].low, before[0].low)} and now.limits not in was)
-
-
-def _is_negative(before: Sequence[Reading], now: Reading) -> bool:
-    return min(one.low for one in before) >= 0 and -now.low > _BELOW_ZERO * max(one.high for one in before) > 0
-
-
-def _is_empty(before: Sequence[Reading], now: Reading) -> bool:
-    return now.zeros > _MOSTLY and max(one.zeros for one in before) < _HARDLY
-
-
-def _is_of_another_type(before: Sequence[Reading], now: Reading) -> bool:
-    return now.dtype not in [one.dtype for one in before]
-
-
-_WAYS: tuple[Callable[[Sequence[Reading], Reading], bool], ...] = (
-    _is_constant,
-    _is_larger,
-    _is_smaller,
-    _is_negative,
-    _is_empty,
-    _is_of_another_type,
-)
-
-
-def _range(readings: Iterable[Reading]) -> tuple[float, float]:
-    limits = [one.limits for one in readings]
-    return min(low for low, _ in limits), max(high for _, high in limits)
-
-
-def _words(limits: tuple[float, float]) -> str:
-    low, high = map(value_words, limits)
+def _range(readings: Iterable[Reading]) -> str:
+    lows, highs = zip(*(one.limits for one in readings), strict=True)
+    low, high = value_words(min(lows)), value_words(max(highs))
     return low if low == high else f"{low} to {high}"
 
 
-def grouped(changes: Iterable[Change]) -> list[Change]:
+def grouped(changes: Iterable[Shift]) -> list[Shift]:
     """Changes of several things that are alike in step and words as one, the first names of all."""
     found = []
     for _, group in groupby(sorted(changes, key=lambda one: (one.step, one.text)), lambda one: (one.step, one.text)):
         alike = list(dict.fromkeys(group))
-        names = [one.name for one in alike[:_MOST_NAMES]]
-        more = f" and {counted(len(alike) - _MOST_NAMES, 'other')}" if len(alike) > _MOST_NAMES else ""
+        names, num_more = [one.name for one in alike[:_MOST_NAMES]], len(alike) - _MOST_NAMES
+        lead = f"{', '.join(names)} and {counted(num_more, 'other')}" if num_more > 0 else " and ".join(names)
         first = min(alike, key=lambda one: len(one.place or ""))
-        lead = f"{', '.join(names)}{more}" if more else " and ".join(names)
-        found.append(Change(lead, first.step, first.text, first.place))
+        found.append(Shift(lead, first.step, first.text, first.place))
     return found
