@@ -19,7 +19,7 @@ import click
 
 import reprokit
 from reprokit.capture.options import current_folder
-from reprokit.cli import capture, demo, render, retry, show, shrink, timeline, trace, whatif
+from reprokit.cli import capture, demo, diff, render, retry, show, shrink, timeline, trace, whatif
 from reprokit.cli.children import STARTED_IN
 from reprokit.cli.console import Plan, say, say_error
 from reprokit.errors import Interrupted, ReprokitError, UsageError
@@ -44,7 +44,7 @@ def app() -> None:
 
 for _command in (
     *(capture.command, show.command, trace.command, timeline.command, show.export_command, shrink.command),
-    *(whatif.command, render.verify_command, retry.command, render.command, demo.command),
+    *(whatif.command, diff.command, render.verify_command, retry.command, render.command, demo.command),
 ):
     app.add_command(_command)
 

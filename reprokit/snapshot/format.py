@@ -132,8 +132,9 @@ class Snapshot:
 
     ``step`` and ``micro_step`` count from 0. ``layers`` are the numbers of every layer in the steps before it, if they
     were played again; ``before`` is the state that it began with; ``recorded`` is what ``--record`` measured;
-    ``samples`` are those of a data set that values of the step were made of. The types of the fields are the grammar of
-    the file.
+    ``samples`` are those of a data set that values of the step were made of; ``digests`` are hashes of what every call
+    wrote where it was captured, and of the gradients that arrived there. The types of the fields are the grammar of the
+    file.
     """
 
     program: StoredProgram
@@ -155,6 +156,7 @@ class Snapshot:
     recorded: list[RecordedStep] | None = left_out()
     cause: Cause | None = left_out()
     samples: dict[int, Samples] | None = left_out()
+    digests: list[tuple[Count, Count]] | None = left_out()
 
     @property
     def num_elements(self) -> int:

@@ -1,0 +1,340 @@
+"""``reprokit diff``: two runs that should agree, and the first call that was given the same and made something else."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import reprokit
+from reprokit.cli import console
+from reprokit.cli.timeline import rows_in
+from reprokit.errors import ReprokitError, UsageError
+from reprokit.words import counted, listed
+
+if TYPE_CHECKING:
+    from reprokit.compare.runs import Comparison, Departure
+    from reprokit.program.ir import Call, Phase
+    from reprokit.snapshot.format import Snapshot
+
+EQUAL, ROUNDING, DIFFERENT = "equal", "rounding", "different"
+_VERDICTS = {EQUAL: "the runs agree in all bits", ROUNDING: "the runs differ by rounding", DIFFERENT: "the runs differ"}
+DEFAULT_SECONDS = 600.0
+_MOST = 5  # inputs, or calls of a part of a program, that are named
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_BACKENDS = ("eager", "aot_eager", "inductor")
+_CHILD = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from reprokit.compare.runs import write_run; write_run(*sys.argv[2:])"
+)
+
+
+@click.command("diff", short_help="Find the first call in which two runs part.")
+@click.argument("first", type=console.PATH, metavar="FIRST")
+@click.argument("second", type=console.PATH, metavar="[SECOND]", required=False)
+@click.option("--python", multiple=True, metavar="PATH", help="Run the step with this Python, with another torch.")
+@click.option("--dtype", multiple=True, type=click.Choice(_DTYPES), help="Run the step in this format.")
+@click.option("--device", multiple=True, type=click.Choice(("cpu", "cuda")), help="Run the step on this device.")
+@click.option("--compile", "compilers", multiple=True, type=click.Choice(_BACKENDS), help="Run the step compiled.")
+@console.max_time_option(DEFAULT_SECONDS, "Stop after S seconds.")
+@console.planned
+def command(
+    first: Path,
+    second: Path | None,
+    python: tuple[str, ...],
+    dtype: tuple[str, ...],
+    device: tuple[str, ...],
+    compilers: tuple[str, ...],
+    max_time: float,
+    json: bool,
+    verbosity: console.Verbosity,
+) -> int:
+    """Compare the same step of two runs, saved by `reprokit capture --at-step N`, or the numbers of two runs.
+
+    FIRST alone is run again here, and compared with what was recorded; with --python, --dtype, --device or --compile
+    with a run in that way. The exit code is 1 if they differ by more than rounding.
+    """
+    ways = [("python", p) for p in python] + [("dtype", d) for d in dtype]
+    ways += [("device", d) for d in device] + [("compile", c) for c in compilers]
+    if second is not None and ways:
+        raise UsageError("two files are compared as they are", hint="leave out SECOND, or the other ways to run")
+    is_log = first.name.removesuffix(".1").endswith(".jsonl")
+    with console.deadline(max_time, f"--max-time {2 * max_time:g} waits longer"):
+        if is_log:
+            if second is None:
+                raise UsageError("numbers of a run are compared with those of another", hint="name two .jsonl files")
+            found = [_of_logs(rows_in(first), rows_in(second), first, second)]
+        else:
+            from reprokit.snapshot.format import load
+
+            snapshot = load(first)
+            if second is not None:
+                found = [_of_files(snapshot, load(second))]
+            else:
+                found = [_in_way(first, snapshot, *way) for way in ways] or [_as_recorded(snapshot)]
+    if json:
+        console.print_json({"schema": 1, "rows": found})
+    for row in found:
+        verdict = _VERDICTS.get(row["verdict"], row["verdict"])
+        console.say(f"{row['with']}: {verdict}" if row["with"] else verdict, verbosity)
+        for line in row["lines"]:
+            console.say(f"  {line}", verbosity)
+    return int(any(row["verdict"] == DIFFERENT for row in found))
+
+
+def _row(name: str, verdict: str, lines: list[str], **more: Any) -> dict[str, Any]:
+    return {"with": name, "verdict": verdict, "lines": lines, **more}
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def _of_files(one: Snapshot, other: Snapshot) -> dict[str, Any]:
+    from reprokit.compare.runs import Comparison
+    from reprokit.program.interpreter import determinism
+
+    with determinism(other.settings):
+        found = Comparison.of(one, other)
+    if found.inputs:
+        more = [f"and {len(found.inputs) - _MOST} more"] if len(found.inputs) > _MOST else []
+        inputs = [f"`{item.name}` ({item.role}): {item.words}" for item in found.inputs[:_MOST]]
+        lines = ["what the step is given differs, before any call:", *inputs, *more, *_since(one, other)]
+        return _row("", DIFFERENT, lines, inputs=[item._asdict() for item in found.inputs])
+    there = _elsewhere(one, other, found.calls)
+    if there is None:
+        return _described("", found)
+    call = other.program.calls[there[0]]
+    lines = [_recorded_words(call, there[1]), *_environments(one.environment, other.environment)]
+    lines.append("run here, both make the same of it; by how much they differ: `reprokit diff FILE --python PATH`")
+    return _row("", DIFFERENT, lines, **_place(call, there[1]))
+
+
+def _elsewhere(one: Snapshot, other: Snapshot, calls: Mapping[int, int]) -> tuple[int, Phase] | None:
+    """The first call of the second step that differs as it was recorded, and not when both steps are run here."""
+    from reprokit.compare.runs import digests_of, first_other_digest
+
+    if not (one.digests and other.digests):
+        return None
+    here = [digests_of(snapshot) for snapshot in (one, other)]
+    if here == [one.digests, other.digests]:
+        return None
+    alike = {at: before for at, before in calls.items() if here[0][before] == here[1][at]}
+    return first_other_digest(other.program, one.digests, other.digests, alike)
+
+
+def _since(one: Snapshot, other: Snapshot) -> Iterator[str]:
+    """The first step whose loss differs, of those that both files know."""
+    losses = {row.step: row.loss for row in one.timeline}
+    step = next((row.step for row in other.timeline if row.step in losses and losses[row.step] != row.loss), None)
+    if step is not None:
+        earlier = f"save steps {step - 1} and {step} of both with `--at-step {step - 1},{step}`" if step else ""
+        yield f"their losses differ since step {step}" + (f": {earlier}" if earlier else "")
+
+
+def _as_recorded(snapshot: Snapshot) -> dict[str, Any]:
+    from reprokit.compare.runs import digests_of, first_other_digest
+    from reprokit.program.interpreter import determinism
+    from reprokit.snapshot.environment import collect_environment
+
+    if snapshot.digests is None or len(snapshot.digests) != len(snapshot.program.calls):
+        raise ReprokitError(
+            "the file does not hold what its calls made where it was captured",
+            hint="capture it with this version of reprokit, or give a second file",
+        )
+    with determinism(snapshot.settings):
+        here = digests_of(snapshot)
+    found = first_other_digest(snapshot.program, snapshot.digests, here, {n: n for n in range(len(here))})
+    if found is None:
+        return _row("", EQUAL, [f"all {counted(len(here), 'call')} make the bits that were recorded"])
+    call = snapshot.program.calls[found[0]]
+    lines = [_recorded_words(call, found[1]), *_environments(snapshot.environment, collect_environment(0.0))]
+    lines.append("by how much: `--python PATH`, with the Python that the file was captured with")
+    return _row("", DIFFERENT, lines, **_place(call, found[1]))
+
+
+def _recorded_words(call: Call, phase: Phase) -> str:
+    given = "what it was given is equal in all bits" if phase == "forward" else f"in the {phase} pass"
+    return f"first different call as recorded: {_call_words(call)}: {given}, and its result is not"
+
+
+def _environments(one: Any, other: Any) -> Iterator[str]:
+    """What differs between two environments, in one line."""
+    names = ("torch", "python", "platform", "machine", "cuda", "devices")
+    pairs = ((name, getattr(one, name), getattr(other, name)) for name in names)
+    words = [f"{name} {before or 'unknown'} -> {now or 'unknown'}" for name, before, now in pairs if before != now]
+    if words:
+        yield "environments: " + ", ".join(words)
+
+
+# -- one step in other ways ------------------------------------------------------------------------------------------
+
+
+def _in_way(path: Path, snapshot: Snapshot, kind: str, value: str) -> dict[str, Any]:
+    """The row of a step beside itself in another way; an error of that way is its row."""
+    from reprokit.whatif import one_line
+
+    name = f"--{kind} {value}"
+    try:
+        if kind == "compile":
+            return _compiled(name, snapshot, value)
+        if kind == "python":
+            found, version = _in_python(path, snapshot, value)
+            return _described(f"{name} (torch {version})", found)
+        return _described(name, _converted(snapshot, kind, value))
+    except UsageError:
+        raise
+    except Exception as error:  # what cannot be converted, compiled or moved fails in as many ways
+        return _row(name, "cannot be run", [str(error) if isinstance(error, ReprokitError) else one_line(error)])
+
+
+def _converted(snapshot: Snapshot, kind: str, value: str) -> Comparison:
+    import torch
+
+    from reprokit.compare.runs import Comparison, Run
+    from reprokit.program.convert import default_dtype, in_dtype, on_device
+    from reprokit.program.interpreter import determinism
+
+    if value == "cuda" and not torch.cuda.is_available():
+        raise ReprokitError("torch sees no GPU")
+    with determinism(snapshot.settings):
+        one = Run.of(snapshot)
+        if kind == "device":
+            return Comparison.of_runs(one, Run.of(on_device(snapshot, value), snapshot.tensors))
+        dtype = getattr(torch, value)
+        with default_dtype(dtype):
+            return Comparison.of_runs(one, Run.of(in_dtype(snapshot, dtype), snapshot.tensors))
+
+
+def _compiled(name: str, snapshot: Snapshot, backend: str) -> dict[str, Any]:
+    from reprokit.compare.compiled import Compiled
+    from reprokit.compare.difference import first_difference
+
+    found = first_difference(snapshot, Compiled(backend))
+    if found is None:
+        return _row(name, ROUNDING, ["no result differs by more than the tolerances of `torch.testing.assert_close`"])
+    index = found.call_index
+    where = _call_words(snapshot.program.calls[index]) if index is not None else "only the whole step shows it"
+    lines = [f"first different call: {where}: {found.num_bad:,} of {found.num_elements:,} elements differ"]
+    return _row(
+        name, DIFFERENT, [*lines, f"to reduce it: `reprokit shrink FILE --check mismatch:{Compiled(backend).name}`"]
+    )
+
+
+def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison, str]:
+    """The comparison with the run of another Python, and its version of torch."""
+    from reprokit.compare.runs import Comparison, Run, read_run
+    from reprokit.program.interpreter import determinism
+
+    with tempfile.TemporaryDirectory(prefix="reprokit-diff-") as folder, determinism(snapshot.settings):
+        package = Path(folder, "package")
+        package.mkdir()
+        (package / "reprokit").symlink_to(Path(reprokit.__file__).parent)  # and nothing else of this environment
+        written = Path(folder, "run.pt")
+        words = [python, "-c", _CHILD, str(package), str(path.resolve()), str(written)]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
+        except OSError as error:
+            raise UsageError(f"`{python}` cannot be started", hint="give the path of a Python with torch") from error
+        if not written.exists():
+            raise ReprokitError((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1])
+        other, version = read_run(snapshot, str(written))
+        return Comparison.of_runs(Run.of(snapshot), other), version
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _described(name: str, found: Comparison) -> dict[str, Any]:
+    """The row of a comparison whose inputs agree."""
+    losses = found.one.loss, found.other.loss
+    loss = f"loss {losses[0]:.9g} and {losses[1]:.9g}" if None not in losses else ""
+    if found.first is None:
+        lines = [f"all {counted(len(found.calls), 'call')}, their gradients and updates agree in all bits"]
+        return _row(name, EQUAL, [*lines, *filter(None, [loss])])
+    departure = found.real or found.first
+    lines = list(_departure_lines(departure))
+    if found.real is None:
+        lines.insert(0, "in float64 they agree, and each is about as close to that")
+    elif found.first.index != found.real.index:
+        lines.append(f"rounding differs before, first in {_call_words(found.first.call)}: {found.first.gap.words}")
+    gap = departure.gap._asdict()
+    plain = {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in gap.items()}
+    more = {**_place(departure.call, departure.phase), "gap": plain, "settings": departure.settings}
+    verdict = ROUNDING if found.real is None else DIFFERENT
+    return _row(name, verdict, [*lines, *filter(None, [loss])], **more)
+
+
+def _departure_lines(found: Departure) -> Iterator[str]:
+    what = {"forward": "", "backward": "the gradient that it passes on: ", "optimizer": "the parameters after it: "}
+    given = "inputs agree, " if found.is_alone and found.phase == "forward" else ""
+    is_bare = found.gap.largest == math.inf and found.gap.why
+    size = found.gap.why if is_bare else found.gap.words + (f"; {found.gap.why}" if found.gap.why else "")
+    yield f"first different call: {_call_words(found.call)}: {given}{what[found.phase]}{size}"
+    if found.settings:
+        yield f"it is called with {found.settings}"
+    if not found.is_alone:
+        first, second = map(_calls_words, (found.only_first, found.only_second))
+        yield f"only the first has {first}; only the second has {second}"
+
+
+def _calls_words(calls: list[Call]) -> str:
+    if not calls:
+        return "no call there"
+    names = [f"`{call.name}`" for call in calls[:_MOST]]
+    more = f" and {len(calls) - _MOST} more" if len(calls) > _MOST else ""
+    site = calls[0].site
+    return listed(names) + more + (f" ({site.place})" if site is not None else "")
+
+
+def _call_words(call: Call) -> str:
+    from reprokit.locate.failure import module_of
+    from reprokit.program.functions import display_name
+
+    module, site = module_of(call), call.site
+    where = f" in `{module}`" if module else ""
+    return f"`{display_name(call.target)}`{where}" + (f", {site.place}" if site is not None else "")
+
+
+def _place(call: Call, phase: Phase) -> dict[str, Any]:
+    from reprokit.locate.failure import module_of
+    from reprokit.program.functions import display_name
+
+    site = call.site.place if call.site is not None else None
+    return {"call": display_name(call.target), "module": module_of(call), "site": site, "phase": str(phase)}
+
+
+# -- numbers of runs -------------------------------------------------------------------------------------------------
+
+Numbers = Mapping[str, Any]
+
+
+def _of_logs(one: list[Numbers], other: list[Numbers], first: Path, second: Path) -> dict[str, Any]:
+    """The first step of two runs whose loss or norm differs in any bit."""
+    known = {row["step"]: row for row in one}
+    for row in other:
+        before = known.get(row["step"], {})
+        names = [
+            name for name in row if name in before and name.startswith(("loss", "grad_norm", "update", "weight_norm"))
+        ]
+        name = next((name for name in names if not _is_same(before[name], row[name])), None)
+        if name is not None:
+            step = int(row["step"])
+            steps = f"{step - 1},{step}" if step else "0"
+            words = f"step {step} is the first that differs: {name} {before[name]!r} and {row[name]!r}"
+            save = [
+                f"reprokit capture --at-step {steps} -o {path.with_suffix('.pt').name} train.py ARGS of that run"
+                for path in (first, second)
+            ]
+            return _row("", DIFFERENT, [words, *save], step=step, number=name)
+    shared = known.keys() & {row["step"] for row in other}
+    if not shared:
+        raise UsageError("the two files have no step in common", hint="measure the same steps, with `--record N`")
+    return _row("", EQUAL, [f"loss and norms of {counted(len(shared), 'step')} agree in all bits"])
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -1,0 +1,525 @@
+"""Two runs of a step that should agree: the first call that was given the same and made something else.
+
+Both steps are run as they are and in float64. Calls are aligned by equal results, then by function and module, so that
+a refactoring may insert and drop calls; what such calls do together is compared where the programs meet again. First
+come the results in the order of the calls, then the gradients that arrived at them, from the loss on, then updates.
+
+A difference is *rounding* if the formulas agree in float64, and if the second result is about as close to that as the
+first: within `MARGIN` times its error, or that many units in the last place of the coarser format. Runs of different
+formats may each have their own error. Whatever else differs is a *difference*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple
+
+import torch
+
+from reprokit.compare.difference import MARGIN, halves_in
+from reprokit.compare.quantity import loss_of, number_of
+from reprokit.errors import pass_on
+from reprokit.locate.notes import phase_of
+from reprokit.program.convert import default_dtype, in_dtype
+from reprokit.program.dataflow import contents, same_bits
+from reprokit.program.functions import display_name
+from reprokit.program.interpreter import determinism
+from reprokit.program.ir import Call, Input, Phase, Program, Ref
+from reprokit.program.observe import Trace, copied
+from reprokit.program.step import HasProgram, Step
+
+_SAME_FORMULA = 1e-9  # of the largest element: float64 leaves 1e-16 times the number of operations
+_SAME_DRAWN = 1e-6  # the same behind a random call, which is made in float32 there, because float64 draws other numbers
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MULTIPLIER = 0x9E3779B97F4A7C1  # odd bits of the golden ratio, which spreads neighbours (Knuth, volume 3, 6.4)
+_LEAF = -1  # the number of the gradient that an input of the step got
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    """63 bits that tell contents, dtype and shape of a tensor from others; strides and the bits of a NaN do not count.
+
+    A weighted sum of the elements' bits in 64-bit integers, which is the same on every device and in any order.
+    """
+    values = contents(tensor)
+    values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
+    if values.is_floating_point():
+        values = torch.where(values.isnan(), math.nan, values)
+    bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
+    places = torch.arange(len(bits), device=bits.device)
+    weighted = int((bits * ((places * _MULTIPLIER) | 1)).sum()) if len(bits) else 0
+    kind = hashlib.blake2b(f"{tensor.dtype} {[*tensor.shape]} {weighted}".encode(), digest_size=8)
+    return int.from_bytes(kind.digest(), "big") >> 1
+
+
+def digests_of(step: HasProgram) -> list[tuple[int, int]]:
+    """For every call a hash of what it wrote, and of the gradients that arrived there, of a run that keeps no results.
+    0 stands for nothing, and for calls that did not run because one raised."""
+    trace = Trace(step.program, digest_of, gradients_of=digest_of)
+    trace.run(step.tensors)
+    found = [[0, 0] for _ in step.program.calls]
+    for index, written in trace.writes.items():
+        for value, digest in written.items():
+            found[index][0] ^= digest
+            for gradient in trace.gradients.get((index, value), ())[-1:]:
+                found[index][1] ^= gradient
+    return [(result, gradient) for result, gradient in found]
+
+
+class Place(NamedTuple):
+    """A result: the ``number``-th time that a ``value`` is written; of a leaf's gradient `_LEAF`."""
+
+    value: int
+    number: int
+
+
+Tensors = dict[Place, torch.Tensor]
+Digests = Sequence[tuple[int, int]]
+
+
+@dataclass
+class Run:
+    """What one run of a step left: ``results`` in order, with the call that made each, and ``gradients`` that arrived
+    at them and at leaves. ``exact`` and ``exact_gradients`` are those of the run in float64, as far as that went."""
+
+    step: Step
+    results: Tensors = field(default_factory=dict)
+    gradients: Tensors = field(default_factory=dict)
+    calls: dict[Place, int] = field(default_factory=dict)
+    exact: Tensors = field(default_factory=dict)
+    exact_gradients: Tensors = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, content: HasProgram, exact_inputs: Mapping[int, torch.Tensor] | None = None) -> Run:
+        """Run a step; in float64 with other inputs where there are ``exact_inputs``. Raises what a call raises."""
+        step = Step(content.program, content.tensors)
+        results, gradients, calls = _traced(step, math.inf)
+        run = cls(step, results, gradients, calls)
+        wide = step.with_tensors(exact_inputs or {})
+        try:
+            with default_dtype(torch.float64):
+                converted = in_dtype(wide, torch.float64)
+                run.exact, run.exact_gradients, _ = _traced(converted, step.program.next_value())
+        except Exception as error:  # kernels refuse in as many ways as there are functions
+            pass_on(error)
+        return run
+
+    @property
+    def digests(self) -> list[int]:
+        """For every call a hash of what it wrote; 0 stands for nothing."""
+        found = [0] * len(self.step.program.calls)
+        for place, tensor in self.results.items():
+            found[self.calls[place]] ^= digest_of(tensor)
+        return found
+
+    def last(self, value: int, before: int) -> Place | None:
+        """The last time that a call in front of another one wrote a value."""
+        return next((p for p in reversed(self.calls) if p.value == value and self.calls[p] < before), None)
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the step."""
+        value = loss_of(self.step.program)
+        made = [tensor for place, tensor in self.results.items() if place.value == value]
+        return number_of(made[-1]) if made else None
+
+
+def write_run(file: str, path: str) -> None:
+    """Run the step of a snapshot and write what it left; what another Python of `reprokit diff` is started for."""
+    from reprokit.snapshot.format import load
+
+    snapshot = load(file)
+    with determinism(snapshot.settings):
+        run = Run.of(snapshot)
+    fields = ("results", "gradients", "calls", "exact", "exact_gradients")
+    content = {name: [(*place, item) for place, item in getattr(run, name).items()] for name in fields}
+    torch.save({**content, "torch": str(torch.__version__)}, path)
+
+
+def read_run(step: HasProgram, path: str) -> tuple[Run, str]:
+    """What `write_run` wrote, and the version of torch that made it."""
+    content = torch.load(path, weights_only=True)
+    version = content.pop("torch")
+    plain = {name: {Place(value, number): item for value, number, item in rows} for name, rows in content.items()}
+    return Run(Step(step.program, step.tensors), **plain), version
+
+
+def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Place, int]]:
+    """Results, gradients and the calls of a run; casts that a conversion put in have values from ``limit`` on."""
+    trace = Trace(step.program, copied, gradients_of=copied)
+    outcome = trace.run(step.tensors)
+    if outcome.error is not None:
+        raise outcome.error
+    times = Counter[int]()
+    results, gradients, calls = Tensors(), Tensors(), dict[Place, int]()
+    for index, written in trace.writes.items():
+        for value, tensor in written.items():
+            if value < limit:
+                place = Place(value, times[value])
+                times[value] += 1
+                results[place], calls[place] = tensor, index
+                for gradient in trace.gradients.get((index, value), ())[-1:]:
+                    gradients[place] = gradient
+    gradients |= {Place(value, _LEAF): copied(gradient) for value, gradient in outcome.gradients.items()}
+    return results, gradients, calls
+
+
+# -- two tensors ---------------------------------------------------------------------------------------------------
+
+
+class Gap(NamedTuple):
+    """How two tensors differ: elements that do, the largest absolute difference, that over the largest element, and
+    units in the last place, if that is a number of the format. ``why`` it is no rounding; empty if it is."""
+
+    num_bad: int
+    num_elements: int
+    largest: float
+    relative: float
+    units: int | None
+    why: str = ""
+
+    @property
+    def words(self) -> str:
+        """``12 of 4,096 elements differ by up to 3 units in the last place (2e-7 of the largest)``."""
+        units = f"{self.units:,} units in the last place" if self.units is not None and self.units < 10**6 else ""
+        size = units or f"{self.largest:.3g}"
+        more = f" ({self.relative:.1g} of the largest)" if math.isfinite(self.relative) else ""
+        return f"{self.num_bad:,} of {self.num_elements:,} elements differ by up to {size}{more}"
+
+
+def gap_between(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    exact: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    formats: tuple[frozenset[torch.dtype], frozenset[torch.dtype]] = (frozenset(), frozenset()),
+    same_formula: float = _SAME_FORMULA,
+) -> Gap | None:
+    """The difference of two results; ``None`` if all bits agree. ``exact`` are their values in float64, ``formats`` the
+    half-precision formats that the programs compute in."""
+    if same_bits(first, second):
+        return None
+    if first.shape != second.shape:
+        return Gap(0, second.numel(), math.inf, math.inf, None, f"shapes {[*first.shape]} and {[*second.shape]}")
+    one, other = _numbers(first), _numbers(second)
+    bad = (one != other) & ~(one.isnan() & other.isnan())
+    largest, scale = _largest(one, other), max(_size(one), _size(other))
+    relative = largest / scale if scale else math.inf
+    num_bad = int((bad.any(-1) if first.is_complex() else bad).sum())
+    found = Gap(num_bad, first.numel(), largest, relative, _units(first, second))
+    own, others = ({tensor.dtype, *halves} for tensor, halves in zip((first, second), formats, strict=True))
+    eps = max((torch.finfo(dtype).eps for dtype in own | others if dtype.is_floating_point), default=0.0)
+    noise = eps * scale
+    wide, wide_other = exact
+    if wide is not None and wide_other is not None and wide.shape == wide_other.shape == first.shape:
+        formula, size = _largest(_numbers(wide), _numbers(wide_other)), _size(_numbers(wide))
+        if formula > same_formula * size:
+            return found._replace(why=f"in float64 they differ by {formula / size if size else math.inf:.1g} as well")
+        noise = max(noise, _largest(one, _numbers(wide)))
+        noise = max(noise, _largest(other, _numbers(wide_other))) if own != others else noise
+    if not largest <= MARGIN * noise:
+        times = largest / noise if noise else math.inf
+        return found._replace(why=f"that is {times:.0f} times the rounding error of the first")
+    return found
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    plain = contents(tensor.cpu()).reshape(tensor.shape)
+    return torch.view_as_real(plain).double() if plain.is_complex() else plain.double()
+
+
+def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
+    equal = (one == other) | (one.isnan() & other.isnan())
+    gaps = torch.where(equal, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(gaps.max()) if gaps.numel() else 0.0
+
+
+def _size(tensor: torch.Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _units(first: torch.Tensor, second: torch.Tensor) -> int | None:
+    """Numbers of the format between two results at most; ``None`` if one is not finite or the formats differ."""
+    kind = _INTEGERS.get(first.element_size())
+    if first.dtype != second.dtype or not first.is_floating_point() or kind is None or not first.numel():
+        return None
+    if not bool((first.isfinite() & second.isfinite()).all()):
+        return None
+    ranks = []
+    for tensor in (first, second):
+        bits = contents(tensor.cpu()).contiguous().view(kind).double()
+        ranks.append(torch.where(bits < 0, -(2.0 ** (8 * first.element_size() - 1)) - bits, bits))
+    return int((ranks[0] - ranks[1]).abs().max())
+
+
+# -- two programs --------------------------------------------------------------------------------------------------
+
+
+class InputDifference(NamedTuple):
+    """An input of one step or both that is not the same."""
+
+    name: str
+    role: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first call of the ``second`` program whose result, gradient or update differs.
+
+    ``index`` is its place there. ``only_first`` and ``only_second`` are the calls that lead to it from values that
+    agree, where a program has more than this one: then these differ together. ``settings`` are the arguments that
+    differ.
+    """
+
+    index: int
+    call: Call
+    phase: Phase
+    gap: Gap
+    only_first: list[Call]
+    only_second: list[Call]
+    settings: str = ""
+
+    @property
+    def is_alone(self) -> bool:
+        """True if it is one call of both programs."""
+        return not (self.only_first or self.only_second)
+
+
+@dataclass
+class Comparison:
+    """Two runs beside each other. ``inputs`` that differ are the answer; else ``first`` is the first departure in any
+    bit, and ``real`` the first that is no rounding. ``calls`` are calls of ``one`` by those of ``other``."""
+
+    one: Run
+    other: Run
+    inputs: list[InputDifference]
+    first: Departure | None = None
+    real: Departure | None = None
+    calls: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, one: HasProgram, other: HasProgram) -> Comparison:
+        """Run both steps and compare them. Raises what a call raises."""
+        mine, others = Step(one.program, one.tensors), Step(other.program, other.tensors)
+        inputs = _input_partners(mine, others)
+        found = list(_input_differences(mine, others, inputs))
+        if found:
+            return cls(Run(mine), Run(others), found)
+        return cls.of_runs(Run.of(one), Run.of(other, {v: mine.tensors[p] for v, p in inputs.items()}))
+
+    @classmethod
+    def of_runs(cls, one: Run, other: Run) -> Comparison:
+        """Compare two runs whose inputs agree."""
+        walk = _Walk(one, other)
+        departures = list(walk.departures())
+        first = next(iter(departures), None)
+        real = next((found for found in departures if found.gap.why), None)
+        return cls(one, other, [], first, real, walk.calls)
+
+
+def first_other_digest(
+    program: Program, mine: Digests, others: Digests, calls: Mapping[int, int]
+) -> tuple[int, Phase] | None:
+    """The first call of a program, and the phase, in which a hash of ``others``, that program's, is not the one of
+    ``mine`` for the call that ``calls`` puts beside it."""
+    forward = [at for at in sorted(calls) if phase_of(program.calls[at]) is not Phase.OPTIMIZER]
+    updates = [at for at in sorted(calls) if phase_of(program.calls[at]) is Phase.OPTIMIZER]
+    orders = ((Phase.FORWARD, 0, forward), (Phase.BACKWARD, 1, forward[::-1]), (Phase.OPTIMIZER, 0, updates))
+    for phase, kind, order in orders:
+        for at in order:
+            if mine[calls[at]][kind] != others[at][kind]:
+                return at, phase
+    return None
+
+
+def _input_partners(one: Step, other: Step) -> dict[int, int]:
+    """Inputs of the first step by those of the second: by name, then by equal contents, then by order."""
+    found: dict[int, int] = {}
+    keys: Sequence[Callable[[Step, Input], Hashable]] = (
+        lambda step, item: (item.role, item.name),
+        lambda step, item: digest_of(step.tensors[item.value]),
+        lambda step, item: (item.role, step.tensors[item.value].shape),
+    )
+    for key in keys:
+        left: dict[Hashable, list[int]] = {}
+        for item in one.program.inputs:
+            if item.value not in found.values():
+                left.setdefault(key(one, item), []).append(item.value)
+        for item in other.program.inputs:
+            partners = left.get(key(other, item), []) if item.value not in found else []
+            if partners:
+                found[item.value] = partners.pop(0)
+    return found
+
+
+def _input_differences(one: Step, other: Step, partners: Mapping[int, int]) -> Iterator[InputDifference]:
+    for item in other.program.inputs:
+        if item.value not in partners:
+            yield InputDifference(item.name, item.role, "only the second step has it")
+            continue
+        first, second = one.tensors[partners[item.value]], other.tensors[item.value]
+        if first.dtype != second.dtype and first.is_floating_point() and second.is_floating_point():
+            narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+            first, second = first.to(narrow), second.to(narrow)  # the same numbers in another format
+        gap = gap_between(first, second)
+        if gap is not None and item.role == "rng":
+            yield InputDifference(item.name, item.role, "the state of the random generator differs")
+        elif gap is not None:
+            yield InputDifference(item.name, item.role, gap.why if first.shape != second.shape else gap.words)
+    for item in one.program.inputs:
+        if item.value not in partners.values():
+            yield InputDifference(item.name, item.role, "only the first step has it")
+
+
+class _Walk:
+    """The calls of the second program beside those of the first."""
+
+    def __init__(self, one: Run, other: Run) -> None:
+        self.one, self.other = one, other
+        self.formats = tuple(halves_in(run.step.program, run.step.tensors) for run in (one, other))
+        is_drawn = any(call.mode.rng is not None for call in one.step.program.calls)
+        self.same_formula = _SAME_DRAWN if is_drawn else _SAME_FORMULA
+        self.calls = _aligned(one, other)  # calls of the first by those of the second
+        self.inputs = _input_partners(one.step, other.step)
+        places = [_places_by_call(run) for run in (one, other)]
+        self.partner: dict[Place, Place] = {Place(v, _LEAF): Place(p, _LEAF) for v, p in self.inputs.items()}
+        for index, before in self.calls.items():
+            mine, others = (found.get(at, []) for found, at in zip(places, (before, index), strict=True))
+            if len(mine) == len(others):
+                self.partner.update(zip(others, mine, strict=True))
+        self._pair_operands()
+
+    def _pair_operands(self) -> None:
+        """What an aligned call is given is paired too, where calls that only one program has have made it."""
+        known = set(self.partner.values())
+        for index, before in self.calls.items():
+            calls = self.one.step.program.calls[before], self.other.step.program.calls[index]
+            mine, others = ([*call.input_refs()] for call in calls)
+            for value, value_other in zip(mine, others, strict=False) if len(mine) == len(others) else ():
+                place, other = self.one.last(value, before), self.other.last(value_other, index)
+                if place is not None and other is not None and other not in self.partner and place not in known:
+                    self.partner[other] = place
+                    known.add(place)
+
+    def departures(self) -> Iterator[Departure]:
+        """What differs, in the order of a step."""
+        updates = []
+        for place, index in self.other.calls.items():
+            is_update = phase_of(self.other.step.program.calls[index]) is Phase.OPTIMIZER
+            gap = self._gap(place)
+            if gap is not None:
+                found = (self.one.calls[self.partner[place]], index, gap)
+                if is_update:
+                    updates.append(found)
+                else:
+                    yield self._departure(Phase.FORWARD, *found)
+        known = {**self.other.calls, **{place: -1 for place in self.other.gradients if place.number == _LEAF}}
+        for place in sorted(known, key=lambda place: -known[place]):
+            gap = self._gap(place, of_gradient=True)
+            if gap is not None:
+                index = self._consumer(place, known[place])
+                yield self._departure(Phase.BACKWARD, self.calls.get(index), index, gap)
+        for found in updates:
+            yield self._departure(Phase.OPTIMIZER, *found)
+
+    def _gap(self, place: Place, *, of_gradient: bool = False) -> Gap | None:
+        """The difference at a place that both programs have; of its gradient also if only one has it."""
+        partner = self.partner.get(place)
+        name = "gradients" if of_gradient else "results"
+        first, second = getattr(self.one, name).get(partner), getattr(self.other, name).get(place)
+        if partner is None or (first is None and second is None):
+            return None
+        if first is None or second is None:
+            which = "second" if second is None else "first"
+            return Gap(1, 1, math.inf, math.inf, None, f"the {which} has no gradient here") if of_gradient else None
+        exact = "exact_gradients" if of_gradient else "exact"
+        wide = getattr(self.one, exact).get(partner), getattr(self.other, exact).get(place)
+        return gap_between(first, second, wide, (self.formats[0], self.formats[1]), self.same_formula)
+
+    def _departure(self, phase: Phase, before: int | None, index: int, gap: Gap) -> Departure:
+        ours, theirs = self.one.step.program.calls, self.other.step.program.calls
+        matched = set(self.calls.values())
+        only_second = [theirs[at] for at in _led_by(theirs, index, lambda at: at not in self.calls)]
+        only_first = [ours[at] for at in _led_by(ours, before, lambda at: at not in matched)]
+        settings = _settings(ours[before], theirs[index]) if before is not None and index in self.calls else ""
+        return Departure(index, theirs[index], phase, gap, only_first, only_second, settings)
+
+    def _consumer(self, place: Place, index: int) -> int:
+        """The call that made the gradient of a place: of those that read it the one that the first program has not, or
+        has with other arguments, else the last."""
+        calls = self.other.step.program.calls
+        reads = [at for at in range(index + 1, len(calls)) if place.value in calls[at].input_refs()]
+        reads = [at for at in reads if not calls[at].is_differentiation and not calls[at].is_optimizer_step]
+        ours = self.one.step.program.calls
+        odd = (at for at in reads if at not in self.calls or _settings(ours[self.calls[at]], calls[at]))
+        return next(odd, reads[-1] if reads else max(index, 0))
+
+
+def _places_by_call(run: Run) -> dict[int, list[Place]]:
+    found: dict[int, list[Place]] = {}
+    for place, index in run.calls.items():
+        found.setdefault(index, []).append(place)
+    return found
+
+
+def _aligned(one: Run, other: Run) -> dict[int, int]:
+    """Calls of the first run by those of the second: with equal results, then of one function in one module, then of
+    one function, each between those that are known."""
+    ours, theirs = one.step.program.calls, other.step.program.calls
+    digests, digests_other = one.digests, other.digests
+
+    def keys(level: int, calls: Sequence[Call], made: Sequence[int]) -> list[Hashable]:
+        names = [display_name(call.target) for call in calls]
+        if level == 0:
+            return [(name, found) if found else None for name, found in zip(names, made, strict=True)]
+        scopes = [tuple(scope.path for scope in call.scope) if level == 1 else () for call in calls]
+        return list(zip(names, scopes, strict=True))
+
+    found: dict[int, int] = {}
+    stretches = [(0, len(ours), 0, len(theirs))]
+    for level in range(3):
+        left: list[tuple[int, int, int, int]] = []
+        mine, others = keys(level, ours, digests), keys(level, theirs, digests_other)
+        for begin, end, begin_other, end_other in stretches:
+            matcher = SequenceMatcher(None, mine[begin:end], others[begin_other:end_other], autojunk=False)
+            at, at_other = begin, begin_other
+            for start, start_other, size in matcher.get_matching_blocks():
+                left.append((at, begin + start, at_other, begin_other + start_other))
+                found.update((begin_other + start_other + n, begin + start + n) for n in range(size))
+                at, at_other = begin + start + size, begin_other + start_other + size
+        stretches = left
+    return found
+
+
+def _led_by(calls: Sequence[Call], index: int | None, is_unmatched: Callable[[int], bool]) -> list[int]:
+    """The unmatched calls that lead to a call from values that the programs share, itself included, in order."""
+    if index is None:
+        return []
+    wanted, found = set(calls[index].input_refs()), [index] if is_unmatched(index) else []
+    for at in reversed(range(index)):
+        if not wanted.isdisjoint(calls[at].output_refs()) and is_unmatched(at):
+            found.insert(0, at)
+            wanted |= set(calls[at].input_refs())
+    return found
+
+
+def _settings(first: Call, second: Call) -> str:
+    """``eps: 1e-05 -> 1e-06``: what two calls of one function are given besides tensors, where that differs."""
+    one, other = (dict(_leaves("", call.args)) | dict(_leaves("", call.kwargs)) for call in (first, second))
+    one["autocast"], other["autocast"] = first.mode.autocast or "off", second.mode.autocast or "off"
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    return ", ".join(f"{name}: {one.get(name, 'default')} -> {other.get(name, 'default')}" for name in names)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Numbers and words in nested arguments, with the names or places that lead to them."""
+    if isinstance(value, (list, tuple, Mapping)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(f"{key}" if isinstance(value, Mapping) else f"{name}.{key}".lstrip("."), item)
+    elif not isinstance(value, Ref):
+        yield name, value
