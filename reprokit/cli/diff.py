@@ -6,6 +6,7 @@ import math
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ _CHILD = (
 @click.option("--dtype", multiple=True, type=click.Choice(_DTYPES), help="Run the step in this format.")
 @click.option("--device", multiple=True, type=click.Choice(("cpu", "cuda")), help="Run the step on this device.")
 @click.option("--compile", "compilers", multiple=True, type=click.Choice(_BACKENDS), help="Run the step compiled.")
+@click.option("-o", "--output", type=console.PATH, metavar="FILE", help="Save the difference for `reprokit shrink`.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite FILE.")
 @console.max_time_option(DEFAULT_SECONDS, "Stop after S seconds.")
 @console.planned
 def command(
@@ -49,6 +52,8 @@ def command(
     dtype: tuple[str, ...],
     device: tuple[str, ...],
     compilers: tuple[str, ...],
+    output: Path | None,
+    force: bool,
     max_time: float,
     json: bool,
     verbosity: console.Verbosity,
@@ -62,6 +67,8 @@ def command(
     ways += [("device", d) for d in device] + [("compile", c) for c in compilers]
     if second is not None and ways:
         raise UsageError("two files are compared as they are", hint="leave out SECOND, or the other ways to run")
+    if output is not None:
+        console.check_file(output, overwrite=force)
     is_log = first.name.removesuffix(".1").endswith(".jsonl")
     with console.deadline(max_time, f"--max-time {2 * max_time:g} waits longer"):
         if is_log:
@@ -76,8 +83,11 @@ def command(
                 found = [_of_files(snapshot, load(second))]
             else:
                 found = [_in_way(first, snapshot, *way) for way in ways] or [_as_recorded(snapshot)]
+            if output is not None:
+                _save(snapshot, found, output)
     if json:
-        console.print_json({"schema": 1, "rows": found})
+        plain = [{key: item for key, item in row.items() if key != "comparison"} for row in found]
+        console.print_json({"schema": 1, "rows": plain})
     for row in found:
         verdict = _VERDICTS.get(row["verdict"], row["verdict"])
         console.say(f"{row['with']}: {verdict}" if row["with"] else verdict, verbosity)
@@ -88,6 +98,30 @@ def command(
 
 def _row(name: str, verdict: str, lines: list[str], **more: Any) -> dict[str, Any]:
     return {"with": name, "verdict": verdict, "lines": lines, **more}
+
+
+def _save(snapshot: Snapshot, rows: list[dict[str, Any]], output: Path) -> None:
+    """Write the first difference as a step that `reprokit shrink` reduces, if it shows when it is run."""
+    from reprokit.compare.difference import Difference, compare
+    from reprokit.compare.runs import beside
+    from reprokit.shrink.checks.mismatch import OtherWay
+    from reprokit.snapshot.format import save
+
+    row = next((row for row in rows if row["verdict"] == DIFFERENT), rows[0])
+    comparison: Comparison | None = row.get("comparison")
+    departure = comparison.real if comparison is not None else None
+    made = None
+    if comparison is not None and departure is not None:
+        made = beside(comparison, departure, is_recorded=row["with"].startswith("--python"))
+    if made is None:
+        row["lines"].append("not saved: no result of a forward pass was made in two ways here")
+    elif not isinstance(compare(made[0], OtherWay()), Difference):
+        row["lines"].append("not saved: the difference is within the tolerances of `torch.testing.assert_close`")
+    else:
+        (step, failure), fields = made, ("layers", "before", "cause", "samples", "recorded", "digests")
+        left_out: dict[str, Any] = dict.fromkeys(fields)
+        save(replace(snapshot, program=step.program, tensors=dict(step.tensors), failure=failure, **left_out), output)
+        row["lines"].append(f"saved -> {output}; next: reprokit shrink {output}")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -264,6 +298,7 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
     gap = departure.gap._asdict()
     plain = {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in gap.items()}
     more = {**_place(departure.call, departure.phase), "gap": plain, "settings": departure.settings}
+    more["comparison"] = found
     verdict = ROUNDING if found.real is None else DIFFERENT
     return _row(name, verdict, [*lines, *filter(None, [loss])], **more)
 

@@ -55,6 +55,7 @@ _EXACT = (0.0, 0.0)
 _HALVES = {"torch.float16": torch.float16, "torch.half": torch.float16, "torch.bfloat16": torch.bfloat16}
 _CASTS = {"torch.Tensor.half": torch.float16, "torch.Tensor.bfloat16": torch.bfloat16}
 MISMATCH = "mismatch"
+OTHER_WAY = "other"  # the reference of a program that makes a result in two ways
 NOT_FINITE = ", not finite"
 
 

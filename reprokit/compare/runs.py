@@ -15,15 +15,16 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 import torch
 
-from reprokit.compare.difference import MARGIN, halves_in
+from reprokit.compare.difference import MARGIN, MISMATCH, OTHER_WAY, halves_in
 from reprokit.compare.quantity import loss_of, number_of
 from reprokit.errors import pass_on
+from reprokit.locate.failure import Failure
 from reprokit.locate.notes import phase_of
 from reprokit.program.convert import default_dtype, in_dtype
 from reprokit.program.dataflow import contents, same_bits
@@ -37,6 +38,7 @@ _SAME_FORMULA = 1e-9  # of the largest element: float64 leaves 1e-16 times the n
 _SAME_DRAWN = 1e-6  # the same behind a random call, which is made in float32 there, because float64 draws other numbers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C1  # odd bits of the golden ratio, which spreads neighbours (Knuth, volume 3, 6.4)
+_MOST_CONSTANTS = 64
 _LEAF = -1  # the number of the gradient that an input of the step got
 
 
@@ -374,6 +376,74 @@ def _input_differences(one: Step, other: Step, partners: Mapping[int, int]) -> I
     for item in one.program.inputs:
         if item.value not in partners.values():
             yield InputDifference(item.name, item.role, "only the first step has it")
+
+
+def beside(found: Comparison, departure: Departure, *, is_recorded: bool) -> tuple[Step, Failure] | None:
+    """A step that makes the departing result in both ways from what the runs share, and the failure that its two
+    outputs differ. With ``is_recorded`` the second way cannot run here, and is a constant of at most `_MOST_CONSTANTS`
+    numbers. ``None`` if it is no result of the forward pass.
+    """
+    one, other, index = found.one, found.other, departure.index
+    walk = _Walk(one, other)
+    place = next((p for p, at in other.calls.items() if at == index and p in walk.partner), None)
+    if departure.phase is not Phase.FORWARD or place is None:
+        return None
+    ours, theirs, start = one.step.program.calls, other.step.program.calls, one.step.program.next_value()
+    before = one.calls[walk.partner[place]]
+    mine = sorted({before, *_led_by(ours, before, lambda at: at not in set(walk.calls.values()))})
+    calls, result = [ours[at] for at in mine], walk.partner[place].value
+    given = _given(one, ours, mine)
+    inputs = {value: tensor for value, tensor in given.items() if tensor is not None}
+    number = start + other.step.program.next_value()
+    if is_recorded:
+        expected, number = other.results[place], number + 1
+        if expected.numel() > _MOST_CONSTANTS:
+            gaps = (
+                (one.results[walk.partner[place]].double() - expected.double()).abs().reshape(-1).nan_to_num(math.inf)
+            )
+            inputs[number] = gaps.topk(_MOST_CONSTANTS).indices
+            flat = Call("torch.Tensor.reshape", (Ref(result), (-1,)), outputs=Ref(number + 1))
+            calls += [
+                flat,
+                Call("torch.Tensor.index_select", (Ref(number + 1), 0, Ref(number)), outputs=Ref(number + 2)),
+            ]
+            result, expected = number + 2, expected.reshape(-1)[inputs[number]]
+        second = number + 3
+        inputs[second] = expected
+        outputs = Ref(second), Ref(result)
+    else:
+        others = sorted({index, *_led_by(theirs, index, lambda at: at not in walk.calls)})
+        made = {value for at in others for value in theirs[at].output_refs()}
+        change: dict[int, Any] = {value: Ref(start + value) for value in made}
+        for value in _given(other, theirs, others):
+            last = other.last(value, others[0])
+            partner = walk.partner.get(last) if last is not None else None
+            change[value] = Ref(partner.value if partner is not None else walk.inputs.get(value, value))
+            inputs.setdefault(change[value].value, _value_of(one, change[value].value, before))
+        calls += [theirs[at].substituted(change, outputs=True) for at in others]
+        outputs = Ref(result), Ref(start + place.value)
+    names = {item.value: item for item in one.step.program.inputs}
+    items = [names.get(value, Input(value, f"x{n}")) for n, value in enumerate(inputs)]
+    program = Program(tuple(calls), tuple(replace(item, requires_grad=False) for item in items), outputs)
+    step = Step(program, {value: tensor.detach() for value, tensor in inputs.items()})
+    gap, way = departure.gap, OTHER_WAY
+    return step, Failure(
+        Phase.FORWARD, MISMATCH, way, value=outputs[1].value, num_bad=gap.num_bad, num_elements=gap.num_elements
+    )
+
+
+def _given(run: Run, calls: Sequence[Call], chosen: Sequence[int]) -> dict[int, torch.Tensor]:
+    """What chosen calls read and do not make themselves."""
+    found, made = dict[int, torch.Tensor](), set[int]()
+    for at in chosen:
+        found.update((v, _value_of(run, v, at)) for v in calls[at].input_refs() if v not in made and v not in found)
+        made.update(calls[at].output_refs())
+    return found
+
+
+def _value_of(run: Run, value: int, before: int) -> torch.Tensor:
+    place = run.last(value, before)
+    return run.results[place] if place is not None else run.step.tensors[value]
 
 
 class _Walk:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from reprokit.compare import quantity
-from reprokit.compare.difference import MISMATCH, halves_in, tolerances
+from reprokit.compare.difference import MISMATCH, OTHER_WAY, halves_in, tolerances
 from reprokit.compare.quantity import observed
 from reprokit.errors import NotReproduced
 from reprokit.locate.failure import Failure
@@ -178,7 +178,13 @@ def _mismatch(given: Step, failure: Failure) -> ScriptParts:
     """The program as a function, called as it is and in the way of the reference, and an assertion that both agree."""
     name, option = failure.reference
     own, beside = list[ast.stmt](), None
-    if name == "compile":
+    if name == OTHER_WAY:
+        ends = [ref.value for ref in given.program.outputs]
+        code = write_program(given.program, given.tensors, keep=ends, reserved=_WORDS_OF_A_COMPARISON)
+        codes, calls = [code], "expected, actual = FIRST, SECOND"
+        own = fill(calls, FIRST=path(code.names[ends[0]]), SECOND=path(code.names[ends[1]]))
+        calls = ""
+    elif name == "compile":
         codes = [_as_function("step", given, failure)]
         arguments, (beside, function) = _arguments(given, codes[0], ""), failure.check
         own = fill("backend = FOUND", FOUND=_from_file(beside, function)) if beside else []

@@ -48,6 +48,7 @@ _REFERENCES = {
     "fp64": ("float64", "in float64"),
     "compile": ("eager", "in eager mode"),
     "cpu-cuda": ("the other device", "on the other device"),
+    "other": ("the other way to make it", "made in the other way"),
 }
 
 

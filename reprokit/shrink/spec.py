@@ -19,7 +19,7 @@ from typing import Any
 from reprokit.errors import UsageError
 
 NONFINITE, EXCEPTION, MISMATCH = "nonfinite", "exception", "mismatch"
-FP64, COMPILE, DEVICES = "fp64", "compile", "cpu-cuda"
+FP64, COMPILE, DEVICES, OTHER = "fp64", "compile", "cpu-cuda", "other"
 DEFAULT_BACKEND = "inductor"
 WRITTEN = frozenset({"repro.py", "repro_module.py", "test_repro.py"})
 CHECKS = (
@@ -48,7 +48,7 @@ def parse(text: str) -> Spec:
     detail, _, option = rest.partition(":")
     if kind in (NONFINITE, EXCEPTION) and not rest:
         return Spec(text, kind)
-    if kind == MISMATCH and detail in (FP64, DEVICES) and not option:
+    if kind == MISMATCH and detail in (FP64, DEVICES, OTHER) and not option:
         return Spec(text, kind, detail)
     file, _, function = (option if kind == MISMATCH and detail == COMPILE else text).rpartition(":")
     if file.endswith(".py") and function:

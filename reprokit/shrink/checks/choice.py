@@ -12,7 +12,7 @@ from reprokit.locate.failure import EXCEPTION as RAISED
 from reprokit.program.step import Step
 from reprokit.shrink import spec as specs
 from reprokit.shrink.checks.check import Check
-from reprokit.shrink.checks.mismatch import Double, MismatchCheck, OtherDevice
+from reprokit.shrink.checks.mismatch import Double, MismatchCheck, OtherDevice, OtherWay
 from reprokit.shrink.checks.predicate import FunctionCheck, PredicateCheck, jumped_rate, odd_rows
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck
 from reprokit.snapshot.format import Snapshot
@@ -85,4 +85,6 @@ def _recorded(detail: str, option: str) -> Reference:
 def _reference(spec: specs.Spec) -> Reference:
     if spec.detail == specs.COMPILE:
         return Compiled(spec.option, spec.file.resolve() if spec.file is not None else None)
+    if spec.detail == specs.OTHER:
+        return OtherWay()
     return Double() if spec.detail == specs.FP64 else OtherDevice()

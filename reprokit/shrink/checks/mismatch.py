@@ -8,11 +8,11 @@ inputs cast for them, because another dtype or device draws other numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from reprokit.compare.difference import MISMATCH, Reference, first_difference
+from reprokit.compare.difference import MISMATCH, OTHER_WAY, Reference, first_difference
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.convert import default_dtype, in_dtype, on_device
@@ -61,6 +61,47 @@ class OtherDevice:
         return run(first.program, first.tensors, keep=keep), run(second.program, second.tensors, keep=keep)
 
 
+@dataclass(frozen=True, slots=True)
+class OtherWay:
+    """The first output of the program; the last one is the same result in another way, or the other way round.
+
+    A candidate keeps the ``structure``: its calls, and what each is given. One side could become a constant otherwise.
+    """
+
+    structure: tuple[Any, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """``other``."""
+        return OTHER_WAY
+
+    def require(self) -> None:
+        """Every machine can."""
+
+    def pair(self, step: HasProgram, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+        """Both from one run."""
+        if self.structure is not None and structure_of(step) != self.structure:
+            return Outcome(), Outcome()
+        outcome = run(step.program, step.tensors, keep=keep)
+        first, second = (ref.value for ref in step.program.outputs)
+        if outcome.error is not None:
+            return outcome, outcome
+        return Outcome({second: outcome.values[second]}), Outcome({second: outcome.values[first]})
+
+
+def structure_of(step: HasProgram) -> tuple[Any, ...]:
+    """The functions that a program calls, the names of their options, and where their tensors come from. Of a program
+    whose first output is recorded, also the numbers of its inputs: another input has another result."""
+    program = step.program
+    made: dict[int, Any] = {item.value: item.name for item in program.inputs}
+    recorded = [item.value for item in program.inputs if program.outputs and item.value == program.outputs[0].value]
+    found: list[Any] = [Step(program, step.tensors).digest] if recorded else []
+    for index, call in enumerate(program.calls):
+        found.append((call.target, tuple(call.kwargs), tuple(made.get(value) for value in call.input_refs())))
+        made.update((value, (index, place)) for place, value in enumerate(call.output_refs()))
+    return (*found, tuple(made.get(ref.value) for ref in program.outputs))
+
+
 @dataclass(frozen=True)
 class MismatchCheck(Check):
     """A difference from a reference. ``way`` of its failures is the reference's name, and whether numbers differ or one
@@ -86,7 +127,8 @@ class MismatchCheck(Check):
 
     def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for the failure of a whole program."""
-        return replace(super().adopted(failure, whole), way=failure.way)
+        reference = OtherWay(structure_of(whole)) if isinstance(self.reference, OtherWay) else self.reference
+        return replace(super().adopted(failure, whole), way=failure.way, reference=reference)
 
     def judge(self, found: Failure | None) -> Ruling:
         """Like any check, and different numbers stay different numbers."""
