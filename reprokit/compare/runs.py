@@ -72,14 +72,14 @@ def digests_of(step: HasProgram) -> list[tuple[int, int]]:
     return [(result, gradient) for result, gradient in found]
 
 
-class Place(NamedTuple):
+class Version(NamedTuple):
     """A result: the ``number``-th time that a ``value`` is written; of a leaf's gradient `_LEAF`."""
 
     value: int
     number: int
 
 
-Tensors = dict[Place, torch.Tensor]
+Tensors = dict[Version, torch.Tensor]
 Digests = Sequence[tuple[int, int]]
 
 
@@ -91,7 +91,7 @@ class Run:
     step: Step
     results: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
-    calls: dict[Place, int] = field(default_factory=dict)
+    calls: dict[Version, int] = field(default_factory=dict)
     exact: Tensors = field(default_factory=dict)
     exact_gradients: Tensors = field(default_factory=dict)
 
@@ -118,7 +118,7 @@ class Run:
             found[self.calls[place]] ^= digest_of(tensor)
         return found
 
-    def last(self, value: int, before: int) -> Place | None:
+    def last(self, value: int, before: int) -> Version | None:
         """The last time that a call in front of another one wrote a value."""
         return next((p for p in reversed(self.calls) if p.value == value and self.calls[p] < before), None)
 
@@ -146,27 +146,27 @@ def read_run(step: HasProgram, path: str) -> tuple[Run, str]:
     """What `write_run` wrote, and the version of torch that made it."""
     content = torch.load(path, weights_only=True)
     version = content.pop("torch")
-    plain = {name: {Place(value, number): item for value, number, item in rows} for name, rows in content.items()}
+    plain = {name: {Version(value, number): item for value, number, item in rows} for name, rows in content.items()}
     return Run(Step(step.program, step.tensors), **plain), version
 
 
-def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Place, int]]:
+def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Version, int]]:
     """Results, gradients and the calls of a run; casts that a conversion put in have values from ``limit`` on."""
     trace = Trace(step.program, copied, gradients_of=copied)
     outcome = trace.run(step.tensors)
     if outcome.error is not None:
         raise outcome.error
     times = Counter[int]()
-    results, gradients, calls = Tensors(), Tensors(), dict[Place, int]()
+    results, gradients, calls = Tensors(), Tensors(), dict[Version, int]()
     for index, written in trace.writes.items():
         for value, tensor in written.items():
             if value < limit:
-                place = Place(value, times[value])
+                place = Version(value, times[value])
                 times[value] += 1
                 results[place], calls[place] = tensor, index
                 for gradient in trace.gradients.get((index, value), ())[-1:]:
                     gradients[place] = gradient
-    gradients |= {Place(value, _LEAF): copied(gradient) for value, gradient in outcome.gradients.items()}
+    gradients |= {Version(value, _LEAF): copied(gradient) for value, gradient in outcome.gradients.items()}
     return results, gradients, calls
 
 
@@ -457,7 +457,7 @@ class _Walk:
         self.calls = _aligned(one, other)  # calls of the first by those of the second
         self.inputs = _input_partners(one.step, other.step)
         places = [_places_by_call(run) for run in (one, other)]
-        self.partner: dict[Place, Place] = {Place(v, _LEAF): Place(p, _LEAF) for v, p in self.inputs.items()}
+        self.partner: dict[Version, Version] = {Version(v, _LEAF): Version(p, _LEAF) for v, p in self.inputs.items()}
         for index, before in self.calls.items():
             mine, others = (found.get(at, []) for found, at in zip(places, (before, index), strict=True))
             if len(mine) == len(others):
@@ -497,7 +497,7 @@ class _Walk:
         for found in updates:
             yield self._departure(Phase.OPTIMIZER, *found)
 
-    def _gap(self, place: Place, *, of_gradient: bool = False) -> Gap | None:
+    def _gap(self, place: Version, *, of_gradient: bool = False) -> Gap | None:
         """The difference at a place that both programs have; of its gradient also if only one has it."""
         partner = self.partner.get(place)
         name = "gradients" if of_gradient else "results"
@@ -519,7 +519,7 @@ class _Walk:
         settings = _settings(ours[before], theirs[index]) if before is not None and index in self.calls else ""
         return Departure(index, theirs[index], phase, gap, only_first, only_second, settings)
 
-    def _consumer(self, place: Place, index: int) -> int:
+    def _consumer(self, place: Version, index: int) -> int:
         """The call that made the gradient of a place: of those that read it the one that the first program has not, or
         has with other arguments, else the last."""
         calls = self.other.step.program.calls
@@ -530,8 +530,8 @@ class _Walk:
         return next(odd, reads[-1] if reads else max(index, 0))
 
 
-def _places_by_call(run: Run) -> dict[int, list[Place]]:
-    found: dict[int, list[Place]] = {}
+def _places_by_call(run: Run) -> dict[int, list[Version]]:
+    found: dict[int, list[Version]] = {}
     for place, index in run.calls.items():
         found.setdefault(index, []).append(place)
     return found
