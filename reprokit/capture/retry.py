@@ -62,7 +62,7 @@ _HANDING_ON = frozenset(
 )  # fmt: skip
 
 
-class Unlike(Exception):
+class OtherStep(Exception):
     """A step of the script's own is not like the captured one; the message says why."""
 
 
@@ -123,7 +123,7 @@ def given_to(program: Program, tensors: Tensors, prepared: Collection[str | None
 
 
 def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]]:
-    """The inputs of the captured step with the script's own. Raises `Unlike`.
+    """The inputs of the captured step with the script's own. Raises `OtherStep`.
 
     The n-th of a dtype and number of dimensions that a reader is given is the n-th of that reader in the script. Those
     of readers that were edited are known by their name, else as the only one of their shape, else by their order.
@@ -141,9 +141,9 @@ def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]]:
     for place, one in enumerate(wanted):
         if place not in found:
             there = f", where the script reads {own[place].words}" if place < len(own) else "; the script does not"
-            raise Unlike(f"the captured step reads {one.words}{there}")
+            raise OtherStep(f"the captured step reads {one.words}{there}")
     if not wanted:
-        raise Unlike("the captured step reads nothing")
+        raise OtherStep("the captured step reads nothing")
     return [(one, found[place]) for place, one in enumerate(wanted)]
 
 
@@ -266,7 +266,7 @@ class RetrySession(Session):
         if num_own > 1 and (not self._slots or num_own > self._target - _MOST_RECORDED):
             try:
                 self._look_at(*self._recorded())
-            except Unlike as reason:
+            except OtherStep as reason:
                 self.why = str(reason)
         self._is_due = bool(self._slots) and (num_own >= self._target or time.perf_counter() > self._until)
         loop.copy_state(time.perf_counter())
@@ -278,11 +278,11 @@ class RetrySession(Session):
             with self.replaying(ends=False):
                 return Describing(self._loop, Verdict("", sys._getframe()), []).recorded()
         except NotKept as reason:
-            raise Unlike(f"the script's own step cannot be played: {reason}") from None
+            raise OtherStep(f"the script's own step cannot be played: {reason}") from None
 
     def _look_at(self, player: TracedPlayer, ops: list[Op]) -> None:
         """Find the places where the script's own step reads inputs like those of the captured one, unless an earlier
-        step is more like it, such as the discriminator's for that of the generator. Raises `Unlike`.
+        step is more like it, such as the discriminator's for that of the generator. Raises `OtherStep`.
 
         What lines compute that are there and not edited is an input where the script's own step does not come to them,
         or computes with another number there: the number of the step decides about both.
@@ -314,7 +314,7 @@ class RetrySession(Session):
                     self._slots.append(Slot(order, where, position, *waiting.pop(value)))
 
     def _paired_state(self) -> tuple[list[Any], list[Any]]:
-        """Models and optimizers of the script, each with the captured state for it. Raises `Unlike`."""
+        """Models and optimizers of the script, each with the captured state for it. Raises `OtherStep`."""
         world, frame, before = self._loop.world, sys._getframe(), self._before
         modules, optimizers = [], []
         roots = [unwrapped(root) for root in world.modules if [*root.parameters(), *root.buffers()]]
@@ -323,9 +323,9 @@ class RetrySession(Session):
             named = [root for root in roots if names[id(root)] == name] or roots
             differences = [_difference(state, root) for root in named] or ["is not there"]
             if differences.count("") > 1:
-                raise Unlike(f"there are {differences.count('')} models like that in the script")
+                raise OtherStep(f"there are {differences.count('')} models like that in the script")
             if "" not in differences:
-                raise Unlike(f"the model of the script {differences[0]}")
+                raise OtherStep(f"the model of the script {differences[0]}")
             modules.append((named[differences.index("")], state))
         names = names_of(world.optimizers, frame)
         for optimizer in world.optimizers:
@@ -334,7 +334,7 @@ class RetrySession(Session):
                 continue
             if [len(one["params"]) for one in optimizer.param_groups] != [len(one.state) for one in groups]:
                 name = names[id(optimizer)]
-                raise Unlike(f"`{name}` has other groups of parameters than the captured optimizer")
+                raise OtherStep(f"`{name}` has other groups of parameters than the captured optimizer")
             optimizers.append((optimizer, groups))
         return modules, optimizers
 
@@ -406,7 +406,7 @@ class RetrySession(Session):
         failure, event = captured.failure, captured.failure.event
         try:
             player, ops = self._recorded()
-        except Unlike as reason:
+        except OtherStep as reason:
             self.refuse(str(reason))
         called, given = {unwrapped(op.target) for op in ops if op.kind is Root}, {module for module, _ in self._modules}
         if called - given and given - called:  # such as the first step of the next model
