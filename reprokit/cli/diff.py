@@ -29,9 +29,14 @@ DEFAULT_SECONDS = 600.0
 _MOST = 5  # inputs, or calls of a part of a program, that are named
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _BACKENDS = ("eager", "aot_eager", "inductor")
-_CHILD = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from reprokit.compare.runs import write_run; write_run(*sys.argv[2:])"
-)
+_CHILD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from reprokit.compare.runs import write_run
+from reprokit.snapshot.format import load
+snapshot = load(sys.argv[2])
+write_run(snapshot, snapshot.settings, sys.argv[3])
+"""
 
 
 @click.command("diff", short_help="Find the first call in which two runs part.")

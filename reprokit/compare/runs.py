@@ -29,7 +29,7 @@ from reprokit.locate.notes import phase_of
 from reprokit.program.convert import default_dtype, in_dtype
 from reprokit.program.dataflow import contents, same_bits
 from reprokit.program.functions import display_name
-from reprokit.program.interpreter import determinism
+from reprokit.program.interpreter import Settings, determinism
 from reprokit.program.ir import Call, Input, Phase, Program, Ref
 from reprokit.program.observe import Trace, copied
 from reprokit.program.step import HasProgram, Step
@@ -130,13 +130,10 @@ class Run:
         return number_of(made[-1]) if made else None
 
 
-def write_run(file: str, path: str) -> None:
-    """Run the step of a snapshot and write what it left; what another Python of `reprokit diff` is started for."""
-    from reprokit.snapshot.format import load
-
-    snapshot = load(file)
-    with determinism(snapshot.settings):
-        run = Run.of(snapshot)
+def write_run(step: HasProgram, settings: Settings, path: str) -> None:
+    """Run a step and write what it left; what another Python of `reprokit diff` is started for."""
+    with determinism(settings):
+        run = Run.of(step)
     fields = ("results", "gradients", "calls", "exact", "exact_gradients")
     content = {name: [(*place, item) for place, item in getattr(run, name).items()] for name in fields}
     torch.save({**content, "torch": str(torch.__version__)}, path)
