@@ -6,7 +6,7 @@ import math
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,7 @@ def _of_files(one: Snapshot, other: Snapshot) -> dict[str, Any]:
         more = [f"and {len(found.inputs) - _MOST} more"] if len(found.inputs) > _MOST else []
         inputs = [f"`{item.name}` ({item.role}): {item.words}" for item in found.inputs[:_MOST]]
         lines = ["what the step is given differs, before any call:", *inputs, *more, *_since(one, other)]
-        return _row("", DIFFERENT, lines, inputs=[item._asdict() for item in found.inputs])
+        return _row("", DIFFERENT, lines, inputs=[asdict(item) for item in found.inputs])
     there = _elsewhere(one, other, found.calls)
     if there is None:
         return _described("", found)
@@ -300,7 +300,7 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
         lines.insert(0, "in float64 they agree, and each is about as close to that")
     elif found.first.index != found.real.index:
         lines.append(f"rounding differs before, first in {_call_words(found.first.call)}: {found.first.gap.words}")
-    gap = departure.gap._asdict()
+    gap = asdict(departure.gap)
     plain = {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in gap.items()}
     more = {**_place(departure.call, departure.phase), "gap": plain, "settings": departure.settings}
     more["comparison"] = found

@@ -170,7 +170,8 @@ def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Version, i
 # -- two tensors ---------------------------------------------------------------------------------------------------
 
 
-class Gap(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Gap:
     """How two tensors differ: elements that do, the largest absolute difference, that over the largest element, and
     units in the last place, if that is a number of the format. ``why`` it is no rounding; empty if it is."""
 
@@ -216,12 +217,12 @@ def gap_between(
     if wide is not None and wide_other is not None and wide.shape == wide_other.shape == first.shape:
         formula, size = _largest(_numbers(wide), _numbers(wide_other)), _size(_numbers(wide))
         if formula > same_formula * size:
-            return found._replace(why=f"in float64 they differ by {formula / size if size else math.inf:.1g} as well")
+            return replace(found, why=f"in float64 they differ by {formula / size if size else math.inf:.1g} as well")
         noise = max(noise, _largest(one, _numbers(wide)))
         noise = max(noise, _largest(other, _numbers(wide_other))) if own != others else noise
     if not largest <= MARGIN * noise:
         times = largest / noise if noise else math.inf
-        return found._replace(why=f"that is {times:.0f} times the rounding error of the first")
+        return replace(found, why=f"that is {times:.0f} times the rounding error of the first")
     return found
 
 
@@ -258,7 +259,8 @@ def _units(first: torch.Tensor, second: torch.Tensor) -> int | None:
 # -- two programs --------------------------------------------------------------------------------------------------
 
 
-class InputDifference(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class InputDifference:
     """An input of one step or both that is not the same."""
 
     name: str
