@@ -28,7 +28,7 @@ from reprokit.capture.fidelity import Made, Place, has_origin
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
-from reprokit.capture.operands import operands_of, option_words
+from reprokit.capture.operands import operands_at, option_words
 from reprokit.capture.save import (
     Describing,
     NothingFound,
@@ -423,7 +423,7 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
             before = [n for n in own if n < is_call.index(True)] if True in is_call else []
             innermost = max(inside, own[-1]) if kinds[inside] == "library" else own[-1]
             for n in dict.fromkeys([innermost, *before[-1:]]):
-                told = operands_of(entries[n], names)
+                told = operands_at(entries[n].tb_frame, entries[n].tb_lasti, names)
                 facts += [f"at {relative_path(_file_of(entries[n]))}:{entries[n].tb_lineno} {', '.join(told)}"] * bool(
                     told
                 )

@@ -10,7 +10,7 @@ import functools
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ Node = ast.Name | ast.Attribute | ast.Subscript
 Assignment = ast.Assign | ast.AugAssign
 
 
-def operands_of(entry: TracebackType, names: Mapping[int, str]) -> list[str]:
-    """The operands of the expression that raised in a frame, in words, numbers first; ``names`` are those of
-    parameters by ``id``."""
-    frame, file = entry.tb_frame, entry.tb_frame.f_code.co_filename
-    position = next(islice(frame.f_code.co_positions(), entry.tb_lasti // 2, None), None)
+def operands_at(frame: FrameType, instruction: int, names: Mapping[int, str]) -> list[str]:
+    """The operands of the expression that a frame is at, in words, numbers first; ``names`` are those of parameters by
+    ``id``."""
+    file = frame.f_code.co_filename
+    position = next(islice(frame.f_code.co_positions(), instruction // 2, None), None)
     tree = _tree(file)
     if position is None or tree is None or position[0] is None:
         return []
@@ -174,6 +174,7 @@ def _assignments(tree: ast.AST, wanted: str) -> list[Assignment]:
 
 def _assignment(tree: ast.AST, node: Node, line: int) -> Assignment | None:
     """The last assignment to an operand above a line, else the last one of all, as in a loop."""
-    found = _assignments(tree, ast.unparse(node))
+    made = _assignments(tree, ast.unparse(node))
+    found = [one for one in made if not one.lineno <= line <= (one.end_lineno or line)]  # else it is yet to be made
     above = [one for one in found if (one.end_lineno or one.lineno) < line]
     return above[-1] if above else found[-1] if found else None

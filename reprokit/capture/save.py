@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from reprokit import torch_private
 from reprokit.capture.attributes import attributes_kept
@@ -27,6 +28,7 @@ from reprokit.capture.experiments import KINDS, Experiments, rewritten_inputs, s
 from reprokit.capture.fidelity import Made, by_itself, compiled_mismatch, placed
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
+from reprokit.capture.recomputed import Recomputations
 from reprokit.capture.replay import (
     BEGUN_BEFORE,
     Case,
@@ -97,6 +99,7 @@ OTHER_GRADIENTS = "gradients differ between training and the replay, where no ho
 MODULES_SPREAD = "the state of the model: it is spread over the ranks"
 OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 NOT_AGAIN = "the failure did not occur again when the step was replayed"
+NO_CHECKPOINT = "a checkpoint is recorded as plain calls, so running the file does not raise the exception"
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
 _PLAYING = 2 / 3  # of the seconds that finding the cause may take; the rest is left for the fixes of rules
@@ -210,7 +213,22 @@ class Describing:
             if may_tell_more(found) and made.snapshot.fidelity != "unfaithful":
                 with ignored_errors():
                     found = _found_by_rule(made, found, left) if 2 * took[-1] <= left else out_of_time(found)
+            with ignored_errors():
+                found = self._recomputed(found, segments)
         return _with_operands(found, self.verdict.raised, made.snapshot.failure)
+
+    def _recomputed(self, cause: Cause | None, segments: list[Segment]) -> Cause | None:
+        """The cause, behind what a checkpoint has recomputed in another way, where that has raised the exception."""
+        raised, world, seen = self.verdict.raised, self.loop.world, Recomputations()
+        if raised is None or raised.type != CheckpointError.__name__ or not segments:
+            return cause
+        replay = Replay(world, self.loop.tape, segments, world.copies[0])
+        with replay.going_back(), in_silence(), seen.watching(), contextlib.suppress(CheckpointError):
+            replay.play()
+        known, says = cause or Cause("unknown", ""), f"A checkpoint does not repeat its forward pass: {seen.found}."
+        if not seen.found:
+            return cause
+        return replace(known, text=f"{says} {known.text}".strip(), evidence=(seen.found, *known.evidence))
 
     def _kept_steps(self, snapshot: Snapshot) -> list[Segment]:
         """The steps to play again with one thing changed, up to the failure; none where that is not possible."""
@@ -527,7 +545,8 @@ class Describing:
         if failure is None:
             failure, is_close = _unexplained(case, loop.tape.alive()), False
             is_gone = raised is None or (raised.is_call and replayed.error is None and not is_hook)
-            notes += [NOT_AGAIN if is_gone else NOT_OF_TORCH] if is_known else []
+            is_repeated = raised is not None and raised.type == CheckpointError.__name__
+            notes += [NO_CHECKPOINT if is_repeated else NOT_AGAIN if is_gone else NOT_OF_TORCH] if is_known else []
         elif raised is not None and failure.exception is not None and raised.alike(*failure.exception):
             failure = replace(failure, exception=raised.alike(*failure.exception))
         elif raised is not None and failure.exception is not None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from reprokit.capture.save import NOT_OF_TORCH
+from reprokit.capture.save import NO_CHECKPOINT, NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.program.ir import BACKWARD
 from reprokit.render.findings import markdown, one_line, page
@@ -242,6 +243,32 @@ def state_of_a_whole_batch() -> None:
         update(optimizer, model(given, state)[0].square().mean())
 
 
+class Cached(nn.Module):
+    """Joins its keys with those of the calls before, also when a checkpoint repeats the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 3)
+        self.keys: list[torch.Tensor] = []
+        self.saves_memory = False
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys.append(self.project(x))
+        return torch.cat(self.keys).exp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys = []
+        return checkpoint(self.attend, x, use_reentrant=False) if self.saves_memory else self.attend(x)
+
+
+def checkpoint_of_a_cache() -> None:
+    model = Cached()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, _ in batches():
+        model.saves_memory = step == BAD_STEP
+        update(optimizer, model(x[:2, :4]).square().mean())
+
+
 def critic_stepped_in_between() -> None:
     actor, critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     first, second = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (critic, actor))
@@ -308,6 +335,9 @@ def two_losses_of_one_graph() -> None:
             ", from the power `(1 - step / (BAD_STEP - 1)) ** 0.9` in line "]),
         (state_of_a_whole_batch, RuntimeError, None, [
             "`given` is float32 [2, 1, 4] (assigned at ", "`state` is float32 [1, 3, 3], all zeros (assigned at "]),
+        (checkpoint_of_a_cache, CheckpointError, None, [
+            "when recomputed, `cat` (", " gives [4, 3] (`self.keys` is 2 items: ", "; in its place `cat` (",
+            ") gives [2, 3] in the forward pass."]),
         (critic_stepped_in_between, RuntimeError, BACKWARD, [
             ": `critic.2.weight` was saved for the backward pass by `nn.functional.linear` in `critic.2` (",
             ", and written since by `Adam.step` (", ") (version 1 when it was saved, 2 now)."]),
@@ -326,9 +356,11 @@ def test_the_operands_are_told(
     snapshot = capture_raising(loop, error, tmp_path)
     assert snapshot.failure.call == call and snapshot.cause is not None
     forward = (features_of_inference_mode, state_of_a_whole_batch)
-    phase = "forward" if loop in forward else "backward" if call == BACKWARD else "optimizer"
+    backward = call == BACKWARD or loop is checkpoint_of_a_cache
+    phase = "forward" if loop in forward else "backward" if backward else "optimizer"
     assert snapshot.failure.phase == phase
-    assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
+    note = NO_CHECKPOINT if loop is checkpoint_of_a_cache else NOT_OF_TORCH
+    assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", note))
     if loop is state_of_a_whole_batch:
         assert "torch's own code, `torch/nn/modules/rnn.py:" in origin(snapshot, snapshot.failure)
     assert [part for part in says if part not in snapshot.cause.text] == [], snapshot.cause.text

@@ -68,7 +68,7 @@ WITHOUT_FAULTS = {
 NOT_IN_THESE_RUNS = {
     *("lockstep", "meeting", "ranks"),  # `test_faults_of_ranks.py`
     "compiled_calls",  # `test_a_fault_where_compiled_code_fails`
-    *("failure_text", "exceptions", "operands"),  # what is printed of an exception
+    *("failure_text", "exceptions", "operands", "recomputed"),  # what is printed of an exception
     "retry",  # the script runs for its answer alone
 }
 HOME = "reprokit.capture."
