@@ -13,7 +13,7 @@ import reprokit.capture
 import reprokit.locate
 import reprokit.render
 import reprokit.shrink  # noqa: F401
-from reprokit.api import Rendered, capture, load, locate, render, shrink, verify
+from reprokit.api import Rendered, TraceRows, capture, load, locate, render, shrink, trace, verify
 from reprokit.errors import ReprokitError
 from reprokit.series.events import TrainingEvent
 
@@ -36,6 +36,7 @@ __all__ = [
     "ReprokitError",
     "Session",
     "Snapshot",
+    "TraceRows",
     "TrainingEvent",
     "VerifyResult",
     "__version__",
@@ -44,6 +45,7 @@ __all__ = [
     "locate",
     "render",
     "shrink",
+    "trace",
     "verify",
 ]
 

@@ -5,23 +5,31 @@ They do in code what the commands of the same names do. `docs/api.md` has exampl
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reprokit.capture.launch import capture
+from reprokit.capture.options import check_steps
+from reprokit.errors import ReprokitError
+from reprokit.locate.choice import Choice
+from reprokit.words import print_line, replay_words
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from reprokit.locate.failure import Failure
+    from reprokit.locate.ranges import FrameRow
     from reprokit.render.verify import VerifyResult
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.source import Source
 
-__all__ = ["Rendered", "capture", "load", "locate", "render", "shrink", "verify"]
+__all__ = ["Rendered", "TraceRows", "capture", "load", "locate", "render", "shrink", "trace", "verify"]
 
 PathLike = str | os.PathLike[str]
 
@@ -43,6 +51,56 @@ class Rendered:
     reduction: Path
     lines: int
     verified: str
+
+
+class TraceRows(list[dict[str, Any]]):
+    """The rows of a trace with the fields of `reprokit trace --json`; as a text they are its lines."""
+
+    def add(self, found: Sequence[FrameRow]) -> None:
+        """Add the rows of a step."""
+        self._found = [*getattr(self, "_found", []), *found]
+        self.extend(row.plain() for row in found)
+
+    def __str__(self) -> str:
+        from reprokit.locate.ranges import table
+
+        return "\n".join(map(str, table(self._found, 0, is_flat=True).renderables)) if self else "no rows"
+
+    __repr__ = __str__
+
+
+@contextlib.contextmanager
+def trace(
+    *,
+    steps: int | Collection[int] = 0,
+    module: str | None = None,
+    classes: Sequence[str] = (),
+    tensors: Sequence[str] = (),
+    histograms: bool = False,
+) -> Iterator[TraceRows]:
+    """Measure the module calls of the steps of the loop in this block, or of the single forward and backward in it.
+
+    Yields the rows, which are there when the block is left. ``module``, ``classes`` and ``tensors`` are shell patterns
+    as of `reprokit trace`: a tensor is ``output``, ``grad_input`` and so on, or a variable of your code.
+    """
+    from reprokit.render.module_ranges import recorded_rows
+
+    rows, chosen, choice = TraceRows(), check_steps(steps), Choice(module, tuple(classes), tuple(tensors))
+    with tempfile.TemporaryDirectory(prefix="reprokit-trace-") as folder:
+        path, on = Path(folder) / "trace.pt", ("exception",)
+        try:
+            with capture(path, after="continue", quiet=True, on=on, budget=None, at_step=chosen) as session:
+                is_watching = session.is_watching
+                yield rows
+        finally:
+            for snapshot in filter(lambda one: one.step in chosen, map(load, session.snapshots)):
+                with contextlib.suppress(ReprokitError):  # it needs what this machine lacks
+                    rows.add(recorded_rows(snapshot, choice, histograms=histograms))
+                if doubt := replay_words(snapshot.fidelity, snapshot.fidelity_note):
+                    print_line(f"step {snapshot.step}: {doubt}")
+            if not rows:
+                reason = f"{choice} in the chosen steps; an optimizer's step ended {session.num_steps} steps"
+                print_line(f"no rows: {reason if is_watching else 'another capture watches already'}")
 
 
 def load(path: PathLike) -> Snapshot:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import reprokit
 from tests.conftest import Run
@@ -31,6 +32,56 @@ def test_the_examples_run(tmp_path: Path, run_python: Run) -> None:
     assert re.fullmatch(r"regression-repro/repro\.py \d+ 20/20", lines[1])
     assert lines[2] == "step 0: inf in backward"
     assert lines[3].startswith("`missing.repro.pt` does not exist")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.fc(x))
+        return x + hidden
+
+
+def test_a_block_is_traced_and_left_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    net, x, seen = Residual(), torch.randn(3, 4, requires_grad=True), dict[str, torch.Tensor]()
+
+    def note(part: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+        seen.update(grad_input=inputs[0], grad_output=outputs[0])
+
+    handle = net.fc.register_full_backward_hook(note)
+    net(x).square().sum().backward()
+    handle.remove()
+    bare = [p.grad for p in (x, *net.parameters())]
+    for leaf in (x, *net.parameters()):
+        leaf.grad = None
+    with reprokit.trace(tensors=["grad_*put", "hidden"]) as rows:
+        loss = net(x).square().sum()
+        loss.backward()
+    for leaf, gradient in zip((x, *net.parameters()), bare, strict=True):
+        assert leaf.grad is not None and gradient is not None and torch.equal(leaf.grad, gradient)
+    for tensor, expected in seen.items():
+        (row,) = (row for row in rows if (row["module"], row["tensor"]) == ("fc", tensor))
+        found = [row[name] for name in ("norm", "min", "max", "mean", "std")]
+        numbers = (expected.norm(), *expected.aminmax(), expected.mean(), expected.std(unbiased=False))
+        assert found == pytest.approx([number.item() for number in numbers], rel=1e-6, abs=1e-6)
+    (row,) = (row for row in rows if row["tensor"] == "grad_variable")
+    assert (row["module"], row["name"], row["shape"]) == ("<Residual>", "hidden", [3, 4])
+    lines = str(rows).splitlines()
+    assert lines[0].split()[:3] == ["module", "tensor", "shape"] and sum("  fc (Linear)" in line for line in lines) == 2
+    with reprokit.trace(classes=["Lin*"], tensors=["output"], steps=[0, 1]) as rows:
+        net(x)
+        net(2 * x)
+    assert [(row["step"], row["pass"]) for row in rows] == [(0, "forward"), (1, "forward")]
+    with pytest.raises(RuntimeError), reprokit.trace(tensors=["input"]) as rows:
+        net(torch.ones(3, 5))
+    assert {tuple(row["shape"]) for row in rows} == {(3, 5)}
+    assert capsys.readouterr().err == ""
+    with reprokit.capture(quiet=True), reprokit.trace() as rows:
+        net(x)
+    assert not rows and "no rows: another capture watches already" in capsys.readouterr().err
 
 
 def test_every_public_name_is_checked_by_mypy_in_a_program_of_a_user() -> None:

@@ -23,6 +23,13 @@ def watched() -> list[str | None]:
     return [event.snapshot for event in events if event.severity == "error" and event.kind == "spike"]
 
 
+def measured(model: torch.nn.Module, batch: torch.Tensor) -> list[float]:
+    rows: reprokit.TraceRows
+    with reprokit.trace(steps=[0, 1], module="h.*", classes=["Linear"], tensors=["output"]) as rows:
+        model(batch)
+    return [row["max"] for row in rows]
+
+
 def reduced(path: Path) -> tuple[reprokit.Snapshot, reprokit.Reduction]:
     snapshot = reprokit.load(path)
     failure: reprokit.Failure | None = reprokit.locate(snapshot)

@@ -215,7 +215,8 @@ def _why_not_checked(seen: Seen) -> list[str]:
         found.append(f"{what}: write updates in place or call `session.step()` after each")
     elif not seen.has_backward:
         lead = "forward passes but no" if seen.has_forward else "no"
-        found.append(f"{lead} backward pass was seen, so no step was checked")
+        more = ", and no output of a model was nan or +inf" if seen.has_forward and "nonfinite" in seen.on else ""
+        found.append(f"{lead} backward pass was seen, so no step was checked{more}")
     return found
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -162,7 +163,7 @@ class Failures:
         frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
         with recorder.paused():
             loop.ranks.part()
-            self.save_asked()
+            self.save_asked(is_over=loop.ranks.is_alone and not ends_training(error))
             if judge.pending is not None and not self.takes_skipped and judge.is_dropped(judge.pending):
                 self.count_skipped(judge.pending.step)  # a bad loss whose gradients the loop has dropped is no failure
                 loop.tape.drop_gradients()
@@ -185,6 +186,8 @@ class Failures:
             path = self.early.look_at_gradients(frame, is_last=True)
         if path is None and is_buffer_bad:
             path = self.save(Verdict("output", frame, is_late=True))
+        if path is None and -1 in loop.forwards and loop.is_forward_only:
+            path = self.save(Verdict("output", frame, keep=loop.forwards[-1][1][0]))
         return path
 
     def _look_at_the_last_step(self, error: BaseException | None, frame: FrameType | None) -> Path | None:
@@ -232,20 +235,26 @@ class Failures:
             loop.tape.add(op.kind, op.target, op.args, op.kwargs, (), (op.code, op.instruction), op.mode, op.note)
         return self.save(Verdict("exception", frame, raised=described))
 
-    def save_asked(self, before: float = math.inf) -> None:
-        """Save the steps before ``before`` that `--at-step` names; training goes on."""
+    def save_asked(self, before: float = math.inf, *, is_over: bool = False) -> None:
+        """Save the steps before ``before`` that `--at-step` names; training goes on. If it ``is_over`` also the step
+        without an update, and, of a run without backward calls, calls of root modules."""
         loop, session = self._loop, self.session
         known = {mark.step for mark in loop.tape.marks}
         for step in sorted(step for step in loop.asked if step < before):
             loop.asked.discard(step)
-            if step not in known and step >= loop.iterations.completed:
+            key = step if is_over and loop.is_forward_only and step in loop.forwards else None
+            is_new = step not in known and step >= loop.iterations.completed
+            is_last = is_over and is_new and step == loop.iterations.completed
+            has_begun = key is not None or (is_last and loop.has_differentiated)  # and did not come to its end
+            if is_new and not has_begun:
                 session.say(f"step {step} of `--at-step` is not saved: the training ended before it was over")
                 continue
             verdict = Verdict("", sys._getframe(2), together=loop.ranks.together())
             with session.replaying(ends=False):
                 try:
                     describing = Describing(loop, verdict, self._command)
-                    path = self._write(describing.asked(step), is_asked=True)
+                    made = describing.unfinished(step, key) if has_begun else describing.asked(step)
+                    path = self._write(made, is_asked=True)
                 except NotKept as reason:
                     session.say(f"step {step} was not saved: {reason}")
                     continue
@@ -271,6 +280,9 @@ class Failures:
         if verdict.alarm is not None:
             return EventStep(loop, verdict, self._command).snapshot()
         describing = Describing(loop, verdict, self._command)
+        if self._is_of_forward(verdict):
+            made = describing.unfinished(0, -1)
+            return replace(made, snapshot=replace(made.snapshot, cause=describing.cause(made)))
         if verdict.difference is not None:
             return loop.ranks.difference_made(describing)
         made = describing.snapshot()
@@ -281,9 +293,15 @@ class Failures:
                 return EventStep(loop, verdict, self._command).beside_healthy(made)
         return made
 
+    def _is_of_forward(self, verdict: Verdict) -> bool:
+        held = self._loop.forwards.get(-1)
+        return held is not None and verdict.keep is held[1][0]
+
     def _announcement(self, verdict: Verdict) -> str:
         """The line before the replay, which may take long: the failure and its step."""
         loop, op, alarm = self._loop, verdict.op, verdict.alarm
+        if self._is_of_forward(verdict):
+            return f"an output is nan or inf in forward pass {loop.forwards[-1][0]}; replaying it"
         if isinstance(alarm, Finding):
             return f"`{alarm.name}` learns nothing; replaying step {alarm.step}"
         if alarm is not None:

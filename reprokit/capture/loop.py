@@ -12,6 +12,7 @@ import inspect
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import CodeType, FrameType
@@ -38,7 +39,7 @@ from reprokit.capture.tensor_names import names_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.compare.compiled import Compiled
 from reprokit.errors import pass_on, tb_entries
-from reprokit.locate.ways import bad_tensor, is_bad, is_finite_sum
+from reprokit.locate.ways import NAN, PLUS, bad_tensor, is_bad, is_finite_sum, ways_of
 from reprokit.program.ir import OPAQUE, Call, Mode
 from reprokit.program.sites import current_site, kind_of_file
 from reprokit.program.trace import current_mode
@@ -60,6 +61,8 @@ class Loop:
     ``compiled`` is the first compiled function that the loop called itself. ``clipped`` is the norm that the loop
     clipped its gradients by, since the last look at them. While ``is_urgent`` everything is checked at once.
     ``has_differentiated``: backward was called in the running step. ``early`` is called when a step is over.
+    ``forwards`` are calls of root modules with copies of what they were given, for a run that ``is_forward_only``:
+    those asked for, by the number of the call of each, and under -1 the first with a bad output.
     """
 
     def __init__(self, recorder: Recorder, world: World, budget: Budget, watch: Watch, *, matter: bool) -> None:
@@ -85,6 +88,8 @@ class Loop:
         self.has_alarm: Callable[[], bool] = lambda: False  # asked before a copy
         self.asked: set[int] = set()  # steps to save although they are healthy
         self.last_step: int | None = None  # after which the loop is stopped
+        self.forwards: dict[int, tuple[int, list[Op], dict[Number, torch.Tensor]]] = {}
+        self._num_forwards: Counter[int] = Counter()  # by the ``id`` of the module
         self.copied_at = -1  # the step of the last copy; the first ones begin before any step
         self.loss_sites: set[tuple[Any, int]] = set()  # where the first steps computed losses
         self._sentinel, self._last_layer = Sentinel(), Sentinel(is_last=True)
@@ -116,6 +121,7 @@ class Loop:
             if part is not None:
                 part.forget()
         self.compilers.clear()
+        self.forwards.clear()
         self.recorder.roots.attributes.forget()
         self.recorder.raised, self.recorder.gaps = None, []
 
@@ -138,6 +144,24 @@ class Loop:
         if torch.is_grad_enabled():
             self._has_forward = True
         return drawn
+
+    @property
+    def is_forward_only(self) -> bool:
+        """True if the run, one process, has made neither a backward call nor an update so far."""
+        has_trained = self.recorder.is_claimed or self.recorder.has_transform or self.iterations.total
+        return self.ranks.is_alone and not has_trained
+
+    def after_forward(self, target: Any, output: Any) -> None:
+        """A root module was called, and the run has made no backward call so far. An output of -inf may be a mask."""
+        number = self._num_forwards[id(target)]
+        self._num_forwards[id(target)] += 1
+        is_bad = self.matter and -1 not in self.forwards
+        is_bad = is_bad and any(not {NAN, PLUS}.isdisjoint(ways_of(tensor.detach())) for tensor in iter_tensors(output))
+        for key in ([-1] if is_bad else []) + ([number] if number in self.asked else []):
+            (op,), alive = self.tape.ops(len(self.tape.log) // SLOTS - 1), self.tape.alive()
+            _, ops, given = self.forwards.setdefault(key, (number, [], {}))
+            ops.append(op)
+            given |= {n: alive[n].detach().clone().requires_grad_(alive[n].requires_grad) for n in op.ins if n in alive}
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module is known from here on."""
@@ -741,6 +765,7 @@ class Loop:
             self.ranks.end_update()
         if iterations.total == SETTLED_AFTER:
             self.recorder.roots.settle()
+            self.forwards.clear()
         if optimizer is not None and self.budget.limit is not None:  # one by hand is seen only in a step that is noted
             self.budget.end_step(ended, num_calls, is_noted=self.is_noted)
         self.restart()

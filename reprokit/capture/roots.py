@@ -104,7 +104,7 @@ class RootCalls:
             if is_compiling() or (recorder.depth and not recorder.is_stepping) or not roots.is_root_call():
                 return inner(self, *args, **kwargs)
             known = self, args, kwargs, sys._getframe(1)
-            finish = roots.finish if recorder.loop.generators.looks_left else None
+            finish = roots.finish if recorder.loop.generators.looks_left or not recorder.is_claimed else None
             if roots._original is not None:  # every module is watched
                 return recorder.whole(roots.begin, known, roots.unwatched, (inner, self, *args), kwargs, finish)
             return recorder.whole(roots.begin, known, inner, (self, *args), kwargs, finish)
@@ -157,6 +157,8 @@ class RootCalls:
         """Note it."""
         self._recorder.finish(begun, output)
         self._recorder.loop.generators.after_module()
+        if not self._recorder.is_claimed:
+            self._recorder.loop.after_forward(begun[1], output)
 
     def states(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`generator_states` of now; the last ones again if they are the same, since each takes five kilobytes."""

@@ -317,6 +317,15 @@ class Describing:
             with self.healthy(segments, len(segments) - 1, copy) as case:
                 return self.replayed(case), case.ops
 
+    def unfinished(self, step: int, key: int | None = None) -> Made:
+        """The running step as far as it has come, or the calls of `Loop.forwards` under a ``key``; healthy where a step
+        was asked for."""
+        number, ops, given = self.loop.forwards[key] if key is not None else (step, self.loop.tape.running(), {})
+        case = self.now(ops, None, [])
+        case.mark.step = number
+        explain = None if self.verdict.where else lambda *_: Failure(Phase.FORWARD, HEALTHY)
+        return self.make(replace(case, contents=given, explain=explain))
+
     def now(self, ops: list[Op], pending: Op | None, notes: list[str]) -> Case:
         """The running step, from the state of now."""
         verdict, mark = self.verdict, self._running_mark(pending)

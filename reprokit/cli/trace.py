@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Format = Literal["table", "lines", "jsonl", "csv", "html"]
 FORMATS: tuple[Format, ...] = ("table", "lines", "jsonl", "csv", "html")
-_SCREEN = ("table", "lines")
 _MOST_NAMES = 6  # in one line
 
 
@@ -56,7 +55,7 @@ class Output:
         file = self.path.open("w", encoding="utf-8", newline="") if self.path is not None else None
         rows = [row for group in groups for row in group]
         with file or contextlib.nullcontext():
-            if self.to in _SCREEN:
+            if self.to in FORMATS[:2]:
                 screen = Console(file=file, stderr=file is None, highlight=False)
                 for group in filter(None, groups):
                     is_flat = self.to == "lines"
@@ -89,7 +88,7 @@ class TraceScript:
         trained: set[str] = set()  # names of parameters
         with contextlib.ExitStack() as stack:
             stack.enter_context(launch.hide_own_frames())
-            is_mixed = self.output.to not in _SCREEN and self.output.path is None
+            is_mixed = self.output.to not in FORMATS[:2] and self.output.path is None
             stdout = stack.enter_context(_own_stdout()) if is_mixed else sys.stdout
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-trace-")))
             process = os.getpid()
@@ -152,7 +151,7 @@ class TraceScript:
                 console.say(f"no gradient in the chosen steps: {shown}{more}", self.verbosity)
         elif session is not None:
             steps = counted(session.num_steps, "step")
-            console.say(f"no rows: {output.choice.lacking} in the chosen steps; an optimizer's step ended {steps}")
+            console.say(f"no rows: {output.choice} in the chosen steps; an optimizer's step ended {steps}")
         elif "torch" not in sys.modules:
             console.say("no rows: the script did not import torch")
 
@@ -176,7 +175,7 @@ def _trace_file(path: Path, output: Output, max_time: float, verbosity: console.
         rows = recorded_rows(snapshot, output.choice, histograms=output.histograms)
     output.write([rows], sys.stdout)
     if not rows:
-        console.say(f"no rows: {output.choice.lacking} in this step", verbosity)
+        console.say(f"no rows: {output.choice} in this step", verbosity)
     return 0
 
 
@@ -222,8 +221,7 @@ class OptionsAnywhere(click.Command):
     "tensors",
     multiple=True,
     metavar="PATTERN",
-    help="Only input, weight, output, grad_input, grad_output or grad_weight; another name is that of a variable of "
-    "your code, whose value and gradient are measured. Repeatable; prints a line a row.",
+    help="Only input, weight, output, grad_input, grad_output, grad_weight, or a variable of your code; repeatable.",
 )
 @click.option("--histograms", is_flag=True, help="Add a histogram of magnitudes and the kurtosis to every row.")
 @click.option("--to", type=click.Choice(FORMATS), help="The format of the rows: table by default, lines with --tensor.")

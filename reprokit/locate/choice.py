@@ -24,19 +24,15 @@ class Choice:
         is_named = self.module is None or fnmatchcase(module, self.module)
         return is_named and (not self.classes or any(fnmatchcase(cls, pattern) for pattern in self.classes))
 
-    @property
-    def roles(self) -> frozenset[Role]:
-        """The tensors of modules that are wanted."""
-        return frozenset(role for role in ROLES if not self.tensors or any(fnmatchcase(role, p) for p in self.tensors))
+    def has_role(self, role: str) -> bool:
+        """True for a tensor of a module that is wanted."""
+        return not self.tensors or any(fnmatchcase(role, pattern) for pattern in self.tensors)
 
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The patterns for names of variables."""
-        return tuple(pattern for pattern in self.tensors if not any(fnmatchcase(role, pattern) for role in ROLES))
+    def has_variable(self, name: str) -> bool:
+        """True for a variable that is wanted."""
+        patterns = (pattern for pattern in self.tensors if fnmatchcase(name, pattern))
+        return any(not any(fnmatchcase(role, pattern) for role in ROLES) for pattern in patterns)
 
-    @property
-    def lacking(self) -> str:
-        """Why there are no rows."""
+    def __str__(self) -> str:
         words = [f"`{word}`" for word in (self.module, *self.classes, *self.tensors) if word is not None]
-        kind = "no module was called and no variable assigned" if self.variables else "no module was called"
-        return kind + (f" that matches {', '.join(words)}" if words else "")
+        return f"nothing matches {', '.join(words)}" if words else "no module was called"

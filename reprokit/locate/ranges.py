@@ -144,13 +144,6 @@ def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = Fal
     )
 
 
-def ends_of(tensor: torch.Tensor) -> tuple[float, float] | None:
-    """The smallest and largest finite element of real numbers; ``None`` without any."""
-    numbers = _numbers(tensor)
-    finite = numbers[torch.isfinite(numbers)] if numbers is not None and not numbers.is_complex() else None
-    return _extremes(finite) if finite is not None and finite.numel() else None
-
-
 def range_text(found: Range | None) -> str:
     """A range in a few words: ``float16 4x8, |x| 0.1 to 6.5e+04, 3 nan``, or ``bool 4x8, 3 of 32 True``.
 

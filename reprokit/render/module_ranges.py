@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -158,24 +157,17 @@ def surveyed(snapshot: Snapshot, *, histograms: bool) -> Survey:
 def _shared_inputs(program: Program) -> dict[int, dict[Key, set[int]]]:
     """By values that are read inside a module call and outside of it, such as the input of a residual branch, and by
     module call: the calls inside that read."""
-    readers: dict[int, list[int]] = {}
+    states = {item.value for item in program.inputs if item.role in ("parameter", "buffer", "rng")}
+    readers: dict[int, set[int]] = {}
+    inside: dict[int, dict[Key, set[int]]] = {}
     for index, call in enumerate(program.calls):
         if not (call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)):
-            for value in call.input_refs():
-                readers.setdefault(value, []).append(index)
-    found: dict[int, dict[Key, set[int]]] = {}
-    for item in program.inputs:
-        if item.role in ("parameter", "buffer", "rng"):
-            readers.pop(item.value, None)
-    for value, indexes in readers.items():
-        inside: dict[Key, set[int]] = {}
-        for index in indexes:
-            scope = program.calls[index].scope
-            for depth in range(1, len(scope) + 1):
-                inside.setdefault(scope[:depth], set()).add(index)
-        if partly := {key: own for key, own in inside.items() if len(own) < len(indexes)}:
-            found[value] = partly
-    return found
+            for value in set(call.input_refs()) - states:
+                readers.setdefault(value, set()).add(index)
+                for depth in range(1, len(call.scope) + 1):
+                    inside.setdefault(value, {}).setdefault(call.scope[:depth], set()).add(index)
+    partly = {v: {key: own for key, own in keys.items() if own < readers[v]} for v, keys in inside.items()}
+    return {value: keys for value, keys in partly.items() if keys}
 
 
 def names_with_gradient(found: Survey) -> set[str]:
@@ -196,22 +188,18 @@ def rows_of(found: Survey, step: int, choice: Choice = ALL, *, last: int | None 
     modules = (item for item in made.ordered if GRAD_SCALER not in item[0])
     ordered = [item for item in modules if choice.takes(item[0][-1].label, item[0][-1].cls)]
     forward = [_forward(step, key, made.parts(key, indexes), names) for key, indexes in ordered]
-    backward = [_backward(found, item[0], values) for item, values in zip(ordered[::-1], forward[::-1], strict=True)]
+    arrived, pairs = found.arrived, zip(ordered[::-1], forward[::-1], strict=True)
+    backward = [_backward(found, arrived, item[0], values) for item, values in pairs]
     if last is not None:
         forward, backward = _until_failure(found.failure, found.program, ordered, forward, backward)
         shown = [part for part in (*forward, *backward) if part]
         return [row for part in shown[len(shown) - min(last, len(shown)) :] for _, row in part]
-    ends = [(indexes[-1], 0) for _, indexes in ordered]
-    timed = [*zip(ends, forward, strict=True), *((_arrival(found, part), part) for part in backward)]
-    timed = [(time, [row for row in part if row[1].tensor in choice.roles]) for time, part in timed]
+    times, never = {value: time for (_, value), time in found.arrivals.items()}, (math.inf, 0)  # of gradients
+    timed: list[tuple[Time, Part]] = [((item[1][-1], 0), part) for item, part in zip(ordered, forward, strict=True)]
+    timed += [(min((times.get(value, never) for value, _ in part), default=never), part) for part in backward]
+    timed = [(time, [row for row in part if choice.has_role(row[1].tensor)]) for time, part in timed]
     timed += _variables(found, step, choice)
     return [row for _, part in sorted(timed, key=lambda item: item[0]) for _, row in part]
-
-
-def _arrival(found: Survey, rows: Part) -> Time:
-    """When the first gradient of a frame arrived; at the end for gradients that only an optimizer has shown."""
-    times = {value: time for (_, value), time in found.arrivals.items()}
-    return min((times[value] for value, row in rows if value in times), default=(math.inf, 0))
 
 
 def _variables(found: Survey, step: int, choice: Choice) -> list[tuple[Time, Part]]:
@@ -220,14 +208,12 @@ def _variables(found: Survey, step: int, choice: Choice) -> list[tuple[Time, Par
     given = [(-1, item.value, item.name) for item in found.program.inputs if item.role != "rng"]
     made = [(i, value, words[value]) for i, call in enumerate(calls) for value in call.output_refs() if value in words]
     rows: list[tuple[Time, Part]] = []
-    for index, value, name in (*given, *made) if choice.variables else ():
+    for index, value, name in filter(lambda item: choice.has_variable(item[2]), (*given, *made)):
         measured = found.inputs.get(value) if index < 0 else found.written(index, value)
-        if measured is None or not any(fnmatchcase(name, pattern) for pattern in choice.variables):
-            continue
-        level, site = _home(calls[index]) if index >= 0 else None, calls[index].site if index >= 0 else None
+        level, site = (None, None) if index < 0 else (_home(calls[index]), calls[index].site)
         place = (level.label, level.cls, level.count) if level is not None else ("", "", 0)
-        row = FrameRow(step, *place, "forward", "variable", name, measured, site.place if site is not None else "")
-        if choice.takes(*place[:2]):
+        if measured is not None and choice.takes(*place[:2]):
+            row = FrameRow(step, *place, "forward", "variable", name, measured, site.place if site is not None else "")
             rows.append(((index, 1), [(value, row)]))
             if seen := found.gradients.get((index, value)):
                 worst = next((one for one in seen if one.is_bad), seen[-1])
@@ -255,10 +241,9 @@ def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int,
     return rows
 
 
-def _backward(found: Survey, key: Key, forward: Part) -> Part:
-    arrived = found.arrived
+def _backward(found: Survey, arrived: Mapping[int, Range], key: Key, forward: Part) -> Part:
     whole = {value: gradient for value, gradient in arrived.items() if key not in (found.parts or {}).get(value, ())}
-    kinds: tuple[tuple[Role, Role, dict[int, Range]], ...] = (
+    kinds: tuple[tuple[Role, Role, Mapping[int, Range]], ...] = (
         ("output", "grad_output", arrived),
         ("input", "grad_input", whole | {value: part for (own, value), part in found.passed.items() if own == key}),
         ("weight", "grad_weight", found.leaf_gradients),

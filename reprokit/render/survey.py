@@ -24,7 +24,7 @@ import torch
 
 from reprokit.locate.domains import DOMAINS, Domain
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
-from reprokit.locate.ranges import Range, ends_of, measure, range_text
+from reprokit.locate.ranges import Range, measure, range_text
 from reprokit.locate.samples import bad_rows
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
@@ -211,7 +211,7 @@ class Survey(Trace[Range]):
             for value, known in self.operands.items():  # their signs may be the cause, such as of a logarithm
                 writer = self.writer(value, index)
                 held = self.inputs if writer is None else self.writes[writer]
-                held[value] = self.operands[value] = replace(known, ends=ends_of(values[value]))
+                held[value] = self.operands[value] = replace(known, ends=measure(values[value], is_signed=True).ends)
         bad = values.get(failure.value) if failure.value is not None else None
         if failure.is_derivative and bad is not None and bad.requires_grad:
             bad.register_hook(self._note_positions)  # type: ignore[no-untyped-call]
@@ -247,9 +247,9 @@ class Survey(Trace[Range]):
 
     def _whole(self, key: Any, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient with what arrived at the same place in the same backward call of the loop before."""
-        begun, before = self._before.get(key, (-1, gradient))
-        gradient = before + gradient if begun == self._begun and self._is_cut else gradient
         if self._is_cut:
+            begun, before = self._before.get(key, (-1, gradient))
+            gradient = before + gradient if begun == self._begun else gradient
             self._before[key] = self._begun, gradient
         return gradient
 
@@ -279,7 +279,7 @@ class Survey(Trace[Range]):
 
 def _goes_on(call: Call) -> bool:
     """True for a backward call that the loop has not made: it goes on behind the backward of a custom function."""
-    return call.target == AUTOGRAD_BACKWARD and call.site is None
+    return call.target == AUTOGRAD_BACKWARD and call.site is None and len(call.args) > 1
 
 
 def survey(

@@ -224,7 +224,7 @@ def test_patterns_formats_and_the_last_step(tmp_path: Path, run_reprokit: Run) -
     assert page.stdout.startswith("<!doctype html>") and "<code>h.1.norm</code>" in page.stdout
     assert "://" not in page.stdout
     own = run_reprokit("trace", "--module", "none", "train.py", "--steps", "9")  # what follows the script is its own
-    assert own.stdout.splitlines()[0] == "['--steps', '9']" and "no module was called that matches `none`" in own.stderr
+    assert own.stdout.splitlines()[0] == "['--steps', '9']" and "nothing matches `none`" in own.stderr
     screen = run_reprokit("trace", "train.py", "--module", "head")
     assert "step 0  forward  head (Linear)" in screen.stderr and "step 0  backward  head (Linear)" in screen.stderr
     assert "emb" not in screen.stderr
@@ -318,7 +318,7 @@ def test_a_line_a_row_for_chosen_classes_and_tensors(tmp_path: Path, run_reproki
     frames = run_reprokit("trace", "--tensor", "attn", "--to", "table", "train.py").stderr
     assert "step 0  backward  h.1.attn (Attn)\n  grad_variable " in frames
     nothing = run_reprokit("trace", "--tensor", "missing", "train.py").stderr
-    assert "no rows: no module was called and no variable assigned that matches `missing`" in nothing
+    assert "no rows: nothing matches `missing`" in nothing
 
 
 @pytest.mark.parametrize(
