@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -34,15 +34,15 @@ from reprokit.capture.fidelity import Made
 from reprokit.capture.meters import MeasuredStep, Meter, is_capturing
 from reprokit.capture.readings import Slot
 from reprokit.capture.replay import Case
-from reprokit.capture.save import Describing, NotKept, Verdict
+from reprokit.capture.save import Describing, NotKept, Verdict, why_not_played
 from reprokit.capture.tape import Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.usual import Usual
 from reprokit.capture.world import CannotGoBack
 from reprokit.compare.healthy import blocked, explained, let_through
 from reprokit.compare.quantity import norms_of, number_of, numbers_of
-from reprokit.errors import pass_on
-from reprokit.locate.failure import Failure, Predicate
+from reprokit.errors import ignored_errors, pass_on
+from reprokit.locate.failure import SILENT, Failure, Predicate
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
@@ -61,7 +61,7 @@ from reprokit.series.course import (
     first_off,
     is_off,
 )
-from reprokit.series.events import Finding, LineLog, TrainingEvent, event_of
+from reprokit.series.events import Finding, LineLog, Silence, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
 from reprokit.series.unlike import Shift, grouped
 from reprokit.words import visible_line
@@ -118,6 +118,7 @@ class EarlyWarning:
         self._left, self._batch = 1, 1  # steps to the next look, and between two
         self._seen = -1  # the place of the step up to which numbers were looked at
         self._finds_silent, self._looked, self._num_looks = "dead" in kinds, 0, 0
+        self._saves_silences = "silent" in kinds
         # parameters without a gradient, or with one of zeros, at the last look, and in how many looks up to it
         self._silent: Any = WeakTensorKeyDictionary()
         self._played: Any = WeakTensorKeyDictionary()  # those for which kept steps were played
@@ -261,7 +262,7 @@ class EarlyWarning:
             return None
         self._played.update({p: True for p in new})
         always = {id(p) for p in silent if self._silent[p] == self._num_looks}
-        with self._session.replaying(ends=False), suppress(NotKept):
+        with self._session.replaying(ends=False), ignored_errors():  # `NotKept`, or of the user's code
             return EventStep(self._loop, Verdict("gradient", sys._getframe(1)), ()).find_silent(always)
         return None
 
@@ -298,7 +299,15 @@ class EarlyWarning:
 
     # -- reporting -----------------------------------------------------------------------------------------------
 
-    def _save(self, alarm: Alarm | Finding, frame: FrameType | None) -> Path | None:
+    def report(self, silence: Silence, frame: FrameType | None, path: Path | None) -> Path | None:
+        """Save a step in which something is not learned, unless that has made the file at ``path``, and report it; the
+        path of the file."""
+        saved = path or (self._save(silence, frame) if self._saves_silences else None)
+        if path is not None or saved is None:
+            self._emit(silence.event("error" if path is not None else "warning", path))
+        return saved
+
+    def _save(self, alarm: Alarm | Finding | Silence, frame: FrameType | None) -> Path | None:
         """Save the step where an event began, and report it; ``None`` if that step was not kept."""
         if not self._loop.ranks.is_alone:
             return None
@@ -307,8 +316,10 @@ class EarlyWarning:
             self._emit(self._saved(alarm, path, self._saver.results[-1]))
         return path
 
-    def _saved(self, alarm: Alarm | Finding, path: Path, result: Mapping[str, Any]) -> TrainingEvent:
+    def _saved(self, alarm: Alarm | Finding | Silence, path: Path, result: Mapping[str, Any]) -> TrainingEvent:
         """The event whose step was saved."""
+        if isinstance(alarm, Silence):
+            return alarm.event("error", path)
         failure, module = result["failure"], result["failure"]["module"]
         found = failure.get("event") or {}
         if isinstance(alarm, Finding):
@@ -365,6 +376,8 @@ class EventStep(Describing):
             if alarm.place not in places:
                 raise NotKept(f"step {alarm.step} is no longer kept")
             number, quantity, explain = places.index(alarm.place), "gradient norm", None
+            if isinstance(alarm, Silence):
+                return self._with_update(steps[: number + 1], alarm)
             if isinstance(alarm, Finding):
                 explain = self._blocked(steps, number, alarm)
             elif alarm.kind != "scale":
@@ -375,6 +388,26 @@ class EventStep(Describing):
             if isinstance(alarm, Finding) and made.snapshot.failure.call is None:
                 raise NotKept(f"no call behind `{alarm.name}` keeps its gradient back")
             return made
+
+    def explained_by(self, explain: Explain, place: int) -> None:
+        """Play the step at ``place`` up to its gradients, and have it explained."""
+        with self.kept() as steps:
+            number = next((n for n, step in enumerate(steps) if step.mark.place == place), None)
+            if number is not None:
+                with self._until_seen(steps, number, "gradient norm") as case:
+                    self.replayed(replace(case, explain=explain))
+
+    def _with_update(self, steps: list[Segment], silence: Silence) -> Made:
+        """The last of some steps, whole, which shows that something is not learned."""
+        failure = Failure(Phase.BACKWARD, SILENT, way=silence.text)
+        try:
+            with self.begun(steps, len(steps) - 1, 0) as case:
+                case.explain, case.mark.micro_step = lambda *_: failure, 0
+                return self.make(case)
+        except Exception as error:  # of a loss that was told to require a gradient, which no call has noted
+            notes, (ops, mark) = [why_not_played(error)], steps[-1]
+            case = Case("gradient", ops, None, mark, True, self.verdict.frame, {}, None, None, notes)
+            return Made(replace(self.without_replay(case), failure=failure))
 
     def find_silent(self, always: Set[int]) -> Finding | None:
         """The first parameter that gets no gradient from a step on, for enough steps that gave another one a gradient.

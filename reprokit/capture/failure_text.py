@@ -30,6 +30,8 @@ def what(result: Mapping[str, Any]) -> str:
     failure = result["failure"]
     if failure["kind"] == "none":
         return "healthy step, saved on request"
+    if "silence" in failure:
+        return "a silent failure"
     if "difference" in failure:
         return f"difference between ranks in `{failure['difference']['parameter']}`"
     if "event" in failure:
@@ -75,6 +77,8 @@ def _as_high_before(event: Mapping[str, Any], timeline: Sequence[Mapping[str, An
 def cause_line(result: Mapping[str, Any]) -> str | None:
     """An event in words, or the origin of the bad value behind an exception: ``because of nan from `torch.sqrt`,
     train.py:12: ...``."""
+    if "silence" in result["failure"]:
+        return str(result["failure"]["silence"])
     if "event" in result["failure"]:
         return event_words(result)
     cause = result["failure"].get("cause")
@@ -133,7 +137,7 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
         is_own = failure["exception"] is not None and failure["call"] is None
         captured = "saved the step of {0}, step {1}" if is_own else "captured {} at step {}"
         saved = captured.format(what(result), failure["step"])
-        has_line = "event" in failure and "difference" not in failure  # of its own above
+        has_line = "silence" in failure or ("event" in failure and "difference" not in failure)  # of its own above
         details = [line for line in (place_line(result), None if has_line else cause_line(result)) if line is not None]
         details += [f"in {failure['bad_rows']}"] if "bad_rows" in failure else []
         timeline = [StepNumbers(**row) for row in result["timeline"]]

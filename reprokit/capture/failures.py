@@ -46,13 +46,14 @@ from reprokit.program.ir import Phase
 from reprokit.program.sites import is_standard, kind_of_file, make_site, relative_path
 from reprokit.program.trace import current_mode
 from reprokit.series.course import QUANTITIES
-from reprokit.series.events import Finding
+from reprokit.series.events import Finding, Silence
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import user_path
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
+    from reprokit.capture.silent import Silent
 
 
 class Failures:
@@ -83,6 +84,7 @@ class Failures:
         self.takes_skipped = "skipped" in on
         self.num_skipped = 0
         self.early: EarlyWarning | None = None
+        self.silent: Silent | None = None
         self.session = session
         self._loop = loop
         self._kept: Made | None = None
@@ -184,6 +186,8 @@ class Failures:
         if path is None and error is None and self.early is not None:
             self.early.look_for_changes(frame, is_last=True)
             path = self.early.look_at_gradients(frame, is_last=True)
+        if path is None and error is None and self.silent is not None and recorder.enabled:
+            path = self.silent.look(None, frame)
         if path is None and is_buffer_bad:
             path = self.save(Verdict("output", frame, is_late=True))
         if path is None and -1 in loop.forwards and loop.is_forward_only:
@@ -302,6 +306,8 @@ class Failures:
         loop, op, alarm = self._loop, verdict.op, verdict.alarm
         if self._is_of_forward(verdict):
             return f"an output is nan or inf in forward pass {loop.forwards[-1][0]}; replaying it"
+        if isinstance(alarm, Silence):
+            return f"something is not learned; saving step {alarm.step}"
         if isinstance(alarm, Finding):
             return f"`{alarm.name}` learns nothing; replaying step {alarm.step}"
         if alarm is not None:

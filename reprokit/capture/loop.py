@@ -48,6 +48,7 @@ from reprokit.series.timeline import Iterations, ScalerWatch, Seat, Timeline, pa
 if TYPE_CHECKING:
     from reprokit.capture.early_warning import EarlyWarning
     from reprokit.capture.failures import Failures
+    from reprokit.capture.silent import Silent
 
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 _NO_SCALER: dict[str, Any] = {}
@@ -79,6 +80,7 @@ class Loop:
         self.samples = SampleWatch(self.tape, recorder.switch_off)
         self.norms: NormMeter | None = None
         self.early: EarlyWarning | None = None
+        self.silent: Silent | None = None
         self.failures: Failures
         self.unseen: list[str] = []
         self.compilers: dict[str, Compiled] = {}
@@ -672,6 +674,8 @@ class Loop:
                 self.failures.keep_bad_buffer()
         if self.recorder.enabled:
             self._end_step(optimizer, started, was_checked=is_due)
+            if is_due and optimizer is not None and self.silent is not None:
+                self.silent.look_first(optimizer, sys._getframe(1))
             if self.early is not None or self.last_step is not None:
                 self._act_after_step()
 

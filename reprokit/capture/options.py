@@ -18,7 +18,9 @@ from reprokit.snapshot.source import SOURCES, Source
 
 After = Literal["stop", "continue"]
 Watch = Literal["sampled", "every-step"]
-On = Literal["nonfinite", "exception", "skipped", "spike", "explosion", "dead", "scale", "change", "early", "ranks"]
+On = Literal[
+    "nonfinite", "exception", "skipped", "spike", "explosion", "dead", "scale", "change", "silent", "early", "ranks"
+]
 
 AFTER: tuple[After, ...] = get_args(After)
 WATCH: tuple[Watch, ...] = get_args(Watch)

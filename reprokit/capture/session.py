@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from traceback import print_exception
+from types import FrameType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -39,11 +40,12 @@ from reprokit.capture.options import (
 )
 from reprokit.capture.recorder import Recorder
 from reprokit.capture.save import SkippedLoss
+from reprokit.capture.silent import Silent
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.world import World
 from reprokit.compare.quantity import number_of
 from reprokit.errors import UsageError, ignored_errors, pass_on
-from reprokit.series.events import LineLog, TrainingEvent
+from reprokit.series.events import LineLog, Silence, TrainingEvent
 from reprokit.series.story import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.source import Source
 from reprokit.words import print_line, visible_line
@@ -138,6 +140,8 @@ class Session:
             log = LineLog(lambda: place.log)
             self._early = EarlyWarning(self, self._loop, kinds, self._failures, log, on_event)
             self._loop.early = self._failures.early = self._early
+        silent = Silent(self, self._loop, self._early.report if self._early is not None else self._warn)
+        self._loop.silent = self._failures.silent = silent
         self._loop.budget.say = self.say
         self._hooks = Hooks(self._loop)
 
@@ -376,6 +380,9 @@ class Session:
             with self._recorder.paused():
                 if not self._tell("on_numbers", self._on_numbers, flat(numbers, row), "it is not called again"):
                     self._on_numbers = None
+
+    def _warn(self, silence: Silence, frame: FrameType | None, path: Path | None) -> None:
+        self.say(visible_line(silence.event("warning").line()))
 
     def say(self, text: str) -> None:
         """Print a line, unless all is to be quiet."""

@@ -36,6 +36,10 @@ from reprokit.words import row_words
 
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _BY_DESIGN = frozenset({"mul", "where", "masked_fill"})  # make zeros because somebody asks for them
+_FLAT = frozenset({"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside"})
+_ROUNDING = (
+    16 * 2.0**-23
+)  # of a gradient in float32: what is left of one that cancels, as behind a softmax that is summed
 
 
 class _Sizes(Trace[float]):
@@ -231,11 +235,12 @@ class _Comparison:
         return {"largest": now, "largest_usual": before} if math.isfinite(now) else {}
 
 
-def blocked(step: Step, failure: Failure) -> Failure:
+def blocked(step: Step, failure: Failure, *, is_all: bool = False) -> Failure:
     """``failure``, no gradient for the parameter that is its value, with the call that lets none through.
 
     That is the one closest to the loss that a gradient reaches and that passes none on towards the parameter, or one
-    that cuts the graph, such as `detach`. Without such a call it stays as it is.
+    that cuts the graph, such as `detach`. Without such a call it stays as it is. ``is_all``: no parameter gets more
+    than rounding, so that a call counts whatever its results are.
     """
     program, sizes, parameter = step.program, _Sizes(step), failure.value
     loss = loss_of(program)
@@ -248,22 +253,25 @@ def blocked(step: Step, failure: Failure) -> Failure:
             way.append(index)
     is_leaf = any(item.value == parameter and item.requires_grad for item in program.inputs)
     cut = next((index for index in way if index in sizes.graphless), None) if is_leaf else None
-    silent = (index for index in reversed(way) if _is_silent(program, sizes, index, led_to))
+    silent = (index for index in reversed(way) if _is_silent(program, sizes, index, led_to, is_all))
     origin = next(silent, cut)
     return at_call(failure, program, origin) if origin is not None else failure
 
 
-def _is_silent(program: Program, sizes: _Sizes, index: int, led_to: set[int]) -> bool:
-    """True if a gradient reaches a call that makes only zeros, and passes none on to what the parameter has led to."""
+def _is_silent(program: Program, sizes: _Sizes, index: int, led_to: set[int], is_all: bool) -> bool:
+    """True if a gradient reaches a call that makes only zeros, or whose derivative is zero everywhere, and passes none
+    on to what the parameter has led to; if it ``is_all``, nothing but rounding."""
     call = program.calls[index]
-    is_reached = any(sizes.passed(index, value) for value in call.output_refs())
+    reached = max((sizes.passed(index, value) or 0.0 for value in call.output_refs()), default=0.0)
     makes_zeros = not any(sizes.writes.get(index, {}).get(value) for value in call.output_refs())
-    if short_name(call) in _BY_DESIGN or not (is_reached and makes_zeros):
+    is_told = makes_zeros or is_all or short_name(call).strip("_") in _FLAT
+    if short_name(call) in _BY_DESIGN or not (reached and is_told):
         return False
     read = [value for value in call.input_refs() if value in led_to]
     makers = [(writer_of(program.calls, value, index), value) for value in read]
     sent = [sizes.largest_gradients.get(v) if maker is None else sizes.passed(maker, v) for maker, v in makers]
-    return bool(sent) and all(size == 0.0 for size in sent)
+    most = _ROUNDING * reached if is_all else 0.0
+    return bool(sent) and all(size is not None and size <= most for size in sent)
 
 
 def let_through(failure: Failure, failing: Step, healthy: Step) -> Failure | None:

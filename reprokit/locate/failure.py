@@ -12,6 +12,7 @@ from reprokit.program.ir import Call, Phase, Program, Site
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
 ACCUMULATION = "AccumulateGrad"  # the node that adds a gradient into a leaf
 HEALTHY = "none"  # the kind of a step that did not fail, which was asked for
+SILENT = "silent"  # the kind of a step in which something is not learned, which ``way`` says in words
 EVENTS = ("spike", "explosion", "dead", "scale")  # kinds of failures in which every value is finite
 QUANTITIES = ("loss", "gradient norm", "share of zeros", "update")
 
@@ -108,7 +109,7 @@ class Failure:
 
     ``kind``: ``nan``, ``inf``, ``exception`` or an event; ``none`` for a healthy step that was asked for; in a
     reduction also ``mismatch`` and ``function`` (the user's own check); ``way`` tells ``+inf`` from ``-inf``, and names
-    the reference or the function.
+    the reference or the function, and says of `SILENT` what is not learned.
     ``operand`` is where in the origin's arguments the input with the bad gradient stands, or the one it wrote into
     (``0``, ``weight``); of a call that lets a marker through, how many tensors it reads. ``rule`` is the local rule
     that fits, if anybody asked for it: one that looks at the origin's operands only.
@@ -127,7 +128,7 @@ class Failure:
     """
 
     phase: Phase
-    kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function", HEALTHY, *EVENTS)]
+    kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function", HEALTHY, SILENT, *EVENTS)]
     way: Line = ""
     call: Name | None = None
     call_index: Count | None = None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from reprokit.locate.failure import EXCEPTION, HEALTHY, root_of
+from reprokit.locate.failure import EXCEPTION, HEALTHY, SILENT, root_of
 from reprokit.locate.ranges import Range
 from reprokit.locate.samples import bad_row_text, batch_words
 from reprokit.program.ir import Phase
@@ -211,6 +211,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("because of", cause(snapshot)),
         ("event", event_words(snapshot)),
         ("difference", wording.difference_words(failure)),
+        ("not learned", failure.way if failure.kind == SILENT else ""),
         ("how much", how_much(snapshot)),
         ("samples", sample_words(snapshot)),
         ("when", f"{when(snapshot)}{noticed}"),

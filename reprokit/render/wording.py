@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reprokit import words
 from reprokit.grammar import plain_of
-from reprokit.locate.failure import Drop, Failure, Predicate
+from reprokit.locate.failure import SILENT, Drop, Failure, Predicate
 from reprokit.program.ir import Phase
 from reprokit.snapshot.redact import redact_source, redact_text
 from reprokit.words import listed
@@ -95,6 +95,8 @@ def headline(failure: Failure, *, is_reduced: bool = False) -> str:
     ``is_reduced``: the value of an event is that of a smaller program, not the one of training.
     """
     call, kind = short_call(failure), kind_words(failure)
+    if failure.kind == SILENT:
+        return failure.way
     if failure.kind == "exception":
         return f"{call} raises {kind}"
     if failure.kind == "function":
@@ -128,6 +130,8 @@ def written(failure: Failure) -> str:
 def observed(failure: Failure, *, is_constant: bool = False) -> str:
     """What happened, in a sentence; ``is_constant``: the bad value is a constant in the call itself."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
+    if failure.kind == SILENT:
+        return f"Something is not learned: {failure.way}."
     if failure.kind == "function":
         return f"The check `{failure.check[1]}` holds for what the program leaves behind."
     if failure.event is not None:

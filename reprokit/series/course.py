@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-EventKind = Literal["spike", "explosion", "dead", "scale", "change"]
+EventKind = Literal["spike", "explosion", "dead", "scale", "change", "silent"]
 QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
 
 LENGTH = 100  # steps that a value is compared with

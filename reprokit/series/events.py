@@ -30,6 +30,19 @@ class Finding(NamedTuple):
     kind: EventKind = "dead"
 
 
+class Silence(NamedTuple):
+    """Something in a run that is not learned, in words, and a step that shows it."""
+
+    text: str
+    place: int
+    step: int
+    kind: EventKind = "silent"
+
+    def event(self, severity: Literal["warning", "error"], path: Path | None = None) -> TrainingEvent:
+        """The event, with the path of the file if its step was saved."""
+        return TrainingEvent("silent", self.step, severity, self.text, snapshot=str(path) if path is not None else None)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingEvent:
     """Something about a run that is unlike its last 100 steps.

@@ -304,6 +304,11 @@ class ScalerWatch:
         self.scale = scale.detach().clone() if scale is not None else None
         return self.scale
 
+    @property
+    def num_skipped(self) -> int:
+        """The steps that were left out since the last one that was not."""
+        return self._skipped
+
     def stepped(self) -> None:
         """The scaler let the optimizer step."""
         self._skipped = 0

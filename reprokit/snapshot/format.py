@@ -20,7 +20,7 @@ import torch
 
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
 from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of, read
-from reprokit.locate.failure import Failure, RankDifference, is_vacuous, root_of
+from reprokit.locate.failure import SILENT, Failure, RankDifference, is_vacuous, root_of
 from reprokit.locate.samples import Samples, bad_rows, row_text
 from reprokit.program import plain
 from reprokit.program.functions import display_name
@@ -216,6 +216,7 @@ class Snapshot:
             "shows_cause": not is_vacuous(failure, self.program),
             "cause": self._describe_cause(cause) if cause is not None else None,
             **({"event": plain_of(failure.event)} if failure.event is not None else {}),
+            **({"silence": failure.way} if failure.kind == SILENT else {}),
             **(_describe_difference(failure.difference) if failure.difference is not None else {}),
         }
 

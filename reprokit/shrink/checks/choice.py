@@ -7,7 +7,7 @@ from dataclasses import replace
 from reprokit.compare.compiled import Compiled
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, Reference
 from reprokit.errors import NotReproduced, UsageError
-from reprokit.locate.failure import EVENTS, HEALTHY, Failure
+from reprokit.locate.failure import EVENTS, HEALTHY, SILENT, Failure
 from reprokit.locate.failure import EXCEPTION as RAISED
 from reprokit.program.step import Step
 from reprokit.shrink import spec as specs
@@ -48,6 +48,8 @@ def require_reproducible(snapshot: Snapshot) -> None:
             "the step is healthy and was saved with `--at-step`, so there is no failure to shrink",
             hint="`reprokit trace FILE` shows its tensors; `--check` looks for a failure of your own",
         )
+    if snapshot.failure.kind == SILENT:
+        raise NotReproduced(f"no value of the step is bad: {snapshot.failure.way}", hint="`reprokit show` has the step")
     if snapshot.failure.difference is not None:
         raise NotReproduced(
             "the parameters of the ranks differ, and one process cannot show that",

@@ -1,0 +1,383 @@
+"""Nothing is wrong, and nothing is learned: what neither a value nor an exception shows.
+
+Looked at when the first copy of the state is due, and at the end of the run; in between nothing is done. A parameter
+may rest for a while by design: the first look reports only what holds for a whole optimizer, the last one what has not
+moved since. One without a gradient is reported where a call or a line of the source keeps it back, so no unused head.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from reprokit.capture.calls import Backward, Collective, Function, OptimizerStep, Root, ScaleLoss, Unscale, ZeroGrad
+from reprokit.capture.cut_lines import cut_line, has, place_of, region_around
+from reprokit.capture.early_warning import EventStep
+from reprokit.capture.meters import FIRST_STEPS, is_capturing
+from reprokit.capture.save import Verdict
+from reprokit.capture.tape import Op, Segment
+from reprokit.capture.tensor_names import names_of, parameter_names
+from reprokit.compare.healthy import blocked
+from reprokit.compare.quantity import norms_of, number_of, update_of
+from reprokit.errors import ignored_errors, pass_on
+from reprokit.locate.failure import Failure
+from reprokit.program.interpreter import Tensors
+from reprokit.program.ir import Phase, Program
+from reprokit.program.sites import called_name, kind_of_file, line_of
+from reprokit.program.step import Step
+from reprokit.series.events import Silence
+from reprokit.series.timeline import parameters_of
+from reprokit.words import counted, listed, number_words
+
+if TYPE_CHECKING:
+    from reprokit.capture.loop import Loop
+    from reprokit.capture.session import Session
+
+_SAME = 20  # losses in a row that are equal in all bits; of other batches two hardly are
+_SHOWN = 3  # names in a line
+_MOST_PLAYED = 8  # modules without a gradient for which a call is looked for
+_FAINT = 1e-5  # of the loss: less would come of a change of all weights by themselves, at a gradient of rounding
+_MOVES = 1e-4  # of the norm of all parameters: more changes a loss that depends on them
+_ROWS, _LEAST_CHANGED = 8, 16  # of a weight that are read through autocast's cache; elements that tell old from new
+_MOST_CLASSES = ("softmax", "cross_entropy")  # of one class, whose loss is 0 from the start
+Report = Callable[[Silence, FrameType | None, Path | None], Path | None]
+Optimizer = torch.optim.Optimizer
+
+
+class Silent:
+    """Looks at a run. ``report`` prints or saves each finding; it is given the file that an earlier one has made."""
+
+    def __init__(self, session: Session, loop: Loop, report: Report) -> None:
+        self._session, self._loop, self._report = session, loop, report
+        self._has_looked = False
+        self._told: Any = weakref.WeakSet()  # optimizers, and the loop for what is of none
+        self._idle: Any = WeakTensorKeyDictionary()  # parameters without a gradient at the first look: norm and version
+
+    def look_first(self, optimizer: Optimizer, frame: FrameType | None) -> None:
+        """Look once, right after an optimizer's step; raises `CaptureStop` if the loop is to stop."""
+        if not self._has_looked and self.look(optimizer, frame) is not None:
+            self._session.stop()
+
+    def look(self, optimizer: Optimizer | None, frame: FrameType | None) -> Path | None:
+        """Look, right after the step of an ``optimizer``, ``None`` at the end of the run; the path of a file, if one
+        was written. An error in here ends the look."""
+        if self._loop.iterations.total < FIRST_STEPS or is_capturing():
+            return None
+        self._has_looked, path = True, None
+        try:
+            with self._session.replaying(ends=False):
+                found = list(_Look(self._loop, frame, optimizer, self._idle, self._told).findings())
+        except Exception as error:
+            pass_on(error)
+            self._session.complain("could not look for what is not learned", error)
+            return None
+        for silence in found:
+            path = self._report(silence, frame, path)
+        return path
+
+
+class _Look:
+    """One look at the steps that are kept, and at the state of now: after the step of ``now``, or at the end."""
+
+    def __init__(self, loop: Loop, frame: FrameType | None, now: Optimizer | None, idle: Any, told: Any) -> None:
+        self.loop, self.frame, self.now, self.idle, self.told = loop, frame, now, idle, told
+        self.steps, self.modules, self.optimizers = loop.tape.segments(), loop.world.modules, loop.world.optimizers
+        self.over = f"in {counted(loop.iterations.completed, 'step')}"
+        self.copied: dict[int, torch.Tensor] = {}  # what the first copy that is kept holds
+        for copy in loop.world.copies[:1]:
+            self.copied = dict(zip(map(id, copy.contents.tensors), copy.contents.contents, strict=True))
+
+    @functools.cached_property
+    def names(self) -> dict[int, str]:
+        """Of parameters and optimizers, for a finding only: a frame keeps alive what was read of it."""
+        return parameter_names(self.modules, self.frame) | names_of(self.optimizers, self.frame)
+
+    def findings(self) -> Iterator[Silence]:
+        """The most certain first; one of each optimizer, and one more."""
+        last = self.steps[-1].mark if self.steps else self.loop.mark()
+        for optimizer in self.optimizers:
+            for find in (self._strangers, self._unscaled, self._without_gradient, self._rounding):
+                step = next((one for one in reversed(self.steps) if _op_of(one, optimizer) is not None), None)
+                text = find(optimizer, step) if optimizer not in self.told else None
+                if text is not None:
+                    self.told.add(optimizer)
+                    mark = step.mark if step is not None else last
+                    yield Silence(text, mark.place, mark.step)
+        for look in (self._skipped, self._stale_casts, self._bypassed, self._same_loss):
+            text = look() if self.loop not in self.told else None
+            if text is not None:
+                self.told.add(self.loop)
+                yield Silence(text, last.place, last.step)
+        waiting = [p for one in self.optimizers for p in parameters_of(one) if _is_idle(one, p)]
+        norms = norms_of([p.detach() for p in waiting])
+        self.idle.update({p: (norm, p._version) for p, norm in zip(waiting, norms, strict=True)})
+
+    # -- of an optimizer, with the last step that it made ------------------------------------------------------------
+
+    def _strangers(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+        """No module has its parameters any more, or they are frozen, and others are trained that no optimizer has."""
+        of_models, owned = (
+            {id(p) for root in self.modules for p in root.parameters()},
+            map(parameters_of, self.optimizers),
+        )
+        known, own = {id(p) for group in owned for p in group}, parameters_of(optimizer)
+        idle = [p for p in own if p.grad is None]
+        gone = [p for p in idle if id(p) not in of_models and p.requires_grad]
+        called = {id(op.target): op.target for one in self.steps for op in one.ops if op.kind is Root and op.mode.grad}
+        trained = (p for root in called.values() for p in root.parameters() if p.grad is not None and p.requires_grad)
+        new = [p for p in trained if id(p) not in known]
+        is_all = len(gone) + sum(not p.requires_grad for p in idle) == len(own)
+        if not new or not (gone or is_all):
+            return None
+        name, count = self._name(optimizer), f"{len(gone)} of the {len(own)} parameters of"
+        lead = (
+            f"{name} holds no parameter of the model that is trained"
+            if is_all
+            else f"{count} {name} are none of the model"
+        )
+        return f"{lead}, and no optimizer holds {self._listed(new)}, which have a gradient"
+
+    def _unscaled(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+        used = None
+        for one in self.steps:  # all that it made
+            used, scaled = _op_of(one, optimizer), [n for n, op in enumerate(one.ops) if op.kind is ScaleLoss]
+            if used is not None and (not scaled or used.note.scaler):
+                return None
+            for op in one.ops[scaled[-1] :] if used is not None else ():  # the loop may divide gradients itself
+                if op.kind is Unscale or (op.kind is Function and op.note is not None and op.note.is_write):
+                    return None
+        used = _op_of(step, optimizer) if step is not None else None
+        lead = f"{self._name(optimizer)} steps with gradients of a scaled loss" if used is not None else ""
+        return f"{lead}, and the grad scaler has checked none of them; {_place(used)}" if used is not None else None
+
+    def _without_gradient(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+        trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+        if optimizer is self.now:
+            resting = [p for p in trained if _is_idle(optimizer, p)]
+        else:
+            resting = [p for p in trained if self.now is None and self._has_rested(optimizer, p)]
+        is_all = len(resting) == len(trained)
+        if not resting or step is None or (self.now is not None and not is_all):
+            return None
+        if is_all:
+            reason = _cleared(step, optimizer) or self._cut(step, resting) or self._blocking(step, resting[0])
+            lead = f"no gradient has reached any of the {counted(len(resting), 'parameter')} of {self._name(optimizer)}"
+            return "; ".join(filter(None, [f"{lead} {self.over}", reason]))
+        groups, found, reason = dict[str, list[torch.Tensor]](), list[torch.Tensor](), None
+        for parameter in resting:
+            groups.setdefault(self.names.get(id(parameter), "").rpartition(".")[0], []).append(parameter)
+        for group in list(groups.values())[:_MOST_PLAYED]:
+            own = self._blocking(step, group[0]) or self._cut(step, group)
+            found += group if own is not None else []
+            reason = reason or own
+        return f"no gradient has reached {self._listed(found)} {self.over}; {reason}" if reason is not None else None
+
+    def _has_rested(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+        """True if a parameter has no gradient, and has not moved since the first look."""
+        norm, version = self.idle.get(parameter, (None, None))
+        is_idle = version == parameter._version and _is_idle(optimizer, parameter)
+        return is_idle and bool(norms_of([parameter.detach()])[0] == norm)
+
+    def _rounding(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+        dense = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.layout is torch.strided]
+        losses = (row.loss for row in self.loop.timeline.after(-1) if step is not None and row.place == step.mark.place)
+        loss = number_of(next(losses, None)) if optimizer is self.now and dense else None
+        if loss is None or step is None or not math.isfinite(loss):
+            return None
+        gradient = math.hypot(*norms_of([p.grad.detach() for p in dense if p.grad is not None]))
+        weight = math.hypot(*norms_of([p.detach() for p in dense]))
+        if not gradient * weight <= _FAINT * abs(loss):
+            return None
+        only = ("",) if loss else _MOST_CLASSES  # 0 is what many losses end at
+        reason = self._blocking(step, max(dense, key=torch.Tensor.dim), only)
+        norm = f"only rounding (norm {number_words(gradient)} beside {number_words(weight)} of the weights)"
+        lead = f"the gradients of all {counted(len(dense), 'parameter')} of"
+        size = norm if gradient else "zero"
+        return f"{lead} {self._name(optimizer)} are {size}; {reason}" if reason is not None else None
+
+    def _cut(self, step: Segment, parameters: Sequence[torch.Tensor]) -> str | None:
+        """A line of the source that cuts the way from the loss to the model: of the loop if no parameter of the model
+        has a gradient, or of a module's forward."""
+        known = set(map(id, parameters))
+        start = next((op for op in reversed(step.ops) if op.kind is Backward), None)
+        for op in step.ops:
+            own = [p for p in op.target.parameters() if p.requires_grad] if op.kind is Root else []
+            if (
+                any(id(p) in known for p in own)
+                and start is not None
+                and op.code is not None
+                and start.code is not None
+            ):
+                found = _loop_cut(op, start) if all(id(p) in known for p in own) else None
+                found = found or next(filter(None, map(_forward_cut(known), op.target.modules())), None)
+                if found is not None:
+                    return f"the graph is cut at {found}"
+        return None
+
+    def _blocking(self, step: Segment, parameter: torch.Tensor, only: tuple[str, ...] = ()) -> str | None:
+        """The call of a step that is played which passes no gradient on to a parameter; with ``only`` nothing but
+        rounding, and a part of its name is one of these."""
+        found: Failure | None = None
+
+        def see(program: Program, tensors: Tensors) -> Failure:
+            nonlocal found
+            owned = (item.value for item in program.inputs if item.role == "parameter")
+            value = next((value for value in owned if tensors[value].data_ptr() == parameter.data_ptr()), None)
+            found = blocked(Step(program, tensors), Failure(Phase.BACKWARD, "dead", value=value), is_all=bool(only))
+            return found
+
+        if self.loop.ranks.is_alone:
+            with ignored_errors():  # the user's code may not run again with the state of then
+                EventStep(self.loop, Verdict("gradient", self.frame), ()).explained_by(see, step.mark.place)
+        if found is None or found.call is None or not any(part in found.call for part in only or ("",)):
+            return None
+        module = f" in `{found.module}`" if found.module and not found.module.startswith("<") else ""
+        site = f", {found.site.file}:{found.site.line}: {found.site.code.strip()}" if found.site is not None else ""
+        return f"`{found.call}` lets no gradient through{module}{site}"
+
+    # -- of the run --------------------------------------------------------------------------------------------------
+
+    def _skipped(self) -> str | None:
+        total = self.loop.iterations.total
+        is_all = self.now is None and total >= _SAME and self.loop.scalers.num_skipped >= total
+        return (
+            f"the grad scaler has left out all {total} steps: every gradient had an infinity or a NaN"
+            if is_all
+            else None
+        )
+
+    def _stale_casts(self) -> str | None:
+        """Autocast's cache holds what a weight was before the first update."""
+        root = next((op for step in self.steps for op in step.ops if op.kind is Root and op.mode.autocast), None)
+        for p in parameters_of(self.now) if self.now is not None and torch.is_autocast_cache_enabled() else ():
+            is_cached = p.dtype is torch.float32 and p.dim() == 2 and id(p) in self.copied
+            if not is_cached or not torch.is_autocast_enabled(p.device.type) or root is None or root.code is None:
+                continue
+            dtype = torch.get_autocast_dtype(p.device.type)
+            old, now = self.copied[id(p)].to(p.device, dtype), p.detach().to(dtype)
+            changed = (old != now).sum(1)
+            rows = changed.topk(min(_ROWS, len(changed))).indices
+            with torch.enable_grad():  # as in a forward: the cache keeps what is cast here
+                read = torch.mm(torch.nn.functional.one_hot(rows, len(now)).to(p.dtype), p).detach()
+            if changed[rows].sum() >= _LEAST_CHANGED and torch.equal(read, old[rows]):
+                region = region_around(root.code, line_of(root.code, root.instruction), "autocast")
+                lead = f"autocast still uses the cast of `{self.names.get(id(p))}` from before the first update"
+                return f"{lead}: it was entered once around all steps{region}"
+        return None
+
+    def _bypassed(self) -> str | None:
+        distributed, wrapper = torch.distributed, torch.nn.parallel.DistributedDataParallel
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() == 0):
+            return None
+        ops, met = [op for step in self.steps for op in step.ops], set(map(id, self.modules))
+        called = {id(op.target): op for op in ops if op.kind is Root and op.mode.grad}
+        around = [one for one in gc.get_objects() if type(one) is wrapper and id(one) not in met]
+        op = next((called[id(one.module)] for one in around if id(one.module) in called), None)
+        if op is None or distributed.get_world_size() < 2 or any(one.kind is Collective for one in ops):
+            return None  # the loop may average gradients itself
+        lead = f"`DistributedDataParallel` is never called, and its module is, {_place(op)}"
+        return f"{lead}: the {distributed.get_world_size()} ranks average no gradient"
+
+    def _same_loss(self) -> str | None:
+        by_seat: dict[int, list[Any]] = {}
+        for row in self.loop.timeline.after(-1):
+            by_seat.setdefault(row.seat.number, []).append(row.loss)
+        for losses in by_seat.values() if not self.told else ():
+            value, *others = [number_of(loss) for loss in losses[-_SAME:]]
+            is_same = len(others) == _SAME - 1 and set(others) == {value}
+            if is_same and value and math.isfinite(value) and not self._is_coarse(value):  # 0 is what many end at
+                change = "the batch changes" if self._batch_changes() else "parameters move" if self._moves() else None
+                lead = f"the loss is {number_words(value, 6)} in all bits in the last {_SAME} steps"
+                return f"{lead} while {change}" if change is not None else None
+        return None
+
+    def _is_coarse(self, value: float) -> bool:
+        """True if a loss may be one of half precision, which stands still while it falls slowly."""
+        alive, halves = self.loop.tape.alive(), (torch.bfloat16, torch.float16)
+        starts = [op for step in self.steps[-1:] for op in step.ops if op.kind is Backward]
+        made = [alive[n].dtype in halves for op in starts for n in op.ins if n in alive]
+        exact = torch.tensor(value, dtype=torch.float64)
+        return made[0] if made else any(exact.to(half).item() == value for half in halves)
+
+    def _batch_changes(self) -> bool:
+        alive, roots = self.loop.tape.alive(), [op for one in self.steps for op in one.ops if op.kind is Root][-2:]
+        before, now = ([alive[n] for n in op.ins if n in alive] for op in (roots[0], roots[-1])) if roots else ([], [])
+        return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(before, now, strict=False))
+
+    def _moves(self) -> bool:
+        moved = [p for one in self.optimizers for p in parameters_of(one) if id(p) in self.copied and self.steps]
+        return (update_of([self.copied[id(p)] for p in moved], [p.detach() for p in moved]) or 0.0) > _MOVES
+
+    def _name(self, optimizer: Optimizer) -> str:
+        return f"`{self.names[id(optimizer)]}`"
+
+    def _listed(self, parameters: Sequence[torch.Tensor]) -> str:
+        names = [f"`{self.names.get(id(p), 'a parameter')}`" for p in parameters]
+        return listed([*names[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
+
+
+def _is_idle(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """True if nothing is known of a gradient of a parameter that is to be trained."""
+    is_plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
+    is_trained = is_plain and parameter.requires_grad and not parameter.is_meta
+    return is_trained and parameter.grad is None and not optimizer.state.get(parameter)
+
+
+def _op_of(step: Segment, optimizer: Optimizer) -> Op | None:
+    return next((op for op in step.ops if op.kind is OptimizerStep and op.target is optimizer), None)
+
+
+def _place(op: Op) -> str:
+    return place_of(op.code, line_of(op.code, op.instruction)) if op.code is not None else ""
+
+
+def _cleared(step: Segment, optimizer: Optimizer) -> str | None:
+    made, used = max((n for n, op in enumerate(step.ops) if op.kind is Backward), default=-1), _op_of(step, optimizer)
+    is_cleared = made >= 0 and used is not None and any(op.kind is ZeroGrad for op in step.ops[made:])
+    return (
+        f"`zero_grad` clears them between the backward pass and the step, {_place(used)}"
+        if is_cleared and used
+        else None
+    )
+
+
+def _loop_cut(root: Op, start: Op) -> str | None:
+    """The line that cuts the way from a backward call to a model, in the functions that call these."""
+    assert root.code is not None and start.code is not None
+    called, started = line_of(root.code, root.instruction), line_of(start.code, start.instruction)
+    outer, inner = start.code.co_name, root.code.co_name
+
+    def is_root(node: Any) -> bool:
+        return isinstance(node, ast.Call) and has(node, called)
+
+    if root.code is start.code:
+        return cut_line(root.code, lambda node: has(node, started), is_root)
+    found = cut_line(root.code, lambda node: any(called_name(n) == outer for n in ast.walk(node)), is_root)
+    found = found or cut_line(root.code, lambda node: isinstance(node, ast.Return), is_root)
+    return found or cut_line(start.code, lambda node: has(node, started), lambda node: called_name(node) == inner)
+
+
+def _forward_cut(known: set[int]) -> Callable[[torch.nn.Module], str | None]:
+    """What finds the line of a module's forward that cuts the way to parameters of its parts, given by ``id``."""
+
+    def find(module: torch.nn.Module) -> str | None:
+        code: Any = getattr(type(module).forward, "__code__", None)
+        parts = [(name, list(part.parameters())) for name, part in module.named_children()]
+        parts += [(name, [p]) for name, p in module.named_parameters(recurse=False)]
+        wanted = {f"self.{name}" for name, own in parts if any(id(p) in known for p in own)}
+        if not wanted or not isinstance(code, CodeType) or kind_of_file(code.co_filename) != "user":
+            return None
+        is_part = lambda node: isinstance(node, ast.Attribute) and ast.unparse(node) in wanted  # noqa: E731
+        return cut_line(code, lambda node: isinstance(node, ast.Return), is_part)
+
+    return find

@@ -1,0 +1,321 @@
+"""Runs in which nothing is wrong and something is never learned, and runs that look so by design."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import reprokit
+from tests.capture.traps_checks import update
+from tests.early import mlp
+
+STEPS = 30
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(16, 8)
+    return x, x.sum(1, keepdim=True)
+
+
+def _adam(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for model in models for p in model.parameters()], lr=1e-2)
+
+
+class _Cut(nn.Module):
+    """An encoder whose way to the loss may be cut in several ways."""
+
+    def __init__(self, cut: str = "") -> None:
+        super().__init__()
+        self.enc, self.dec, self.unused, self.cut = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(8, 2), cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.enc(x))
+        self.seen = self.unused(x)  # as the pooler of a language model
+        if self.cut == "numpy":
+            hidden = torch.from_numpy(hidden.detach().numpy())
+        elif self.cut == "detach":
+            hidden = hidden.detach()
+        elif self.cut == "data":
+            hidden = hidden.data
+        return self.dec(hidden)
+
+
+def made_anew() -> None:
+    model = mlp(8, 16, 1)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        x, y = _batch()
+        out = model(x)
+        values = [row.item() for row in out.flatten()]
+        prediction = torch.tensor(values, requires_grad=True)
+        update(optimizer, F.mse_loss(prediction, y.flatten()))
+
+
+def chosen() -> None:
+    model = mlp(8, 16, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        x, y = _batch()
+        classes = model(x).argmax(1).float()
+        loss = (classes - y.flatten()).abs().mean()
+        loss.requires_grad = True
+        update(optimizer, loss)
+
+
+def cut_by_numpy() -> None:
+    _train(_Cut("numpy"))
+
+
+def cut_by_detach() -> None:
+    _train(_Cut("detach"))
+
+
+def cut_by_data() -> None:
+    _train(_Cut("data"))
+
+
+def _train(model: nn.Module, num_steps: int = STEPS) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(num_steps):
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x), y))
+
+
+def rounded() -> None:
+    model = mlp(8, 16, 1)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x).sigmoid().round(), (y > 0).float()))
+
+
+def one_class() -> None:
+    model, y = mlp(8, 16, 1), torch.zeros(16, dtype=torch.long)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        update(optimizer, F.cross_entropy(model(_batch()[0]), y))
+
+
+def cancelled() -> None:
+    model = mlp(8, 16, 4)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        update(optimizer, 1 + F.layer_norm(model(_batch()[0]), (4,)).mean())
+
+
+def cleared() -> None:
+    model = mlp(8, 16, 1)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        x, y = _batch()
+        F.mse_loss(model(x), y).backward()
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+def other_model() -> None:
+    model = mlp(8, 16, 1)
+    optimizer = _adam(model)
+    model = copy.deepcopy(model)
+    for _ in range(STEPS):
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x), y))
+
+
+def new_head() -> None:
+    model = mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model[2] = nn.Linear(16, 1)
+    for _ in range(STEPS):
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x), y))
+
+
+def assigned_later() -> None:
+    model = mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        if step == 10:
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x), y))
+
+
+def scaled_only() -> None:
+    model, scaler = mlp(8, 16, 1), torch.amp.GradScaler("cpu", init_scale=64.0)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        x, y = _batch()
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        optimizer.step()
+
+
+def always_skipped() -> None:
+    model = mlp(8, 16, 1)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        x, y = _batch()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.mse_loss(model(x).float(), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def one_region() -> None:
+    model = mlp(8, 16, 1)
+    optimizer = _adam(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(STEPS):
+            x, y = _batch()
+            update(optimizer, F.mse_loss(model(x).float(), y))
+
+
+def same_loss() -> None:
+    """What is compared is always the same."""
+    model = mlp(8, 16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        out = model(_batch()[0])
+        update(optimizer, (out - out.detach() + 0.3).mean(1).relu().pow(2).mean())
+
+
+SILENT: list[tuple[Callable[[], None], str]] = [
+    (made_anew, "values = [row.item() for row in out.flatten()]"),
+    (chosen, "classes = model(x).argmax(1).float()"),
+    (cut_by_numpy, "no gradient has reached `enc.weight` and `enc.bias` in 30 steps; the graph is cut at "),
+    (cut_by_detach, "`torch.Tensor.detach` lets no gradient through"),
+    (cut_by_data, "hidden = hidden.data"),
+    (rounded, "of `optimizer` are zero; `torch.Tensor.round` lets no gradient through"),
+    (one_class, "are zero; `torch.nn.functional.cross_entropy` lets no gradient through"),
+    (cancelled, "are only rounding (norm "),
+    (cleared, "`zero_grad` clears them between the backward pass and the step"),
+    (other_model, "`optimizer` holds no parameter of the model that is trained, and no optimizer holds `0.weight`"),
+    (new_head, "2 of the 4 parameters of `optimizer` are none of the model, and no optimizer holds `2.weight`"),
+    (assigned_later, "holds no parameter of the model that is trained, and no optimizer holds `0.weight`, `0.bias`, "),
+    (scaled_only, "the grad scaler has checked none of them"),
+    (always_skipped, "the grad scaler has left out all 30 steps"),
+    (one_region, "it was entered once around all steps, tests/early/test_not_learned.py:"),
+    (same_loss, "the loss is 0.09 in all bits in the last 20 steps while the batch changes"),
+]
+
+
+def _watched(run: Callable[[], None], folder: Path, **options: Any) -> tuple[list[reprokit.TrainingEvent], Any]:
+    torch.manual_seed(0)
+    events: list[reprokit.TrainingEvent] = []
+    with reprokit.capture(folder / "run.pt", on_event=events.append, after="continue", **options) as session:
+        run()
+    return events, session
+
+
+@pytest.mark.parametrize(("run", "words"), SILENT, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_never_learned_is_told_once(
+    run: Callable[[], None], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line without `--on early`, which changes nothing; with it an error, with the step that shows it."""
+    assert not _watched(run, tmp_path)[1].snapshots
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "silent" in line]
+    assert line.startswith("reprokit: warning: silent at step ") and words in line
+    (event,), session = _watched(run, tmp_path, on=("early",), quiet=True)
+    assert (event.kind, event.severity, event.snapshot) == ("silent", "error", str(tmp_path / "run.pt"))
+    assert words in event.evidence
+    (result,) = session.results
+    assert (result["failure"]["kind"], result["failure"]["silence"]) == ("silent", event.evidence)
+    assert reprokit.load(tmp_path / "run.pt").failure.way == event.evidence
+
+
+def rests_by_design() -> None:
+    """A frozen backbone under an optimizer over everything, an unused head, experts in turn, layer drop, an average as
+    teacher, an evaluation step, accumulation, a hinge at its floor, a detached target, a gate that begins at zero."""
+    backbone, experts, head = mlp(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), _Cut()
+    gate, teacher = nn.Parameter(torch.zeros(())), copy.deepcopy(head)
+    backbone.requires_grad_(False)
+    parameters = [*backbone.parameters(), *experts.parameters(), *head.parameters(), gate]
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    for step in range(3 * STEPS):
+        x, _ = _batch()
+        hidden = backbone(x)
+        hidden = hidden + gate * experts[step // 5 % 3](hidden) if step % 7 else hidden
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = F.mse_loss(head(hidden), wanted + hidden.detach().sum(1, keepdim=True))
+        (0.5 * (loss + (head(hidden).abs() - 1e6).relu().mean())).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for mean, own in zip(teacher.parameters(), head.parameters(), strict=True):
+                    mean.data = mean.data * 0.9 + own.data * 0.1
+                head.eval()(x).argmax(1).float().mean().item()
+
+
+def floor_of_zero() -> None:
+    """A hinge that all rows keep, from the start."""
+    model = mlp(8, 16, 1)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        update(optimizer, (model(_batch()[0]).abs() - 10).relu().mean())
+
+
+def converged() -> None:
+    """The same batch always, until nothing changes any more."""
+    model, (x, y) = mlp(8, 16, 1), _batch()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y) + 1e3
+        loss.backward()
+        return loss
+
+    for _ in range(2 * STEPS):
+        optimizer.step(closure)
+
+
+def in_turns() -> None:
+    """A critic that makes several steps before the generator makes its first, on a generator that is not detached."""
+    generator, critic = mlp(4, 8, 8), mlp(8, 16, 1)
+    for_generator, for_critic = _adam(generator), _adam(critic)
+    for step in range(2 * STEPS):
+        fake = generator(torch.randn(16, 4))
+        update(for_critic, critic(fake).mean() - critic(_batch()[0]).mean())
+        if step % 5 == 4:
+            update(for_generator, -critic(generator(torch.randn(16, 4))).mean())
+
+
+def scaled_by_hand() -> None:
+    """The loop divides the gradients itself, and enters autocast anew for every whole step."""
+    model, scaler = mlp(8, 16, 1), torch.amp.GradScaler("cpu", init_scale=64.0)
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            x, y = _batch()
+            optimizer.zero_grad()
+            scaler.scale(F.mse_loss(model(x).float(), y)).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(scaler.get_scale())
+            optimizer.step()
+
+
+HEALTHY = (rests_by_design, floor_of_zero, converged, in_turns, scaled_by_hand)
+
+
+@pytest.mark.parametrize("run", HEALTHY, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("on", [("early",), ("nonfinite",)], ids=["early", "default"])
+def test_what_rests_by_design_is_left_alone(
+    run: Callable[[], None], on: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events, session = _watched(run, tmp_path, on=on)
+    assert not events and not session.snapshots
+    assert "silent" not in capsys.readouterr().err
