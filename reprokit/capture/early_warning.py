@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from itertools import takewhile
 from pathlib import Path

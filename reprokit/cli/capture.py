@@ -316,7 +316,7 @@ def _pace(context: click.Context, param: click.Parameter, value: str | None) -> 
     default=options.DEFAULT_ON,
     help="What is a failure: NaN and infinity, an exception that ends a step (these two by default); with "
     "`skipped`, NaN and infinity also where the loop skips the step by itself. `spike`, `explosion`, `dead`, "
-    "`scale` and `change` are events of a run that leaves its own course, `early` is all of them; with them, NaN and "
+    "`scale`, `change` and `silent` are events of a run, `early` is all of them; with them, NaN and "
     "infinity count as well. `ranks`: parameters differ between processes that average gradients.",
 )
 @click.option(
