@@ -49,6 +49,9 @@ _MOST_PLAYED = 8  # modules without a gradient for which a call is looked for
 _FAINT = 1e-5  # of the loss: less would come of a change of all weights by themselves, at a gradient of rounding
 _MOVES = 1e-4  # of the norm of all parameters: more changes a loss that depends on them
 _ROWS, _LEAST_CHANGED = 8, 16  # of a weight that are read through autocast's cache; elements that tell old from new
+_VANISHED = 1e-10  # of the largest gradient of a weight: less than Adam's eps beside it
+_MOSTLY = 0.9  # of the units of a layer
+_LEAST_UNITS = 20
 _MOST_CLASSES = ("softmax", "cross_entropy")  # of one class, whose loss is 0 from the start
 Report = Callable[[Silence, FrameType | None, Path | None], Path | None]
 Optimizer = torch.optim.Optimizer
@@ -61,7 +64,9 @@ class Silent:
         self._session, self._loop, self._report = session, loop, report
         self._has_looked = False
         self._told: Any = weakref.WeakSet()  # optimizers, and the loop for what is of none
-        self._idle: Any = WeakTensorKeyDictionary()  # parameters without a gradient at the first look: norm and version
+        # At the first look: norm and version of parameters without a gradient, the units of weights without one
+        self._idle: Any = WeakTensorKeyDictionary()
+        self._dead: Any = WeakTensorKeyDictionary()
 
     def look_first(self, optimizer: Optimizer, frame: FrameType | None) -> None:
         """Look once, right after an optimizer's step; raises `CaptureStop` if the loop is to stop."""
@@ -76,7 +81,7 @@ class Silent:
         self._has_looked, path = True, None
         try:
             with self._session.replaying(ends=False):
-                found = list(_Look(self._loop, frame, optimizer, self._idle, self._told).findings())
+                found = list(_Look(self._loop, frame, optimizer, self._idle, self._dead, self._told).findings())
         except Exception as error:
             pass_on(error)
             self._session.complain("could not look for what is not learned", error)
@@ -89,8 +94,10 @@ class Silent:
 class _Look:
     """One look at the steps that are kept, and at the state of now: after the step of ``now``, or at the end."""
 
-    def __init__(self, loop: Loop, frame: FrameType | None, now: Optimizer | None, idle: Any, told: Any) -> None:
-        self.loop, self.frame, self.now, self.idle, self.told = loop, frame, now, idle, told
+    def __init__(
+        self, loop: Loop, frame: FrameType | None, now: Optimizer | None, idle: Any, dead: Any, told: Any
+    ) -> None:
+        self.loop, self.frame, self.now, self.idle, self.dead, self.told = loop, frame, now, idle, dead, told
         self.steps, self.modules, self.optimizers = loop.tape.segments(), loop.world.modules, loop.world.optimizers
         self.over = f"in {counted(loop.iterations.completed, 'step')}"
         self.copied: dict[int, torch.Tensor] = {}  # what the first copy that is kept holds
@@ -106,7 +113,7 @@ class _Look:
         """The most certain first; one of each optimizer, and one more."""
         last = self.steps[-1].mark if self.steps else self.loop.mark()
         for optimizer in self.optimizers:
-            for find in (self._strangers, self._unscaled, self._without_gradient, self._rounding):
+            for find in (self._strangers, self._unscaled, self._without_gradient, self._rounding, self._fading):
                 step = next((one for one in reversed(self.steps) if _op_of(one, optimizer) is not None), None)
                 text = find(optimizer, step) if optimizer not in self.told else None
                 if text is not None:
@@ -204,6 +211,40 @@ class _Look:
         lead = f"the gradients of all {counted(len(dense), 'parameter')} of"
         size = norm if gradient else "zero"
         return f"{lead} {self._name(optimizer)} are {size}; {reason}" if reason is not None else None
+
+    def _fading(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+        """A gradient that vanishes on the way to the first layers, underflows in float16, or does not reach most units
+        of a layer at either look: units of the last one may be chosen, as actions are."""
+        weights = [p for p in parameters_of(optimizer) if p.dim() > 1 and p.grad is not None]
+        given = [(p, p.grad.detach()) for p in weights if p.grad is not None and p.grad.layout is torch.strided]
+        norms = norms_of([gradient for _, gradient in given])
+        known = sorted((norm, n) for n, norm in enumerate(norms) if 0 < norm < math.inf)
+        is_first = optimizer is self.now
+        if is_first and known and known[0][0] < _VANISHED * known[-1][0]:
+            (low, first), (high, last) = known[0], known[-1]
+            names = [self.names.get(id(given[n][0]), "a weight") for n in (first, last)]
+            ratio = f"{number_words(low / high)} times that of `{names[1]}` ({number_words(high)})"
+            return f"the gradient of `{names[0]}` vanishes: its norm is {number_words(low)}, {ratio}"
+        modules = (m for root in self.modules for m in root.modules())
+        own = {id(m.weight) for m in modules if isinstance(m, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d))}
+        modes = [op.mode.autocast for op in step.ops if op.kind is Root] if step is not None else []
+        is_half = any(name == "torch.float16" for mode in modes for _, name in mode) and not self.loop.scalers.is_used
+        for n, (p, gradient) in enumerate(given[:-1]):
+            if not norms[n] > 0 or id(p) not in own or len(gradient) < _LEAST_UNITS:
+                continue
+            empty, name = gradient.flatten(1) == 0, self.names.get(id(p), "a weight")
+            dead = empty.all(1)
+            largest = float(gradient.abs().max())
+            is_low = largest < torch.finfo(torch.float16).tiny and bool(empty.any())
+            if is_first and is_low and (is_half or gradient.dtype is torch.float16):
+                lead = f"the gradient of `{name}` underflows in float16: it is {number_words(largest)} at most"
+                return f"{lead}, {float(empty.double().mean()):.1%} of it zero, and there is no grad scaler"
+            both = float((dead & self.dead[p]).double().mean()) if p in self.dead else 0.0
+            if is_first:
+                self.dead[p] = dead
+            elif self.now is None and both > _MOSTLY:
+                return f"{both:.1%} of the units of `{name.rpartition('.')[0]}` have got no gradient {self.over}"
+        return None
 
     def _cut(self, step: Segment, parameters: Sequence[torch.Tensor]) -> str | None:
         """A line of the source that cuts the way from the loss to the model: of the loop if no parameter of the model

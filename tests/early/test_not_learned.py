@@ -190,6 +190,26 @@ def same_loss() -> None:
         update(optimizer, (out - out.detach() + 0.3).mean(1).relu().pow(2).mean())
 
 
+def vanishing() -> None:
+    sizes = [8] * 20
+    _train(nn.Sequential(*[layer for size in sizes for layer in (nn.Linear(8, size), nn.Sigmoid())], nn.Linear(8, 1)))
+
+
+def nearly_dead() -> None:
+    model = mlp(8, 64, 64, 1)
+    with torch.no_grad():
+        model[2].bias.sub_(0.8)  # type: ignore[operator, union-attr]
+    _train(model)
+
+
+def underflown() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        x, y = _batch()
+        update(optimizer, (model(x.half()) - y.half()).pow(2).mean() * 1e-6)
+
+
 SILENT: list[tuple[Callable[[], None], str]] = [
     (made_anew, "values = [row.item() for row in out.flatten()]"),
     (chosen, "classes = model(x).argmax(1).float()"),
@@ -206,6 +226,9 @@ SILENT: list[tuple[Callable[[], None], str]] = [
     (scaled_only, "the grad scaler has checked none of them"),
     (always_skipped, "the grad scaler has left out all 30 steps"),
     (one_region, "it was entered once around all steps, tests/early/test_not_learned.py:"),
+    (vanishing, "the gradient of `0.weight` vanishes: its norm is "),
+    (nearly_dead, " of the units of `2` have got no gradient in 30 steps"),
+    (underflown, "the gradient of `0.weight` underflows in float16: it is "),
     (same_loss, "the loss is 0.09 in all bits in the last 20 steps while the batch changes"),
 ]
 
