@@ -8,10 +8,10 @@ from dataclasses import asdict
 import torch
 
 from reprokit.compare.quantity import measured
-from reprokit.locate.samples import bad_rows
+from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.spelling import short_name
 from reprokit.program.ir import Ref
-from reprokit.rules.backward import freed_before, written_since
+from reprokit.rules.backward import freed_before, name_of, written_since
 from reprokit.rules.edits import loss_over_count, on_call, set_argument
 from reprokit.rules.predicates import dtype_name, ignored_by, places, raises
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
@@ -53,6 +53,35 @@ def target_is_longer(scene: Scene) -> Numbers | None:
             row = scene.row_text(scene.recorded("target_lengths"), [number], scene.index)
             return {"needed": needed, "available": available, "row": row}
     return None
+
+
+# Where a call takes indexes, and what it indexes; the losses and `embedding` in a dimension that is theirs.
+_INDEXED = {
+    "embedding": (0, 1), "cross_entropy": (1, 0), "nll_loss": (1, 0), "__getitem__": (1, 0), "gather": (2, 0),
+    "index_select": (2, 0), "scatter": (2, 0), "scatter_add": (2, 0), "index_add": (2, 0),
+}  # fmt: skip
+
+
+def outside(scene: Scene) -> Numbers | None:
+    """The index that is outside of what it indexes, with its place and the size."""
+    found = raises("out of (dimension )?(bounds|range)|not in the valid range|smaller than num_classes")(scene)
+    name = short_name(scene.call) if scene.call is not None else ""
+    if found is None or name not in _INDEXED or not isinstance(scene.recorded(_INDEXED[name][0]), Ref):
+        return found and {"seen": f"`{name}` raises {found['exception'].removesuffix('.')}"}
+    slot, of = _INDEXED[name]
+    indexes, table, is_loss = scene.tensor(slot), scene.tensor(of), name in ("cross_entropy", "nll_loss")
+    dim = scene.operand(1) if slot == 2 else 1 if is_loss and table.dim() > 1 else 0
+    size, least = table.shape[dim], -table.shape[0] if name == "__getitem__" else 0
+    bad = (indexes < least) | (indexes >= size)
+    bad &= indexes != scene.operand("ignore_index") if is_loss else True
+    (first, *_), (own, other) = bad.nonzero().tolist(), (scene.recorded(one).value for one in (slot, of))
+    names = [name_of(scene.program, value, scene.index) for value in (own, other)]
+    general = ("the target", "its input") if is_loss else ("the index", "what it indexes")
+    names = [name if name[0] == "`" else word for name, word in zip(names, general, strict=True)]
+    rows = scene.row_text(scene.recorded(slot), rows_where(bad)) if indexes.dim() else ""
+    many = f" ({int(bad.sum())} of {bad.numel()} elements are outside, in {rows})" if rows else ""
+    what = "classes" if is_loss else "rows" if dim == 0 else f"elements in dimension {dim}"
+    return {"seen": f"{names[0]} is {indexes[tuple(first)]} at {first}{many}, and {names[1]} has {size} {what}"}
 
 
 def has_empty_sequence(scene: Scene) -> Numbers | None:
@@ -175,11 +204,10 @@ STEPS = [
         links="pytorch/pytorch/issues/31557",
         fixes=[Fix("pass zero_infinity=True to {call}", set_argument("zero_infinity", True))]),
     Rule("index-outside", "An index, a label or a token outside of what it indexes", cause="data",
-        kinds="exception", confidence="likely",
-        when=[raises("out of (dimension )?(bounds|range)|not in the valid range|smaller than num_classes")],
+        kinds="exception", is_shown=True, when=[outside],
         why="`{call}` was asked for something that does not exist: a label is not one of the classes, or a token is "
             "not a row of the embedding.",
-        seen=["`{call}` raises {exception}"],
+        seen=["{seen}"],
         advice="Compare the indexes with the size of what they index, such as the number of classes or rows: special "
                "tokens are often added later. Map a label for padding to `ignore_index`.",
         links="pytorch/pytorch/issues/15508"),
