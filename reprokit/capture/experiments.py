@@ -59,6 +59,7 @@ from reprokit.series.cause import (
     emptied_state,
     growth,
     rate_words,
+    resized,
     rewritten,
     sign,
     usual_limits,
@@ -266,7 +267,7 @@ class Experiments:
         exchanges = self._exchanges(watch) if self._kind != DEAD else iter(())
         exchanged = next((plan for plan in exchanges if self._removes(plan)), None)
         if exchanged is not None:
-            is_data = self._is_event or is_odd
+            is_data = self._is_event or is_odd or exchanged.is_odd
             kind, why = ("data", "") if is_data else ("unknown", "; why, no experiment has decided")
             return Cause(kind, f"{self._told(exchanged).removesuffix('.')}{why}.", tuple(evidence), tuple(self._tried))
         if not evidence:
@@ -495,7 +496,12 @@ class Experiments:
         if step is None:
             return
         pairs: dict[str, dict[Number, torch.Tensor]] = {}
+        sizes, last = dict[str, str](), later[-1]
         for slot, one in given:
+            name = f"`{slot_name(names, one, slot, spaces)}`"
+            seen = [value.shape for n in before for value in one.values.get(n, ())]
+            steps = f"steps {before[0]}-{before[-1]}" if len(before) > 1 else f"step {before[0]}"
+            sizes[name] = resized(name, seen, one.values[last][0].shape, f"step {last}", steps)
             for now in later:
                 if not all(map(torch.equal, one.values[now], one.values[step])):
                     found = zip(one.numbers[now], one.values[step], strict=True)
@@ -507,7 +513,8 @@ class Experiments:
             parts["the batch"] = {number: value for values in pairs.values() for number, value in values.items()}
         for name, values in parts.items():
             text = f"{name} of step {step} in its place"
-            yield _Plan("data", f"It depends on {name} of {which}.", text, values=values)
+            says = sizes.get(name, "") if self._kind == EXCEPTION and len(later) == 1 else ""
+            yield _Plan("data", f"{says or f'It depends on {name} of {which}'}.", text, bool(says), values=values)
 
 
 def _are_alike(series: Series, step: int, later: Iterable[int]) -> bool:

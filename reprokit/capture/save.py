@@ -100,7 +100,7 @@ MODULES_SPREAD = "the state of the model: it is spread over the ranks"
 OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 NOT_AGAIN = "the failure did not occur again when the step was replayed"
 NO_CHECKPOINT = "a checkpoint is recorded as plain calls, so running the file does not raise the exception"
-NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
+NOT_OF_TORCH = "the exception was raised by Python code around the calls, so running the file does not raise it"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
 _PLAYING = 2 / 3  # of the seconds that finding the cause may take; the rest is left for the fixes of rules
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
@@ -210,7 +210,7 @@ class Describing:
                     given = made.snapshot, self.verdict.frame, self.verdict.raised, playing
                     found = Experiments(self.loop, segments, *given).run()
             left = until - time.monotonic()
-            if may_tell_more(found) and made.snapshot.fidelity != "unfaithful":
+            if (may_tell_more(found) or self.verdict.raised is not None) and made.snapshot.fidelity != "unfaithful":
                 with ignored_errors():
                     found = _found_by_rule(made, found, left) if 2 * took[-1] <= left else out_of_time(found)
             with ignored_errors():
@@ -754,7 +754,8 @@ def _with_operands(cause: Cause | None, raised: Raised | None, failure: Failure)
     facts = "; ".join(raised.facts)
     says = f"{facts[0].upper()}{facts[1:]}."
     known = cause or Cause("unknown", "")
-    return replace(known, text=f"{says} {known.text}".strip(), evidence=(*raised.facts, *known.evidence))
+    text = f"{says} {known.text}" if known.kind == "unknown" else f"{known.text} {says}"
+    return replace(known, text=text.strip(), evidence=(*known.evidence, *raised.facts))
 
 
 def _found_by_rule(made: Made, cause: Cause | None, seconds: float) -> Cause | None:

@@ -13,7 +13,7 @@ from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.locate.spelling import VIEWS, constant_ways, short_name
 from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import GRAD_READ, display_name
-from reprokit.program.ir import Call, Program
+from reprokit.program.ir import Call, Phase, Program
 from reprokit.render import wording
 from reprokit.rules.table import RULES
 from reprokit.shrink.checks.recorded import is_out_of_memory
@@ -92,8 +92,12 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
         expected = "The call returns, which needs as much free memory as the message says."
         remark = f"Why it needs so much memory is a question about {whom}."
     elif is_refusal(failure):
-        expected = f"Arguments that {name} accepts. {as_defined}: it refuses, and says what is wrong."
-        remark = f"Why it is given these arguments is a question about {whom}."
+        is_backward = failure.phase == Phase.BACKWARD
+        what = (
+            "A graph that is whole, with values as they were saved" if is_backward else f"Arguments that {name} accepts"
+        )
+        expected = f"{what}. {as_defined}: it refuses, and says what is wrong."
+        remark = f"Why it is given {'such a graph' if is_backward else 'these arguments'} is a question about {whom}."
     else:
         expected = "A finite number in its place." if is_constant else wording.expected(failure)
         if rule is not None and rule.expected and not is_constant:

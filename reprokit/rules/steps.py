@@ -81,7 +81,8 @@ def outside(scene: Scene) -> Numbers | None:
     rows = scene.row_text(scene.recorded(slot), rows_where(bad)) if indexes.dim() else ""
     many = f" ({int(bad.sum())} of {bad.numel()} elements are outside, in {rows})" if rows else ""
     what = "classes" if is_loss else "rows" if dim == 0 else f"elements in dimension {dim}"
-    return {"seen": f"{names[0]} is {indexes[tuple(first)]} at {first}{many}, and {names[1]} has {size} {what}"}
+    most = f", and up to {int(indexes[bad].max())}" if int(bad.sum()) > 1 else ""
+    return {"seen": f"{names[0]} is {indexes[tuple(first)]} at {first}{most}{many}, and {names[1]} has {size} {what}"}
 
 
 def has_empty_sequence(scene: Scene) -> Numbers | None:
@@ -208,8 +209,8 @@ STEPS = [
         why="`{call}` was asked for something that does not exist: a label is not one of the classes, or a token is "
             "not a row of the embedding.",
         seen=["{seen}"],
-        advice="Compare the indexes with the size of what they index, such as the number of classes or rows: special "
-               "tokens are often added later. Map a label for padding to `ignore_index`.",
+        advice="Compare the indexes with the size of what they index, where they are made. Map a label for padding to "
+               "`ignore_index`.",
         links="pytorch/pytorch/issues/15508"),
     Rule("empty-sequence", "A sequence of length zero", kinds="exception", calls="_pack_padded_sequence", cause="data",
         when=[raises("samples has to be greater than 0"), has_empty_sequence],

@@ -166,6 +166,15 @@ def changed(name: str, readings: Sequence[Reading], *, is_flag: bool) -> Unlike 
     return None
 
 
+def resized(name: str, before: Sequence[Sequence[int]], now: Sequence[int], step: str, steps: str) -> str:
+    """How a size is beyond all of the steps before, empty if none is: the last batch may be smaller, a text longer."""
+    sizes = list(zip(*before, strict=True)) if len({len(now), *map(len, before)}) == 1 else []
+    if all(min(size) <= new <= max(size) for size, new in zip(sizes, now, strict=False)):
+        return ""
+    was = ", ".join(f"{min(size)}" if len({*size}) == 1 else f"{min(size)} to {max(size)}" for size in sizes)
+    return f"{name} is {[*now]} in {step}, and was [{was}] in {steps}"
+
+
 def rewritten(name: str, step: int, rows: Sequence[int], now: tuple[float, float], then: tuple[float, float]) -> str:
     """That an input of a step has other values by now, in all rows if none are given."""
     lead = f"`{name}` of step {step} is no longer what it was when the step read it"

@@ -33,6 +33,8 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
     """
     rule = _RULES.get(found.id)
     is_shown = cause is not None and cause.kind == NUMERICS
+    if rule is not None and rule.is_shown and failure.kind == EXCEPTION and found.confidence == "certain":
+        return _with_operand(cause, found, failure)
     if not may_tell_more(cause) or rule is None or not rule.cause:
         return cause
     if is_shown and rule.cause not in (NUMERICS, "setting"):
@@ -50,8 +52,6 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
         loss = f" (loss {number_words(made.loss)})" if made.loss is not None else ""
         after = f"The step stays finite{loss}" if fix.is_plausible else "Its result is finite"
         says += f" {'The call returns' if failure.kind == EXCEPTION else after} after this change: {made.change}."
-    elif found.confidence == "certain" and rule.is_shown and failure.kind == EXCEPTION:
-        pass
     elif found.confidence == "certain" and rule.trial:
         made = Intervention(rule.trial, True, None, 1)
     elif found.note == TIME_UP:
@@ -64,6 +64,16 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
     before = cause.evidence if cause is not None else ()
     says = f"{before[0]}. {says}" if before and rule.cause == "state" else says
     return Cause(rule.cause, says, (*evidence, *before), (*tried, *([made] if made is not None else [])))
+
+
+def _with_operand(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause:
+    """The cause of an exception whose rule has found the operand that it is about."""
+    known = cause or Cause(UNKNOWN, "")
+    is_decided, evidence = known.kind != UNKNOWN, (*found.evidence, *known.evidence)
+    place = f" at {failure.site.place}" if failure.site is not None else ""
+    other = next((one.words(EXCEPTION) for one in known.interventions if one.removes), "")
+    text = f"{found.title}{place}: {found.evidence[0]}. {known.text if is_decided else other}".strip()
+    return replace(known, kind=known.kind if is_decided else _RULES[found.id].cause, text=text, evidence=evidence)
 
 
 def is_second(cause: Cause | None, found: Diagnosis) -> bool:

@@ -269,6 +269,36 @@ def checkpoint_of_a_cache() -> None:
         update(optimizer, model(x[:2, :4]).square().mean())
 
 
+class Words(nn.Module):
+    """Knows 12 words, and 5 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.position, self.head = nn.Embedding(12, 4), nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(ids.shape[1])
+        return self.head((self.word(ids) + self.position(place)).mean(1))
+
+
+def sentences(label: int = 1, length: int = 4) -> None:
+    """The last row of step `BAD_STEP` has another label, and its sentences another length."""
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        ids = torch.randint(12, (3, length if step == BAD_STEP else 3 + step % 2))
+        kinds = torch.tensor([0, 1, label if step == BAD_STEP else 1])
+        update(optimizer, F.cross_entropy(model(ids), kinds))
+
+
+def label_of_no_class() -> None:
+    sentences(label=2)
+
+
+def sentence_too_long() -> None:
+    sentences(length=7)
+
+
 def critic_stepped_in_between() -> None:
     actor, critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
     first, second = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (critic, actor))
@@ -338,6 +368,12 @@ def two_losses_of_one_graph() -> None:
         (checkpoint_of_a_cache, CheckpointError, None, [
             "when recomputed, `cat` (", " gives [4, 3] (`self.keys` is 2 items: ", "; in its place `cat` (",
             ") gives [2, 3] in the forward pass."]),
+        (label_of_no_class, IndexError, "torch.nn.functional.cross_entropy", [
+            ": `kinds` is 2 at [2] (1 of 3 elements are outside, in row 2), and the", "has 2 classes. "]),
+        (sentence_too_long, IndexError, "torch.nn.functional.embedding", [
+            ": `place` is 5 at [5], and up to 6 (2 of 7 elements", "), and `position.weight` has 5 rows. ",
+            "`ids` is [3, 7] in step 3, and was [3, 3 to 4] in steps 0-2. With `ids` of step 2 in its place the same 4 "
+            "steps end without the exception."]),
         (critic_stepped_in_between, RuntimeError, BACKWARD, [
             ": `critic.2.weight` was saved for the backward pass by `nn.functional.linear` in `critic.2` (",
             ", and written since by `Adam.step` (", ") (version 1 when it was saved, 2 now)."]),
@@ -355,7 +391,7 @@ def test_the_operands_are_told(
 ) -> None:
     snapshot = capture_raising(loop, error, tmp_path)
     assert snapshot.failure.call == call and snapshot.cause is not None
-    forward = (features_of_inference_mode, state_of_a_whole_batch)
+    forward = (features_of_inference_mode, state_of_a_whole_batch, label_of_no_class, sentence_too_long)
     backward = call == BACKWARD or loop is checkpoint_of_a_cache
     phase = "forward" if loop in forward else "backward" if backward else "optimizer"
     assert snapshot.failure.phase == phase
