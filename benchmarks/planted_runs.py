@@ -21,17 +21,20 @@ class Planted:
     """A run and its truth.
 
     ``until`` is the last step that counts as the begin: of a cause that grows, the one in which what it multiplies is
-    ten times as large; of a sudden one, ``began`` itself.
+    ten times as large; of a sudden one, ``began`` itself. ``is_finite`` is None where it does not matter how the run
+    ends. An answer may also say one of ``words``, a pattern, where what is wrong is a setting.
     """
 
     function: Callable[[int], None]
     began: int
     until: int
     layers: tuple[str, ...]
-    is_finite: bool
+    is_finite: bool | None
+    words: str = ""
 
 
 RUNS: list[Planted] = []
+MOST_WRONG = {"steps": 3, "layers": 5}
 
 
 def planted(
