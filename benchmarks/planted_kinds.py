@@ -101,9 +101,9 @@ def factor_of_a_term(seed: int) -> None:
         print(step, loss.item())
 
 
-@planted(160, "critic", "critic.4", words="real|fake|label|target|ones|zeros|critic")
+@planted(80, "critic", "critic.4", words="real|fake|label|target|ones|zeros|critic")
 def gan_labels_swapped(seed: int) -> None:
-    """From round 80 on, which is step 160, the critic learns that what is real is false and what is made is real."""
+    """From step 80 on the critic learns that what is real is false and what is made is real."""
     generator = nn.Sequential(nn.Linear(6, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 2))
     critic = nn.Sequential(nn.Linear(2, 48), nn.LeakyReLU(0.2), nn.Linear(48, 48), nn.LeakyReLU(0.2), nn.Linear(48, 1))
     of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
