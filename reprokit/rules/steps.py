@@ -79,7 +79,7 @@ def outside(scene: Scene) -> Numbers | None:
     general = ("the target", "its input") if is_loss else ("the index", "what it indexes")
     names = [name if name[0] == "`" else word for name, word in zip(names, general, strict=True)]
     rows = scene.row_text(scene.recorded(slot), rows_where(bad)) if indexes.dim() else ""
-    many = f" ({int(bad.sum())} of {bad.numel()} elements are outside, in {rows})" if rows else ""
+    many = f" ({int(bad.sum())} of {bad.numel()} elements, in {rows})" if rows else ""
     what = "classes" if is_loss else "rows" if dim == 0 else f"elements in dimension {dim}"
     most = f", and up to {int(indexes[bad].max())}" if int(bad.sum()) > 1 else ""
     return {"seen": f"{names[0]} is {indexes[tuple(first)]} at {first}{most}{many}, and {names[1]} has {size} {what}"}

@@ -369,7 +369,7 @@ def two_losses_of_one_graph() -> None:
             "when recomputed, `cat` (", " gives [4, 3] (`self.keys` is 2 items: ", "; in its place `cat` (",
             ") gives [2, 3] in the forward pass."]),
         (label_of_no_class, IndexError, "torch.nn.functional.cross_entropy", [
-            ": `kinds` is 2 at [2] (1 of 3 elements are outside, in row 2), and the", "has 2 classes. "]),
+            ": `kinds` is 2 at [2] (1 of 3 elements, in row 2), and its input has 2 classes. "]),
         (sentence_too_long, IndexError, "torch.nn.functional.embedding", [
             ": `place` is 5 at [5], and up to 6 (2 of 7 elements", "), and `position.weight` has 5 rows. ",
             "`ids` is [3, 7] in step 3, and was [3, 3 to 4] in steps 0-2. With `ids` of step 2 in its place the same 4 "
