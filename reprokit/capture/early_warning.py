@@ -64,7 +64,7 @@ from reprokit.series.course import (
 from reprokit.series.events import Finding, LineLog, Silence, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
 from reprokit.series.unlike import Shift, grouped
-from reprokit.words import visible_line
+from reprokit.words import number_words, times_words, visible_line
 
 if TYPE_CHECKING:
     from reprokit.capture.failures import Failures
@@ -82,6 +82,7 @@ _FOLLOWED: Mapping[EventKind, tuple[str, Callable[[], Course | ScaleFalls]]] = {
 _YOUNG, _SOON = 64, 8  # steps in which looks are frequent, and between two of them
 _PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
 LEAST_SILENT = 20  # steps with a gradient of zeros
+_GROWN, _LEAST_NORMS = 1e4, 3  # times the norm of all gradients at so many looks before
 _MOSTLY = 0.5  # of the elements of a gradient
 _SUDDEN = 8  # steps in which a layer dies that does not fade out by design
 _ABOUT = 0.75  # of the usual share of a gradient that is not zero
@@ -121,6 +122,8 @@ class EarlyWarning:
         self._saves_silences = "silent" in kinds
         # parameters without a gradient, or with one of zeros, at the last look, and in how many looks up to it
         self._silent: Any = WeakTensorKeyDictionary()
+        self._norms: list[float] = []  # of all gradients, at each look
+        self._has_grown = False
         self._played: Any = WeakTensorKeyDictionary()  # those for which kept steps were played
         loop.has_alarm = self._has_alarm
         loop.world.keeps_earlier = True
@@ -256,6 +259,7 @@ class EarlyWarning:
         silent = [p for p in parameters if p.grad is None and p.requires_grad]
         silent += [p for p, norm in zip(dense, norms, strict=True) if norm == 0.0]
         self._num_looks += 1
+        self._see_growth(math.hypot(*norms))
         self._silent = WeakTensorKeyDictionary({p: self._silent.get(p, 0) + 1 for p in silent})
         new = [p for p in silent if p not in self._played and (is_last or self._silent[p] > 1)]
         if not new:
@@ -265,6 +269,17 @@ class EarlyWarning:
         with self._session.replaying(ends=False), ignored_errors():  # `NotKept`, or of the user's code
             return EventStep(self._loop, Verdict("gradient", sys._getframe(1)), ()).find_silent(always)
         return None
+
+    def _see_growth(self, norm: float) -> None:
+        """A loop that does not clip computes no norm of all gradients; that of a look is beside those before."""
+        usual = statistics.median(self._norms) if len(self._norms) >= _LEAST_NORMS else math.inf
+        is_clipped = any(row.norm is not None for row in self._loop.timeline.after(-1))
+        if norm > _GROWN * usual and not is_clipped and not self._has_grown:
+            step = max(self._loop.iterations.completed - 1, 0)
+            words = f"the norm of all gradients is {number_words(norm)}{times_words(norm, usual)} at the looks before"
+            self._has_grown = True
+            self._emit(TrainingEvent("explosion", step, "warning", words, None, step))
+        self._norms.append(norm)
 
     def _has_alarm(self) -> bool:
         """True if one of the steps so far is to be saved; that is done as soon as the running one is over."""

@@ -185,6 +185,25 @@ def _negative_decay(step: int, model: torch.nn.Module, optimizer: torch.optim.Op
     return F.mse_loss(model(x), x.sum(1, keepdim=True))
 
 
+def test_a_gradient_that_nobody_clips_is_told_once_it_has_grown(tmp_path: Path) -> None:
+    def grows(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        x = torch.randn(16, 16)
+        loss = F.mse_loss(model(x), x.sum(1, keepdim=True))
+        factor = 1e6 if step >= 110 else 1.0
+        return loss.detach() + (loss - loss.detach()) * factor  # of the gradient only
+
+    torch.manual_seed(0)
+    model = mlp(16, 32, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    events: list[reprokit.TrainingEvent] = []
+    with reprokit.capture(tmp_path / "run.pt", on=("early",), on_event=events.append, quiet=True) as session:
+        for step in range(200):
+            update(optimizer, grows(step, model, optimizer))
+    (event,) = [one for one in events if one.kind == "explosion"]
+    assert event.severity == "warning" and "the norm of all gradients is " in event.evidence and event.step >= 110
+    assert not session.snapshots
+
+
 def test_weights_that_grow_are_not_laid_to_a_batch(tmp_path: Path) -> None:
     session, _ = _loop(tmp_path, _negative_decay)
     event = session.results[0]["failure"]["event"]
