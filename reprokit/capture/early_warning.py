@@ -123,7 +123,7 @@ class EarlyWarning:
         # parameters without a gradient, or with one of zeros, at the last look, and in how many looks up to it
         self._silent: Any = WeakTensorKeyDictionary()
         self._norms: list[float] = []  # of all gradients, at each look
-        self._has_grown = False
+        self._has_grown = "explosion" not in kinds
         self._played: Any = WeakTensorKeyDictionary()  # those for which kept steps were played
         loop.has_alarm = self._has_alarm
         loop.world.keeps_earlier = True
