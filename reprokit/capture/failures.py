@@ -422,10 +422,8 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
     kinds = [kind_of_file(_file_of(entry)) for entry in entries]
     own = [n for n, kind in enumerate(kinds) if kind == "user"]
     library = [n for n, kind in enumerate(kinds) if kind == "library" and not is_standard(_file_of(entries[n]))]
-    if entries and kind_of_file(_raiser(error)) == "torch":  # a check that a module of torch makes itself
-        library.append(len(entries) - 1)
-    place, inside = entries[own[-1]] if own else None, max([*library, -1])
-    line = None
+    checks = [len(entries) - 1] if kind_of_file(_raiser(error)) == "torch" else []  # of a module of torch itself
+    place, inside, line = (entries[own[-1]] if own else None), max([-1, *library, *checks]), None
     if own and inside > own[-1]:
         line = relative_path(_file_of(entries[inside])), entries[inside].tb_lineno or 0
     site = make_site(place.tb_frame.f_code, place.tb_lasti, line) if place is not None else None
@@ -443,14 +441,12 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
     if place is not None and not is_deliberate:
         with ignored_errors():  # objects of the user's
             names = {id(p): user_path(name) for root in roots for name, p in root.named_parameters()}
-            is_call = [entry.tb_frame.f_code is torch_private.call_impl_code for entry in entries]
-            before = [n for n in own if n < is_call.index(True)] if True in is_call else []
-            innermost = max(inside, own[-1]) if kinds[inside] == "library" else own[-1]
-            for n in dict.fromkeys([innermost, *before[-1:]]):
+            roots_called = [n for n, e in enumerate(entries) if e.tb_frame.f_code is torch_private.call_impl_code]
+            loop = [n for n in own if n < min(roots_called, default=0)]
+            for n in dict.fromkeys([max([own[-1], *library]), *loop[-1:]]):
                 told = operands_at(entries[n].tb_frame, entries[n].tb_lasti, names)
-                facts += [f"at {relative_path(_file_of(entries[n]))}:{entries[n].tb_lineno} {', '.join(told)}"] * bool(
-                    told
-                )
+                where = f"at {relative_path(_file_of(entries[n]))}:{entries[n].tb_lineno}"
+                facts += [f"{where} {', '.join(told)}"] if told else []
             facts += _optimizer_facts(op, steps, _file_of(place)) if op is not None and op.kind is OptimizerStep else []
     return Raised(*causes[0], site, module, phase, op is not None, is_deliberate, causes, tuple(facts))
 

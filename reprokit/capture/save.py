@@ -228,7 +228,8 @@ class Describing:
         known, says = cause or Cause("unknown", ""), f"A checkpoint does not repeat its forward pass: {seen.found}."
         if not seen.found:
             return cause
-        return replace(known, text=f"{says} {known.text}".strip(), evidence=(seen.found, *known.evidence))
+        kind = "state" if known.kind == "unknown" else known.kind
+        return replace(known, kind=kind, text=f"{says} {known.text}".strip(), evidence=(seen.found, *known.evidence))
 
     def _kept_steps(self, snapshot: Snapshot) -> list[Segment]:
         """The steps to play again with one thing changed, up to the failure; none where that is not possible."""

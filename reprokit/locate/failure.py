@@ -208,6 +208,7 @@ class Failure:
 def wording_of(kind: str, message: str) -> tuple[str, str]:
     """An exception's type and first line without shapes, addresses, numbers and names of types."""
     first = re.sub(r"\b(torch\.)?\w+(Tensor|Type) (?=\[)", "", message.strip().split("\n")[0])
+    first = re.sub(r"\b(Complex)?(Double|Float|Half|BFloat16)\b", "#", first)
     first = re.sub(r"\b0x[0-9a-fA-F]+", "#", first)
     first = re.sub(r"[\[(][\d\s,x.-]*[\])]", "#", first)
     return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)

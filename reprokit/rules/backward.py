@@ -8,9 +8,8 @@ share what the last call behind both of them has made.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,17 +26,12 @@ from reprokit.rules.rule import Numbers
 from reprokit.rules.scene import Scene
 from reprokit.words import listed
 
-_VERSIONS = re.compile(r"is at version (\d+); expected version (\d+)")
-
 
 @dataclass
 class _Watch:
-    """An observer of the run of a program up to the backward call at ``index``, which raises.
-
-    ``graphs`` are the nodes of each backward call, ``last`` is the node that began last. Of the values of call number
-    ``near`` the version is kept, and the later calls that have changed it (``writers``); ``saved`` is the memory that
-    this call has saved.
-    """
+    """An observer of a run up to the backward call at ``index``, which raises: the nodes of each backward call
+    (``graphs``), and the node that began last. Of the values of call number ``near``: the later calls that have written
+    them, by their versions, and the memory that the call has ``saved``."""
 
     index: int
     near: int | None = None
@@ -47,7 +41,6 @@ class _Watch:
     held: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     writers: dict[int, list[int]] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
-    _hooks: Any = None
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         if call.is_differentiation:
@@ -68,16 +61,16 @@ class _Watch:
             self.owners.own_outputs(index, call, values)
         for value, (tensor, version) in self.held.items():
             if tensor._version != version:
-                self.held[value] = tensor, tensor._version
                 self.writers.setdefault(value, []).append(index)
+        self._hold(self.held, {value: tensor for value, (tensor, _) in self.held.items()})
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         self.saved.add(_memory_of(tensor))
         return tensor
 
-    def _hold(self, wanted: Collection[int], values: Mapping[int, torch.Tensor]) -> None:
+    def _hold(self, wanted: Iterable[int], values: Mapping[int, torch.Tensor]) -> None:
         found = {value: values[value] for value in wanted if value in values and not values[value].is_inference()}
-        self.held.update((value, (tensor, tensor._version)) for value, tensor in found.items())
+        self.held.update({value: (tensor, tensor._version) for value, tensor in found.items()})
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
@@ -92,27 +85,24 @@ def _watched(scene: Scene, near: int | None = None) -> _Watch:
 
 def written_since(scene: Scene) -> Numbers | None:
     """The value that a call has saved for the backward pass, and the calls that have written into it since."""
-    found = raises("modified by an inplace operation")(scene)
-    if found is None:
-        return None
-    calls, message = scene.program.calls, found["exception"]
-    first = _watched(scene)
-    owner = first.owners.owner(first.last)
-    if owner is None:
-        return {"seen": message}
-    watch = _watched(scene, owner)
-    saved = [value for value in watch.writers if _memory_of(watch.held[value][0]) in watch.saved]
+    found, calls, first = raises("modified by an inplace operation")(scene), scene.program.calls, None
+    if found is not None:
+        first = _watched(scene)
+    owner = first.owners.owner(first.last) if first is not None else None
+    if found is None or owner is None:
+        return found and {"seen": found["exception"]}
+    watch, message = _watched(scene, owner), found["exception"]
     shape = re.search(r"Tensor \[([\d, ]*)\]", message)
     sizes = sorted(map(int, re.findall(r"\d+", shape[1]))) if shape is not None else []
-    alike = [value for value in saved if sorted(watch.held[value][0].shape) == sizes] or saved
-    if not alike:
+    saved = [value for value in watch.writers if _memory_of(watch.held[value][0]) in watch.saved]
+    saved.sort(key=lambda value: sorted(watch.held[value][0].shape) != sizes)  # the message has the size of its own
+    if not saved:
         return {"seen": message}
-    name, writers = name_of(scene.program, alike[0], scene.index), watch.writers[alike[0]]
-    by = listed([*dict.fromkeys(place_of(calls[index]) for index in writers)])
-    now = _VERSIONS.search(message)
+    by = listed([*dict.fromkeys(place_of(calls[index]) for index in watch.writers[saved[0]])])
+    now = re.search(r"is at version (\d+); expected version (\d+)", message)
     versions = f" (version {now[2]} when it was saved, {now[1]} now)" if now is not None else ""
-    kept = f"{name} was saved for the backward pass by {place_of(calls[owner])}"
-    return {"seen": f"{kept}, and written since by {by}{versions}"}
+    name, saver = name_of(scene.program, saved[0], scene.index), place_of(calls[owner])
+    return {"seen": f"{name} was saved for the backward pass by {saver}, and written since by {by}{versions}"}
 
 
 def freed_before(scene: Scene) -> Numbers | None:
@@ -120,35 +110,36 @@ def freed_before(scene: Scene) -> Numbers | None:
     found = raises("backward through the graph a second time")(scene)
     if found is None:
         return None
-    calls, watch, index = scene.program.calls, _watched(scene), scene.index
-    graph = watch.graphs[index]
+    program, calls, watch, index = scene.program, scene.program.calls, _watched(scene), scene.index
     freed = next((n for n, other in reversed(watch.graphs.items()) if n < index and watch.last in other), None)
-    if freed is None:
+    both = watch.graphs[index] & watch.graphs[freed] if freed is not None else ()
+    shared = max((n for node in both if (n := watch.owners.owner(node)) is not None), default=None)
+    if freed is None or shared is None:
         return {"seen": found["exception"]}
-    shared = max(n for node in graph & watch.graphs[freed] if (n := watch.owners.owner(node)) is not None)
     behind = values_behind(calls, starts_of(calls[index]), index)
     value = next((value for value in calls[shared].output_refs() if value in behind), None)
-    made, number = place_of(calls[shared]), scene.number
     passes = [n for n in watch.graphs if calls[n].site == calls[index].site]
     ago = sum(shared < n < index for n in passes) if calls[freed].site == calls[index].site else 0
-    of_step = f" of step {number - ago}" if number is not None and ago else " of an earlier step" if ago else ""
-    name = f"{name_of(scene.program, value, index)}{of_step}, made by {made}," if value is not None else made
-    start = name_of(scene.program, starts_of(calls[freed])[0], freed)
-    by = f"the backward pass of {start}" + (f" ({site.place})" if (site := calls[freed].site) is not None else "")
+    step = f"step {scene.number - ago}" if scene.number is not None else "an earlier step"
+    name = place_of(calls[shared])
+    if value is not None:
+        name = f"{name_of(program, value, index)}{f' of {step}' if ago else ''}, made by {name},"
+    by = f"the backward pass of {name_of(program, starts_of(calls[freed])[0], freed)}{_line(calls[freed])}"
     return {"seen": f"{name} is {'used again' if ago else 'part of both graphs'}, and {by} has freed its graph"}
 
 
 def name_of(program: Program, value: int, before: int) -> str:
     """A value as the user knows it: its input, its variable, or the call that made it."""
     known = {item.value: item.name for item in program.inputs} | variables(program.calls[:before])
-    if value in known:
-        return f"`{known[value]}`"
-    maker = next(call for call in program.calls if value in call.output_refs())
-    return f"the result of {place_of(maker)}"
+    maker = next((call for call in program.calls if value in call.output_refs()), None)
+    return f"`{known[value]}`" if value in known or maker is None else f"the result of {place_of(maker)}"
 
 
 def place_of(call: Call) -> str:
-    """``Adam.step` (train.py:12)`` in backticks, with the module where there is one."""
+    """`` `Adam.step` in `head` (train.py:12) ``, as far as it is known."""
     name = display_name(call.target).removeprefix("torch.optim.").removeprefix("torch.")
-    inside = f" in `{label_of(call)}`" if call.scope else ""
-    return f"`{name}`{inside}" + (f" ({call.site.place})" if call.site is not None else "")
+    return f"`{name}`{f' in `{label_of(call)}`' if call.scope else ''}{_line(call)}"
+
+
+def _line(call: Call) -> str:
+    return f" ({call.site.place})" if call.site is not None else ""

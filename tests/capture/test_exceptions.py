@@ -367,7 +367,8 @@ def two_losses_of_one_graph() -> None:
             "`given` is float32 [2, 1, 4] (assigned at ", "`state` is float32 [1, 3, 3], all zeros (assigned at "]),
         (checkpoint_of_a_cache, CheckpointError, None, [
             "when recomputed, `cat` (", " gives [4, 3] (`self.keys` is 2 items: ", "; in its place `cat` (",
-            ") gives [2, 3] in the forward pass."]),
+            ") gives [2, 3] in the forward pass; it reads a tensor that the forward pass made, which something has "
+            "kept."]),
         (label_of_no_class, IndexError, "torch.nn.functional.cross_entropy", [
             ": `kinds` is 2 at [2] (1 of 3 elements, in row 2), and its input has 2 classes. "]),
         (sentence_too_long, IndexError, "torch.nn.functional.embedding", [
