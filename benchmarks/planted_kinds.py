@@ -184,7 +184,7 @@ def optimizer_lost_at_resume(seed: int) -> None:
         checkpoint, done = copy.deepcopy(model.state_dict()), until
 
 
-@planted(100, "1", "4", words=r"\beval\b|training mode|running.(mean|var|statistics)|batch_norm|BatchNorm")
+@planted(100, "1", "4", words=r"\beval\b|`training`|training mode|running.(mean|var|statistics)|batch_norm|BatchNorm")
 def norm_left_in_eval(seed: int) -> None:
     """Nothing sets the model back to training after the first validation: batch norm uses old statistics for good."""
     layers = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
