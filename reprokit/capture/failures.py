@@ -165,7 +165,8 @@ class Failures:
         frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
         with recorder.paused():
             loop.ranks.part()
-            self.save_asked(is_over=loop.ranks.is_alone and not ends_training(error))
+            is_cut = ends_training(error) and (raised is not None or is_inside_step(loop.tape))  # saved as that
+            self.save_asked(is_over=loop.ranks.is_alone and not is_cut)
             if judge.pending is not None and not self.takes_skipped and judge.is_dropped(judge.pending):
                 self.count_skipped(judge.pending.step)  # a bad loss whose gradients the loop has dropped is no failure
                 loop.tape.drop_gradients()

@@ -108,6 +108,23 @@ def test_minus_infinity_alone_may_be_a_mask(
         assert failure["step"] == 1 and (failure["call"], failure["input"]) in (("torch.log", None), (None, "x"))
 
 
+def test_exceptions_of_a_run_without_a_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError), reprokit.capture(name="shape", quiet=True) as session, torch.no_grad():
+        for size in (2, 3):
+            Logarithm()(torch.ones(size))
+    assert session.results[0]["failure"]["call"] == "torch.Tensor.add"
+    with pytest.raises(ValueError), reprokit.capture(name="check", quiet=True) as session, torch.no_grad():
+        for number in (1.0, -1.0, 2.0):
+            if not Logarithm()(torch.tensor([1.0, number]))[0]["out"].isfinite().all():
+                raise ValueError
+    assert (session.results[0]["failure"]["kind"], session.results[0]["failure"]["call"]) == ("nan", "torch.log")
+    with pytest.raises(ValueError), reprokit.trace(tensors=["output"]) as rows, torch.no_grad():
+        Logarithm()(torch.ones(2))
+        raise ValueError
+    assert [row["max"] for row in rows] == [0.0]
+
+
 def test_a_bad_output_before_a_training_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     net = Logarithm()
