@@ -31,6 +31,7 @@ from reprokit.compare.healthy import blocked
 from reprokit.compare.quantity import norms_of, number_of, update_of
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.failure import Failure
+from reprokit.locate.ways import HALVES
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
 from reprokit.program.sites import called_name, kind_of_file, line_of
@@ -48,7 +49,7 @@ _SHOWN = 3  # names in a line
 _MOST_PLAYED = 8  # modules without a gradient for which a call is looked for
 _FAINT = 1e-5  # of the loss: less would come of a change of all weights by themselves, at a gradient of rounding
 _MOVES = 1e-4  # of the norm of all parameters: more changes a loss that depends on them
-_ROWS, _LEAST_CHANGED = 8, 16  # of a weight that are read through autocast's cache; elements that tell old from new
+_LEAST_CHANGED = 16  # elements that tell an old cast of a weight from a new one
 _VANISHED = 1e-10  # of the largest gradient of a weight: less than Adam's eps beside it
 _MOSTLY = 0.9  # of the units of a layer
 _LEAST_UNITS = 20
@@ -129,43 +130,30 @@ class _Look:
         norms = norms_of([p.detach() for p in waiting])
         self.idle.update({p: (norm, p._version) for p, norm in zip(waiting, norms, strict=True)})
 
-    # -- of an optimizer, with the last step that it made ------------------------------------------------------------
-
     def _strangers(self, optimizer: Optimizer, step: Segment | None) -> str | None:
         """No module has its parameters any more, or they are frozen, and others are trained that no optimizer has."""
-        of_models, owned = (
-            {id(p) for root in self.modules for p in root.parameters()},
-            map(parameters_of, self.optimizers),
-        )
-        known, own = {id(p) for group in owned for p in group}, parameters_of(optimizer)
-        idle = [p for p in own if p.grad is None]
-        gone = [p for p in idle if id(p) not in of_models and p.requires_grad]
-        called = {id(op.target): op.target for one in self.steps for op in one.ops if op.kind is Root and op.mode.grad}
-        trained = (p for root in called.values() for p in root.parameters() if p.grad is not None and p.requires_grad)
-        new = [p for p in trained if id(p) not in known]
+        of_models = {id(p): p for root in self.modules for p in root.parameters()}
+        known = {id(p) for one in self.optimizers for p in parameters_of(one)}
+        new = [p for p in of_models.values() if p.requires_grad and p.grad is not None and id(p) not in known]
+        own, idle = parameters_of(optimizer), [p for p in parameters_of(optimizer) if p.grad is None]
+        gone = [p for p in idle if p.requires_grad and id(p) not in of_models]
         is_all = len(gone) + sum(not p.requires_grad for p in idle) == len(own)
         if not new or not (gone or is_all):
             return None
-        name, count = self._name(optimizer), f"{len(gone)} of the {len(own)} parameters of"
-        lead = (
-            f"{name} holds no parameter of the model that is trained"
-            if is_all
-            else f"{count} {name} are none of the model"
-        )
+        count = f"{len(gone)} of the {len(own)} parameters of {self._name(optimizer)} are none of the model"
+        lead = f"{self._name(optimizer)} holds no parameter of the model that is trained" if is_all else count
         return f"{lead}, and no optimizer holds {self._listed(new)}, which have a gradient"
 
     def _unscaled(self, optimizer: Optimizer, step: Segment | None) -> str | None:
-        used = None
-        for one in self.steps:  # all that it made
-            used, scaled = _op_of(one, optimizer), [n for n, op in enumerate(one.ops) if op.kind is ScaleLoss]
-            if used is not None and (not scaled or used.note.scaler):
+        own = [(one.ops, op) for one in self.steps if (op := _op_of(one, optimizer)) is not None]
+        for ops, op in own:
+            scaled = [n for n, one in enumerate(ops) if one.kind is ScaleLoss]
+            later = ops[scaled[-1] :] if scaled and not op.note.scaler else []
+            is_written = any(one.kind is Function and one.note is not None and one.note.is_write for one in later)
+            if not later or is_written or any(one.kind is Unscale for one in later):  # the loop may divide them itself
                 return None
-            for op in one.ops[scaled[-1] :] if used is not None else ():  # the loop may divide gradients itself
-                if op.kind is Unscale or (op.kind is Function and op.note is not None and op.note.is_write):
-                    return None
-        used = _op_of(step, optimizer) if step is not None else None
-        lead = f"{self._name(optimizer)} steps with gradients of a scaled loss" if used is not None else ""
-        return f"{lead}, and the grad scaler has checked none of them; {_place(used)}" if used is not None else None
+        lead = f"{self._name(optimizer)} steps with gradients of a scaled loss" if own else ""
+        return f"{lead}, and the grad scaler has checked none of them; {_place(own[-1][1])}" if own else None
 
     def _without_gradient(self, optimizer: Optimizer, step: Segment | None) -> str | None:
         trained = [p for p in parameters_of(optimizer) if p.requires_grad]
@@ -173,21 +161,18 @@ class _Look:
             resting = [p for p in trained if _is_idle(optimizer, p)]
         else:
             resting = [p for p in trained if self.now is None and self._has_rested(optimizer, p)]
-        is_all = len(resting) == len(trained)
-        if not resting or step is None or (self.now is not None and not is_all):
-            return None
-        if is_all:
-            reason = _cleared(step, optimizer) or self._cut(step, resting) or self._blocking(step, resting[0])
+        if resting and len(resting) == len(trained):
+            found = _cleared(step, optimizer) or self._cut(step, resting) or self._blocking(step, resting[0])
             lead = f"no gradient has reached any of the {counted(len(resting), 'parameter')} of {self._name(optimizer)}"
-            return "; ".join(filter(None, [f"{lead} {self.over}", reason]))
-        groups, found, reason = dict[str, list[torch.Tensor]](), list[torch.Tensor](), None
-        for parameter in resting:
-            groups.setdefault(self.names.get(id(parameter), "").rpartition(".")[0], []).append(parameter)
-        for group in list(groups.values())[:_MOST_PLAYED]:
-            own = self._blocking(step, group[0]) or self._cut(step, group)
-            found += group if own is not None else []
-            reason = reason or own
-        return f"no gradient has reached {self._listed(found)} {self.over}; {reason}" if reason is not None else None
+            return "; ".join(filter(None, [f"{lead} {self.over}", found]))
+        groups: dict[str, list[torch.Tensor]] = {}
+        for p in resting if self.now is None else ():
+            groups.setdefault(self.names.get(id(p), "").rpartition(".")[0], []).append(p)
+        some = list(groups.values())[:_MOST_PLAYED]
+        reasons = [(self._blocking(step, group[0]) or self._cut(step, group), group) for group in some]
+        cut = [p for reason, group in reasons if reason is not None for p in group]
+        reason = next((reason for reason, _ in reasons if reason is not None), None)
+        return f"no gradient has reached {self._listed(cut)} {self.over}; {reason}" if cut else None
 
     def _has_rested(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
         """True if a parameter has no gradient, and has not moved since the first look."""
@@ -197,20 +182,18 @@ class _Look:
 
     def _rounding(self, optimizer: Optimizer, step: Segment | None) -> str | None:
         dense = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.layout is torch.strided]
-        losses = (row.loss for row in self.loop.timeline.after(-1) if step is not None and row.place == step.mark.place)
-        loss = number_of(next(losses, None)) if optimizer is self.now and dense else None
-        if loss is None or step is None or not math.isfinite(loss):
+        losses = {row.place: row.loss for row in self.loop.timeline.after(-1)}
+        loss = number_of(losses.get(step.mark.place)) if step is not None and optimizer is self.now and dense else None
+        if loss is None or not math.isfinite(loss):
             return None
         gradient = math.hypot(*norms_of([p.grad.detach() for p in dense if p.grad is not None]))
         weight = math.hypot(*norms_of([p.detach() for p in dense]))
-        if not gradient * weight <= _FAINT * abs(loss):
-            return None
+        is_faint = gradient * weight <= _FAINT * abs(loss)
         only = ("",) if loss else _MOST_CLASSES  # 0 is what many losses end at
-        reason = self._blocking(step, max(dense, key=torch.Tensor.dim), only)
+        reason = self._blocking(step, max(dense, key=torch.Tensor.dim), only) if is_faint else None
         norm = f"only rounding (norm {number_words(gradient)} beside {number_words(weight)} of the weights)"
         lead = f"the gradients of all {counted(len(dense), 'parameter')} of"
-        size = norm if gradient else "zero"
-        return f"{lead} {self._name(optimizer)} are {size}; {reason}" if reason is not None else None
+        return f"{lead} {self._name(optimizer)} are {norm if gradient else 'zero'}; {reason}" if reason else None
 
     def _fading(self, optimizer: Optimizer, step: Segment | None) -> str | None:
         """A gradient that vanishes on the way to the first layers, underflows in float16, or does not reach most units
@@ -232,40 +215,37 @@ class _Look:
         for n, (p, gradient) in enumerate(given[:-1]):
             if not norms[n] > 0 or id(p) not in own or len(gradient) < _LEAST_UNITS:
                 continue
-            empty, name = gradient.flatten(1) == 0, self.names.get(id(p), "a weight")
+            empty = gradient.flatten(1) == 0
             dead = empty.all(1)
             largest = float(gradient.abs().max())
             is_low = largest < torch.finfo(torch.float16).tiny and bool(empty.any())
             if is_first and is_low and (is_half or gradient.dtype is torch.float16):
-                lead = f"the gradient of `{name}` underflows in float16: it is {number_words(largest)} at most"
+                lead = f"the gradient of `{self.names.get(id(p))}` underflows in float16: it is {number_words(largest)} at most"
                 return f"{lead}, {float(empty.double().mean()):.1%} of it zero, and there is no grad scaler"
             both = float((dead & self.dead[p]).double().mean()) if p in self.dead else 0.0
             if is_first:
                 self.dead[p] = dead
             elif self.now is None and both > _MOSTLY:
-                return f"{both:.1%} of the units of `{name.rpartition('.')[0]}` have got no gradient {self.over}"
+                name = self.names.get(id(p), "a weight").rpartition(".")[0]
+                return f"{both:.1%} of the units of `{name}` have got no gradient {self.over}"
         return None
 
-    def _cut(self, step: Segment, parameters: Sequence[torch.Tensor]) -> str | None:
+    def _cut(self, step: Segment | None, parameters: Sequence[torch.Tensor]) -> str | None:
         """A line of the source that cuts the way from the loss to the model: of the loop if no parameter of the model
         has a gradient, or of a module's forward."""
-        known = set(map(id, parameters))
-        start = next((op for op in reversed(step.ops) if op.kind is Backward), None)
-        for op in step.ops:
-            own = [p for p in op.target.parameters() if p.requires_grad] if op.kind is Root else []
-            if (
-                any(id(p) in known for p in own)
-                and start is not None
-                and op.code is not None
-                and start.code is not None
-            ):
-                found = _loop_cut(op, start) if all(id(p) in known for p in own) else None
-                found = found or next(filter(None, map(_forward_cut(known), op.target.modules())), None)
-                if found is not None:
-                    return f"the graph is cut at {found}"
+        ops, known = step.ops if step is not None else [], set(map(id, parameters))
+        start = next((op for op in reversed(ops) if op.kind is Backward), None)
+        for op in ops if start is not None else ():
+            own = {id(p) for p in op.target.parameters() if p.requires_grad} if op.kind is Root else set()
+            if known.isdisjoint(own):
+                continue
+            found = _loop_cut(op, start) if own <= known else None
+            found = found or next(filter(None, map(_forward_cut(known), op.target.modules())), None)
+            if found is not None:
+                return f"the graph is cut at {found}"
         return None
 
-    def _blocking(self, step: Segment, parameter: torch.Tensor, only: tuple[str, ...] = ()) -> str | None:
+    def _blocking(self, step: Segment | None, parameter: torch.Tensor, only: tuple[str, ...] = ()) -> str | None:
         """The call of a step that is played which passes no gradient on to a parameter; with ``only`` nothing but
         rounding, and a part of its name is one of these."""
         found: Failure | None = None
@@ -277,7 +257,7 @@ class _Look:
             found = blocked(Step(program, tensors), Failure(Phase.BACKWARD, "dead", value=value), is_all=bool(only))
             return found
 
-        if self.loop.ranks.is_alone:
+        if self.loop.ranks.is_alone and step is not None:
             with ignored_errors():  # the user's code may not run again with the state of then
                 EventStep(self.loop, Verdict("gradient", self.frame), ()).explained_by(see, step.mark.place)
         if found is None or found.call is None or not any(part in found.call for part in only or ("",)):
@@ -286,34 +266,27 @@ class _Look:
         site = f", {found.site.file}:{found.site.line}: {found.site.code.strip()}" if found.site is not None else ""
         return f"`{found.call}` lets no gradient through{module}{site}"
 
-    # -- of the run --------------------------------------------------------------------------------------------------
-
     def _skipped(self) -> str | None:
         total = self.loop.iterations.total
         is_all = self.now is None and total >= _SAME and self.loop.scalers.num_skipped >= total
-        return (
-            f"the grad scaler has left out all {total} steps: every gradient had an infinity or a NaN"
-            if is_all
-            else None
-        )
+        words = f"the grad scaler has left out all {total} steps: every gradient had an infinity or a NaN"
+        return words if is_all else None
 
     def _stale_casts(self) -> str | None:
         """Autocast's cache holds what a weight was before the first update."""
         root = next((op for step in self.steps for op in step.ops if op.kind is Root and op.mode.autocast), None)
-        for p in parameters_of(self.now) if self.now is not None and torch.is_autocast_cache_enabled() else ():
-            is_cached = p.dtype is torch.float32 and p.dim() == 2 and id(p) in self.copied
-            if not is_cached or not torch.is_autocast_enabled(p.device.type) or root is None or root.code is None:
-                continue
+        own = parameters_of(self.now) if self.now is not None and torch.is_autocast_cache_enabled() and root else []
+        own = [p for p in own if p.dim() > 1 and id(p) in self.copied and torch.is_autocast_enabled(p.device.type)]
+        for p in sorted(own, key=lambda p: p.numel() * p.shape[-1])[:_MOST_PLAYED]:
             dtype = torch.get_autocast_dtype(p.device.type)
             old, now = self.copied[id(p)].to(p.device, dtype), p.detach().to(dtype)
-            changed = (old != now).sum(1)
-            rows = changed.topk(min(_ROWS, len(changed))).indices
-            with torch.enable_grad():  # as in a forward: the cache keeps what is cast here
-                read = torch.mm(torch.nn.functional.one_hot(rows, len(now)).to(p.dtype), p).detach()
-            if changed[rows].sum() >= _LEAST_CHANGED and torch.equal(read, old[rows]):
-                region = region_around(root.code, line_of(root.code, root.instruction), "autocast")
-                lead = f"autocast still uses the cast of `{self.names.get(id(p))}` from before the first update"
-                return f"{lead}: it was entered once around all steps{region}"
+            if p.dtype is torch.float32 and (old != now).sum() >= _LEAST_CHANGED:
+                with torch.enable_grad():  # as in a forward: the cache keeps what is cast here
+                    read = torch.matmul(p, torch.eye(p.shape[-1], device=p.device)).detach()
+                if torch.equal(read, old) and root is not None and root.code is not None:
+                    region = region_around(root.code, line_of(root.code, root.instruction), "autocast")
+                    lead = f"autocast still uses the cast of `{self.names.get(id(p))}` from before the first update"
+                    return f"{lead}: it was entered once around all steps{region}"
         return None
 
     def _bypassed(self) -> str | None:
@@ -323,7 +296,8 @@ class _Look:
         ops, met = [op for step in self.steps for op in step.ops], set(map(id, self.modules))
         called = {id(op.target): op for op in ops if op.kind is Root and op.mode.grad}
         around = [one for one in gc.get_objects() if type(one) is wrapper and id(one) not in met]
-        op = next((called[id(one.module)] for one in around if id(one.module) in called), None)
+        inside = (id(part) for one in around for part in one.module.modules())
+        op = next((called[key] for key in inside if key in called), None)
         if op is None or distributed.get_world_size() < 2 or any(one.kind is Collective for one in ops):
             return None  # the loop may average gradients itself
         lead = f"`DistributedDataParallel` is never called, and its module is, {_place(op)}"
@@ -344,11 +318,10 @@ class _Look:
 
     def _is_coarse(self, value: float) -> bool:
         """True if a loss may be one of half precision, which stands still while it falls slowly."""
-        alive, halves = self.loop.tape.alive(), (torch.bfloat16, torch.float16)
+        alive, exact = self.loop.tape.alive(), torch.tensor(value, dtype=torch.float64)
         starts = [op for step in self.steps[-1:] for op in step.ops if op.kind is Backward]
-        made = [alive[n].dtype in halves for op in starts for n in op.ins if n in alive]
-        exact = torch.tensor(value, dtype=torch.float64)
-        return made[0] if made else any(exact.to(half).item() == value for half in halves)
+        made = [alive[n].dtype in HALVES for op in starts for n in op.ins if n in alive]
+        return made[0] if made else any(exact.to(half).item() == value for half in HALVES)
 
     def _batch_changes(self) -> bool:
         alive, roots = self.loop.tape.alive(), [op for one in self.steps for op in one.ops if op.kind is Root][-2:]
@@ -378,23 +351,21 @@ def _op_of(step: Segment, optimizer: Optimizer) -> Op | None:
     return next((op for op in step.ops if op.kind is OptimizerStep and op.target is optimizer), None)
 
 
-def _place(op: Op) -> str:
-    return place_of(op.code, line_of(op.code, op.instruction)) if op.code is not None else ""
+def _place(op: Op | None) -> str:
+    return place_of(op.code, line_of(op.code, op.instruction)) if op is not None and op.code is not None else ""
 
 
-def _cleared(step: Segment, optimizer: Optimizer) -> str | None:
-    made, used = max((n for n, op in enumerate(step.ops) if op.kind is Backward), default=-1), _op_of(step, optimizer)
-    is_cleared = made >= 0 and used is not None and any(op.kind is ZeroGrad for op in step.ops[made:])
-    return (
-        f"`zero_grad` clears them between the backward pass and the step, {_place(used)}"
-        if is_cleared and used
-        else None
-    )
+def _cleared(step: Segment | None, optimizer: Optimizer) -> str | None:
+    ops, used = step.ops if step is not None else [], _op_of(step, optimizer) if step is not None else None
+    made = max((n for n, op in enumerate(ops) if op.kind is Backward), default=len(ops))
+    is_cleared = used is not None and any(op.kind is ZeroGrad for op in ops[made:])
+    return f"`zero_grad` clears them after the backward pass, before {_place(used)}" if is_cleared else None
 
 
-def _loop_cut(root: Op, start: Op) -> str | None:
+def _loop_cut(root: Op, start: Op | None) -> str | None:
     """The line that cuts the way from a backward call to a model, in the functions that call these."""
-    assert root.code is not None and start.code is not None
+    if start is None or root.code is None or start.code is None:
+        return None
     called, started = line_of(root.code, root.instruction), line_of(start.code, start.instruction)
     outer, inner = start.code.co_name, root.code.co_name
 

@@ -219,7 +219,7 @@ SILENT: list[tuple[Callable[[], None], str]] = [
     (rounded, "of `optimizer` are zero; `torch.Tensor.round` lets no gradient through"),
     (one_class, "are zero; `torch.nn.functional.cross_entropy` lets no gradient through"),
     (cancelled, "are only rounding (norm "),
-    (cleared, "`zero_grad` clears them between the backward pass and the step"),
+    (cleared, "`zero_grad` clears them after the backward pass, before tests/early/test_not_learned.py:"),
     (other_model, "`optimizer` holds no parameter of the model that is trained, and no optimizer holds `0.weight`"),
     (new_head, "2 of the 4 parameters of `optimizer` are none of the model, and no optimizer holds `2.weight`"),
     (assigned_later, "holds no parameter of the model that is trained, and no optimizer holds `0.weight`, `0.bias`, "),
