@@ -10,6 +10,7 @@ import ast
 import functools
 import linecache
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -31,30 +32,37 @@ def cut_line(code: CodeType, is_start: Finds, is_source: Finds) -> str | None:
     lines = linecache.getlines(code.co_filename)
     scope = _scope("".join(lines), code.co_name, code.co_firstlineno)
     nodes: list[Any] = list(_inside(scope)) if scope is not None else []
-    given = sorted(_given(nodes), key=lambda one: one[1])
     plain = [n for n in nodes if isinstance(n, ast.With) and opens(n, _WITHOUT_GRAPH)]
+    given: dict[str, list[tuple[float, ast.AST]]] = {}
+    leading: set[int] = set()  # the ``id``s of values that are made of the source
 
-    def made_of(expression: ast.AST, line: float) -> list[tuple[str, float, ast.AST]]:
+    def made_of(expression: ast.AST, line: float) -> list[tuple[float, ast.AST]]:
         """The last two assignments of each name: of a list also what was appended to it."""
         names = {ast.unparse(n) for n in ast.walk(expression) if isinstance(n, (ast.Name, ast.Attribute))}
-        return [one for name in names for one in [g for g in given if g[0] == name and g[1] < line][-2:]]
+        return [one for name in sorted(names) for one in [g for g in given.get(name, ()) if g[0] < line][-2:]]
 
-    def leads(expression: ast.AST, line: float, seen: frozenset[int] = frozenset()) -> bool:
-        makers = [one for one in made_of(expression, line) if id(one[2]) not in seen]
-        seen |= {id(one[2]) for one in makers}
-        return any(map(is_source, ast.walk(expression))) or any(leads(value, at, seen) for _, at, value in makers)
+    def leads(expression: ast.AST, line: float) -> bool:
+        is_there = any(map(is_source, ast.walk(expression)))
+        return is_there or any(id(value) in leading for _, value in made_of(expression, line))
 
-    def cut(expression: ast.AST, line: float, seen: frozenset[int] = frozenset()) -> float | None:
-        for _, at, value in made_of(expression, line):
-            if id(value) not in seen and leads(value, at):
-                found = cut(value, at, seen | {id(value)})
+    def cut(expression: ast.AST, line: float, seen: set[int]) -> float | None:
+        for at, value in made_of(expression, line):
+            if id(value) in leading - seen:
+                seen.add(id(value))
+                found = cut(value, at, seen)
                 if found is not None or any(has(region, int(at)) for region in plain):
                     return at if found is None else found
         return line if any(_cuts(n) and leads(n, line) for n in ast.walk(expression)) else None
 
+    for name, at, value in sorted(_given(nodes), key=lambda one: one[1]):
+        given.setdefault(name, []).append((at, value))
+        leading |= {id(value)} if leads(value, at) else set()
     starts = [n for n in nodes if isinstance(n, (ast.Expr, ast.Assign, ast.Return)) and is_start(n)]
-    line = next((at for n in reversed(starts) if n.value and (at := cut(n.value, n.lineno)) is not None), None)
-    return place_of(code, int(line + 0.5)) if line is not None else None
+    found = (cut(n.value, n.lineno, set()) for n in reversed(starts) if n.value)
+    with suppress(RecursionError):
+        line = next((one for one in found if one is not None), None)
+        return place_of(code, int(line + 0.5)) if line is not None else None
+    return None
 
 
 def place_of(code: CodeType, line: int) -> str:
@@ -65,10 +73,9 @@ def place_of(code: CodeType, line: int) -> str:
 def region_around(code: CodeType, line: int, name: str) -> str:
     """The ``with`` of something with a name that holds a line of a function; empty if there is none."""
     scope = _scope("".join(linecache.getlines(code.co_filename)), code.co_name, code.co_firstlineno)
-    regions = (
-        [n for n in _inside(scope) if isinstance(n, ast.With) and opens(n, {name}) and has(n, line)] if scope else []
-    )
-    return f", {place_of(code, regions[0].lineno)}" if regions else ""
+    nodes = _inside(scope) if scope is not None else ()
+    found = next((n.lineno for n in nodes if isinstance(n, ast.With) and opens(n, {name}) and has(n, line)), None)
+    return f", {place_of(code, found)}" if found is not None else ""
 
 
 def has(node: Any, line: int) -> bool:
