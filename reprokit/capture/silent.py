@@ -220,7 +220,8 @@ class _Look:
             largest = float(gradient.abs().max())
             is_low = largest < torch.finfo(torch.float16).tiny and bool(empty.any())
             if is_first and is_low and (is_half or gradient.dtype is torch.float16):
-                lead = f"the gradient of `{self.names.get(id(p))}` underflows in float16: it is {number_words(largest)} at most"
+                lead = f"the gradient of `{self.names.get(id(p))}` underflows in float16"
+                lead = f"{lead}: it is {number_words(largest)} at most"
                 return f"{lead}, {float(empty.double().mean()):.1%} of it zero, and there is no grad scaler"
             both = float((dead & self.dead[p]).double().mean()) if p in self.dead else 0.0
             if is_first:
