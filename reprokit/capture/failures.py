@@ -29,7 +29,7 @@ from reprokit.capture.fidelity import Made, Place, has_origin
 from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
-from reprokit.capture.operands import operands_at, option_words
+from reprokit.capture.operands import carried_by, operands_at, option_words
 from reprokit.capture.save import (
     Describing,
     NothingFound,
@@ -448,6 +448,8 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
                 told = operands_at(entries[n].tb_frame, entries[n].tb_lasti, names)
                 where = f"at {relative_path(_file_of(entries[n]))}:{entries[n].tb_lineno}"
                 facts += [f"{where} {', '.join(told)}"] if told else []
+            if phase is Phase.BACKWARD:
+                facts = list(carried_by(roots)) if "a second time" in str(error) else []
             facts += _optimizer_facts(op, steps, _file_of(place)) if op is not None and op.kind is OptimizerStep else []
     return Raised(*causes[0], site, module, phase, op is not None, is_deliberate, causes, tuple(facts))
 

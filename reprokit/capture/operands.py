@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
 
+from reprokit.capture.structure import iter_tensors
 from reprokit.program.sites import relative_path
 
 _MOST = 4  # operands of an expression, or of an assignment, that are printed
@@ -59,6 +61,22 @@ def option_words(options: Sequence[Mapping[str, Any]], before: Sequence[Mapping[
                 of = f", from the power `{ast.unparse(power)}` in line {power.lineno}" if power is not None else ""
                 where = f" (assigned at {relative_path(file)}:{line}{of})"
             yield f"`{name}` of the optimizer is {_text(value)}, and was {_text(old[name])} before{where}"
+
+
+def carried_by(roots: Iterable[torch.nn.Module]) -> Iterator[str]:
+    """The attributes of modules that hold tensors with a graph and that their code reads, such as a hidden state."""
+    for path, module in (item for root in roots for item in root.named_modules()):
+        for name, value in list(vars(module).items()):
+            if not any(tensor.grad_fn is not None for tensor in iter_tensors(value)):
+                continue
+            file = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
+            tree, owner = _tree(file), f"`{name}` of the module `{path or type(module).__name__}`"
+            uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == name]
+            read = [node.lineno for node in uses if isinstance(node.ctx, ast.Load)]
+            made = [node.lineno for node in uses if isinstance(node.ctx, ast.Store)]
+            if read and made:
+                where = f"assigned at {relative_path(file)}:{made[-1]}, read in line {read[-1]}"
+                yield f"{owner} ({where}) holds a graph, and may carry it from step to step"
 
 
 @functools.lru_cache(maxsize=4)

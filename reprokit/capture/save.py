@@ -100,7 +100,7 @@ MODULES_SPREAD = "the state of the model: it is spread over the ranks"
 OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 NOT_AGAIN = "the failure did not occur again when the step was replayed"
 NO_CHECKPOINT = "a checkpoint is recorded as plain calls, so running the file does not raise the exception"
-NOT_OF_TORCH = "the exception was raised by Python code around the calls, so running the file does not raise it"
+NOT_OF_TORCH = "the recorded calls alone do not raise the exception, so running the file does not"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
 _PLAYING = 2 / 3  # of the seconds that finding the cause may take; the rest is left for the fixes of rules
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
@@ -749,8 +749,9 @@ def _samples_in(replayed: TracedPlayer, watch: SampleWatch) -> dict[int, Samples
 
 
 def _with_operands(cause: Cause | None, raised: Raised | None, failure: Failure) -> Cause | None:
-    """The cause, behind the operands of the expression that raised; of a backward pass these tell nothing."""
-    if raised is None or not raised.facts or failure.kind != EXCEPTION or failure.phase is Phase.BACKWARD:
+    """The cause, behind the operands of the expression that raised, or before them where it is known."""
+    is_shown = failure.phase is Phase.BACKWARD and failure.call is not None
+    if raised is None or not raised.facts or failure.kind != EXCEPTION or is_shown:
         return cause
     facts = "; ".join(raised.facts)
     says = f"{facts[0].upper()}{facts[1:]}."

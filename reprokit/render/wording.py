@@ -345,7 +345,8 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
         file, line = failure.site.library
         owner = "torch" if file.startswith("torch/") else "a library"
         return f"{owner}'s own code, {code_span(redact_text(f'{file}:{line}'))}"
-    return f"the {'optimizer' if failure.phase == Phase.OPTIMIZER else 'training loop'}'s own code"
+    owners = {Phase.OPTIMIZER: "optimizer", Phase.BACKWARD: "backward pass"}
+    return f"the {owners.get(failure.phase, 'training loop')}'s own code"
 
 
 def code_of(site: Site | None) -> str:

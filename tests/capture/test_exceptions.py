@@ -340,6 +340,26 @@ def state_carried_on() -> None:
         update(optimizer, state.square().mean())
 
 
+class Remembering(nn.Module):
+    """Keeps its hidden state itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.hidden = nn.GRUCell(4, 3), torch.zeros(1, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.cell(x, self.hidden)
+        return self.hidden
+
+
+def state_kept_by_the_model() -> None:
+    model = Remembering()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, _ in batches():
+        model.hidden = model.hidden.detach() if step < BAD_STEP else model.hidden
+        update(optimizer, model(x[:1, :4]).square().mean())
+
+
 def two_losses_of_one_graph() -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -383,6 +403,8 @@ def two_losses_of_one_graph() -> None:
             ", and written since by `Tensor.add_` in `<Gate>` ("]),
         (state_carried_on, RuntimeError, BACKWARD, [
             ": `state` of step 0, made by `gru_cell` in `<GRUCell>` (", ", is used again, and the backward pass of "]),
+        (state_kept_by_the_model, RuntimeError, None, [
+            "`hidden` of the module `Remembering` (assigned at ", ") holds a graph, and may carry it from step"]),
         (two_losses_of_one_graph, RuntimeError, BACKWARD, [
             ": `shared`, made by `Tensor.tanh` (", "is part of both graphs, and the backward pass of `first` ("]),
     ],
@@ -393,11 +415,12 @@ def test_the_operands_are_told(
     snapshot = capture_raising(loop, error, tmp_path)
     assert snapshot.failure.call == call and snapshot.cause is not None
     forward = (features_of_inference_mode, state_of_a_whole_batch, label_of_no_class, sentence_too_long)
-    backward = call == BACKWARD or loop is checkpoint_of_a_cache
+    backward = call == BACKWARD or loop in (checkpoint_of_a_cache, state_kept_by_the_model)
     phase = "forward" if loop in forward else "backward" if backward else "optimizer"
     assert snapshot.failure.phase == phase
     note = NO_CHECKPOINT if loop is checkpoint_of_a_cache else NOT_OF_TORCH
-    assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", note))
+    kind, said = fidelity(snapshot)
+    assert (kind, (said or "").partition(";")[0]) == (("exact", "") if call is not None else ("unfaithful", note))
     if loop is state_of_a_whole_batch:
         assert "torch's own code, `torch/nn/modules/rnn.py:" in origin(snapshot, snapshot.failure)
     assert [part for part in says if part not in snapshot.cause.text] == [], snapshot.cause.text
