@@ -302,8 +302,7 @@ class FrameRow:
     def line_cells(self) -> tuple[str, ...]:
         """The texts under `LINE_HEADINGS`."""
         (label, *numbers), ends = self.cells(), self.range.ends or (None, None)
-        label, shape = f"{label} {self.site}".rstrip(), f"[{', '.join(map(str, self.range.shape))}]"
-        return (self.place, label, shape, *map(_number, ends), *numbers)
+        return (self.place, f"{label} {self.site}".rstrip(), f"{[*self.range.shape]}", *map(_number, ends), *numbers)
 
     def bars(self) -> str:
         """The histogram in one line: ``2^-9 ▁▃▅█ 2^-5, kurtosis 0.13``; empty without one."""

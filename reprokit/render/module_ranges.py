@@ -158,15 +158,13 @@ def _shared_inputs(program: Program) -> dict[int, dict[Key, set[int]]]:
     """By values that are read inside a module call and outside of it, such as the input of a residual branch, and by
     module call: the calls inside that read."""
     states = {item.value for item in program.inputs if item.role in ("parameter", "buffer", "rng")}
-    readers: dict[int, set[int]] = {}
     inside: dict[int, dict[Key, set[int]]] = {}
     for index, call in enumerate(program.calls):
         if not (call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)):
             for value in set(call.input_refs()) - states:
-                readers.setdefault(value, set()).add(index)
-                for depth in range(1, len(call.scope) + 1):
+                for depth in range(len(call.scope) + 1):  # the empty scope has them all
                     inside.setdefault(value, {}).setdefault(call.scope[:depth], set()).add(index)
-    partly = {v: {key: own for key, own in keys.items() if own < readers[v]} for v, keys in inside.items()}
+    partly = {v: {key: own for key, own in keys.items() if own < keys[()]} for v, keys in inside.items()}
     return {value: keys for value, keys in partly.items() if keys}
 
 
