@@ -235,7 +235,8 @@ class Failures:
         if op is not None:
             loop.recorder.raised = (known or error, op)
         steps = [one for one in loop.tape.ops() if one.kind is OptimizerStep] if op is not None else []
-        described = describe(known or error, op, loop.world.modules, steps)
+        with loop.recorder.paused():
+            described = describe(known or error, op, loop.world.modules, steps)
         if op is not None:
             loop.tape.add(op.kind, op.target, op.args, op.kwargs, (), (op.code, op.instruction), op.mode, op.note)
         return self.save(Verdict("exception", frame, raised=described))
