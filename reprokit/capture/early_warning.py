@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -38,7 +38,6 @@ from reprokit.capture.save import Describing, NotKept, Verdict, why_not_played
 from reprokit.capture.tape import Op, Segment
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.usual import Usual
-from reprokit.capture.world import CannotGoBack
 from reprokit.compare.healthy import blocked, explained, let_through
 from reprokit.compare.quantity import norms_of, number_of, numbers_of
 from reprokit.errors import ignored_errors, pass_on
@@ -111,8 +110,7 @@ class EarlyWarning:
         self._session, self._loop, self._saver = session, loop, saver
         self._log, self._on_event = log, on_event
         self._alarms: list[tuple[Alarm, Course | ScaleFalls]] = []
-        self._usual = Usual(loop) if "change" in kinds else None
-        self._looked_for_changes = 0
+        self._usual, self._finds_changes, self._looked_for_changes = Usual(loop), "change" in kinds, 0
         self._followed = [(kind, *_FOLLOWED[kind]) for kind in _FOLLOWED if kind in kinds]
         self._courses: dict[tuple[EventKind, int], Course | ScaleFalls] = {}
         self._is_off = False
@@ -146,9 +144,8 @@ class EarlyWarning:
             self.look_for_changes(frame)
         missing = LEAST_SILENT - self._loop.num_kept if self._finds_silent else 0
         self._left = min(self._batch, missing) if missing > 0 else self._batch
-        if self._usual is not None and self._loop.iterations.total < _YOUNG:
-            self._left = min(self._left, _SOON)
-        self._left = 1 if self._alarms else self._left
+        is_young = self._finds_changes and self._loop.iterations.total < _YOUNG
+        self._left = 1 if self._alarms else min(self._left, _SOON) if is_young else self._left
         if path is not None:
             self._session.stop()
 
@@ -169,21 +166,24 @@ class EarlyWarning:
         for alarm, course in alarms:
             if alarm.shown_by > last:
                 break
-            may_be = alarm.is_beyond or len(alarm.values) == LEVEL  # more values: it came slowly
-            is_level = isinstance(course, Course) and path is None and may_be and course.is_level(alarm)
-            is_young = not alarm.is_beyond and self._seen < alarm.place + _NORMS_IN_A_ROW  # more may come of it
+            is_weak = not alarm.is_beyond
+            may_stay = isinstance(course, Course) and path is None and not (is_weak and len(alarm.values) != LEVEL)
+            is_level = course.is_level(alarm) if may_stay and isinstance(course, Course) else False
+            is_young = is_weak and self._seen < alarm.place + _NORMS_IN_A_ROW  # more may come of it
             if (is_level is None or is_young) and not is_last:
                 self._alarms.append((alarm, course))
                 continue
-            if not alarm.is_beyond and any(one.place == alarm.place and one.is_beyond for one, _ in alarms):
+            if is_weak and any(one.place == alarm.place and one.is_beyond for one, _ in alarms):
                 continue
-            found = self._at(alarm, frame) if is_level or not alarm.is_beyond else []
-            is_of_data = any(change.is_far or alarm.is_beyond for change in found)
-            if (is_level or not alarm.is_beyond) and not is_of_data:
-                for change in grouped(found):
-                    self._emit(self._changed(change))
+            found = self._unlike(frame, until=alarm.step) if is_level or is_weak else []
+            if (is_level or is_weak) and not any(shift.is_far or not is_weak for shift in found):
+                for shift in grouped(found):
+                    self._emit(self._changed(shift))
                 if is_level and not found:
-                    self._emit(replace(event_of(alarm), kind="change"))
+                    event = event_of(alarm)
+                    self._emit(
+                        replace(event, evidence=f"{event.evidence.partition(', and stayed')[0]}, and stays there")
+                    )
                 continue
             saved = self._save(alarm, frame) if path is None else None
             if saved is not None:
@@ -214,36 +214,34 @@ class EarlyWarning:
         return self._save(finding, frame) if finding is not None else None  # a gradient may be zero by design
 
     def look_for_changes(self, frame: FrameType | None, *, is_last: bool = False) -> None:
-        """Report settings and data that are unlike all before."""
-        loop, usual = self._loop, self._usual
+        """Report settings, calls and data that are unlike all before."""
+        loop = self._loop
         is_early = not is_last and loop.iterations.total < self._looked_for_changes + _SOON
-        if usual is None or self._is_off or self._alarms or is_early or not (loop.num_kept and loop.ranks.is_alone):
+        if (
+            not self._finds_changes
+            or self._is_off
+            or self._alarms
+            or is_early
+            or not (loop.num_kept and loop.ranks.is_alone)
+        ):
             return
         self._looked_for_changes = loop.iterations.total
         with loop.recorder.paused():
-            found, odd = self._guarded(lambda: usual.look(frame)) or ([], [])
-        for change in grouped([*found, *(self._unlike(frame, odd) if odd else [])]):
-            self._emit(self._changed(change))
+            found, odd = self._guarded(lambda: self._usual.look(frame)) or ([], [])
+        for shift in grouped([*found, *(self._unlike(frame, odd) if odd else [])]):
+            self._emit(self._changed(shift))
 
-    def _changed(self, change: Shift) -> TrainingEvent:
-        step = max(self._loop.iterations.completed - 1, 0)
-        words = f"since step {change.step} {change.name} {change.text}"
-        return TrainingEvent("change", step, "warning", words, change.place, change.step)
-
-    def _at(self, alarm: Alarm, frame: FrameType | None) -> list[Shift]:
-        """What is unlike the steps before in the first step of an alarm, or in the one before."""
-        usual = self._usual
-        written = (self._guarded(lambda: list(usual.written(alarm.step, frame))) or []) if usual is not None else []
-        return [*written, *self._unlike(frame, until=alarm.step)]
+    def _changed(self, shift: Shift) -> TrainingEvent:
+        step, words = max(self._loop.iterations.completed - 1, 0), f"since step {shift.step} {shift.name} {shift.text}"
+        return TrainingEvent("change", step, "warning", words, shift.place, shift.step)
 
     def _unlike(
-        self, frame: FrameType | None, odd: Collection[Slot] | None = None, until: int | None = None
+        self, frame: FrameType | None, wanted: Collection[Slot] | None = None, until: int | None = None
     ) -> list[Shift]:
-        usual = self._usual
-        if usual is None or not self._loop.world.is_complete or not self._loop.ranks.is_alone:
-            return []
-        with self._session.replaying(ends=False), suppress(CannotGoBack):
-            return self._guarded(lambda: usual.played(frame, odd, until)) or []
+        """The data, those ``wanted`` if that is given, that are unlike before: in the last steps, or in one of them."""
+        if self._loop.world.is_complete and self._loop.ranks.is_alone:
+            with self._session.replaying(ends=False), ignored_errors():  # of the user's code
+                return self._usual.played(frame, wanted, until)
         return []
 
     def _find_silent(self, *, is_last: bool) -> Finding | None:

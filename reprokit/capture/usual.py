@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from itertools import groupby
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -39,20 +38,12 @@ _FREE_SECONDS, _SHARE, _MOST_SECONDS = 1.0, 0.01, 2.0  # of playing steps: at fi
 Key = tuple[Any, ...]
 
 
-@dataclass
-class _Held:
-    """A setting that has had one ``value`` in all looks, so many; that of one which has had several is ``None``."""
-
-    value: Value | None
-    num_looks: int = 0
-
-
 class Usual:
     """What was seen of the steps so far. Keeps nothing that belongs to the user."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._settings: dict[Key, _Held] = {}
+        self._settings: dict[Key, Value | None] = {}  # the value that each had in all looks; ``None`` of several
         self._values: dict[Slot, list[Reading]] = {}
         self._kinds: dict[int, Any] = {}  # of optimizers
         self._counts: dict[int, float] = {}  # of steps in their states
@@ -64,13 +55,9 @@ class Usual:
         begin = next((n for n in range(len(marks) - 1, 0, -1) if marks[n - 1].step != marks[-1].step), 0)
         begin = max(begin, len(marks) - _MOST_SEATS)
         ops = self._loop.tape.ops(marks[begin - 1].end if begin else 0, marks[-1].end)
-        changed: dict[Key, _Held] = {}
-        known = {key: False for key, held in self._settings.items() if key[0] == "call" and held.value is True}
-        for key, value in (known | settings_of(ops)).items():
-            held = self._settings.setdefault(key, _Held(value))
-            held.num_looks += held.value == value
-            if held.value not in (value, None):
-                changed[key] = held
+        ended = {key: False for key, value in self._settings.items() if key[0] == "call" and value is True}
+        now = ended | settings_of(ops)
+        changed = {key for key, value in now.items() if self._settings.setdefault(key, value) not in (value, None)}
         found = list(self._changes(changed, ops, frame)) if changed else []
         for number, optimizer in {id(op.target): op.target for op in ops if op.kind is OptimizerStep}.items():
             count = _count_of(optimizer)
@@ -82,7 +69,7 @@ class Usual:
 
     # -- settings ------------------------------------------------------------------------------------------------
 
-    def _changes(self, changed: Mapping[Key, _Held], ops: list[Op], frame: FrameType | None) -> Iterator[Shift]:
+    def _changes(self, changed: Set[Key], ops: list[Op], frame: FrameType | None) -> Iterator[Shift]:
         """Those settings that had one value up to some step, have another one since, and no plan explains it."""
         series: dict[Key, list[tuple[int, Value]]] = {key: [] for key in changed}
         for step, group in groupby(self._loop.tape.segments(), lambda segment: segment.mark.step):
@@ -92,14 +79,15 @@ class Usual:
                     known.append((step, values.get(key, False)))
         found: dict[Key, tuple[int, Any, Value]] = {}
         for key, known in series.items():
-            held, now = changed[key], known[-1][1]
+            was, now = self._settings[key], known[-1][1]
             num_after = next((n for n, (_, value) in enumerate(reversed(known)) if value != now), len(known))
-            before, was = known[: len(known) - num_after], held.value
+            before = known[: len(known) - num_after]
             is_varied = any(value != was for _, value in before)
             if is_varied or num_after >= LEAST_AFTER:
-                held.value = None  # one that changes again goes by a plan
-                if not is_varied and (len(before) >= LEAST_BEFORE or held.num_looks >= LEAST_ALIKE):
-                    found[key] = known[-num_after][0], was, now
+                self._settings[key] = None  # one that changes again goes by a plan
+                since_step = known[-num_after][0]
+                if not is_varied and len(before) >= LEAST_AFTER and since_step >= LEAST_BEFORE:
+                    found[key] = since_step, was, now
         for key, (step, was, now) in found.items():
             words = setting(was, now, is_rate=key[-1] == "lr")
             is_plain = isinstance(now, (bool, str))
@@ -138,7 +126,9 @@ class Usual:
         if kind == "argument":
             op = next((op for op in reversed(ops) if (op.code, op.instruction) == (where[0], where[1])), None)
             name = argument_name(op, where[2], spaces_of(frame)) if op is not None else ""
-            return f"`{name}`" if name else f"a number at {_place(*where[:2])}", None
+            site = make_site(where[0], where[1]) if where[0] is not None else None
+            place = f" at {site.place}" if site is not None else ""
+            return f"`{name}`" if name else f"a number{place}", None
         if kind == "flag":
             name = parameter_names(modules, frame).get(where[0], "")
             return f"`{name}.requires_grad`", name.rpartition(".")[0] or None
@@ -147,19 +137,6 @@ class Usual:
         owner = next((one for one in parts if id(vars(one[2])) == where[0]), (None, "", None))
         place = ".".join(filter(None, [owner[0], user_path(owner[1])]))
         return f"`{'.'.join(filter(None, [place, where[-1]]))}`", place or None
-
-    def written(self, step: int, frame: FrameType | None) -> Iterator[Shift]:
-        """The parameters that the loop has written itself in a step, on a line that has written none before."""
-        known: set[Any] = set()
-        loop = self._loop
-        names = parameter_names(loop.world.modules, frame)
-        for segment in loop.tape.segments():
-            writes = {(op.code, op.instruction): op for op in segment.ops if op.kind.writes_state(op)}
-            for line, op in writes.items() if segment.mark.step == step else ():
-                for owner in (loop.world.owner_of(one) for number in op.ins[:1] if (one := number()) is not None):
-                    if line not in known and id(owner) in names:
-                        yield Shift(f"`{names[id(owner)]}`", step, f"has other values, written at {_place(*line)}")
-            known.update(writes)
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -284,11 +261,6 @@ def _used_by_gradients(ops: Sequence[Op]) -> set[int]:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _place(code: Any, instruction: int) -> str:
-    site = make_site(code, instruction) if code is not None else None
-    return site.place if site is not None else "an unknown line"
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -14,8 +14,8 @@ from statistics import median
 from reprokit.series.cause import JUMP, Reading
 from reprokit.words import counted, value_words
 
-LEAST_BEFORE = 16  # steps with one value, before a setting is taken to be constant
-LEAST_AFTER = 8  # steps with another one: an evaluation between two steps changes modes for a moment
+LEAST_BEFORE = 16  # steps of a run before a setting is taken to be constant
+LEAST_AFTER = 8  # steps with one value, and then with another: an evaluation changes modes for a moment
 LEAST_ALIKE = 3  # readings of a value before one can be unlike them
 FAR = 1000.0  # times all values before: a code for a missing label
 _CLEARLY = 2.0  # times the largest of the ranges before

@@ -111,6 +111,6 @@ def test_another_level_of_the_loss(is_unit: bool, tmp_path: Path) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    kind, severity = ("spike", "error") if is_unit else ("change", "warning")
-    assert [(one.kind, one.severity, one.began_at) for one in events] == [(kind, severity, 160)]
+    severity = "error" if is_unit else "warning"
+    assert [(one.kind, one.severity, one.began_at) for one in events] == [("spike", severity, 160)]
     assert bool(session.snapshots) == is_unit
