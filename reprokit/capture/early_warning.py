@@ -324,6 +324,7 @@ class EarlyWarning:
         """Save the step where an event began, and report it; ``None`` if that step was not kept."""
         if not self._loop.ranks.is_alone:
             return None
+        self.look_for_changes(frame, is_last=True)  # which may be what it comes of
         path = self._guarded(lambda: self._saver.save(Verdict("loss", frame, alarm=alarm)))
         if path is not None:
             self._emit(self._saved(alarm, path, self._saver.results[-1]))

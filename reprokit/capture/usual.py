@@ -6,6 +6,7 @@ A look reads the tape and what is still alive; nothing is computed in a step for
 
 from __future__ import annotations
 
+import ast
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
@@ -21,7 +22,7 @@ from reprokit.capture.replay import PlayObserver, Replay, in_silence
 from reprokit.capture.tape import Number, Op
 from reprokit.capture.tensor_names import Names, names_of, parameter_names, root_names
 from reprokit.compare.quantity import numbers_of
-from reprokit.program.sites import make_site
+from reprokit.program.sites import make_site, parts
 from reprokit.series.cause import Reading
 from reprokit.series.timeline import parameters_of
 from reprokit.series.unlike import FAR, LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Shift, Value, setting, since
@@ -30,6 +31,7 @@ from reprokit.words import user_path
 if TYPE_CHECKING:
     from reprokit.capture.loop import Loop
 
+_MOST_WORDS = 60  # characters of an expression
 _MOST_SEATS = 4  # optimizers that take turns in one iteration
 _MOST_READINGS, _MOST_ELEMENTS = 16, 2**24  # of a value that looks have read
 _LEAST_KEPT = 8  # steps that those from some step on are compared with
@@ -91,9 +93,11 @@ class Usual:
         for key, (step, was, now) in found.items():
             words = setting(was, now, is_rate=key[-1] == "lr")
             is_plain = isinstance(now, (bool, str))
-            if key[0] == "call":
+            if key[-1] == "training":
+                words = f"went from {'training' if was else 'eval'} mode to {'training' if now else 'eval'} mode"
+            elif key[0] == "call":
                 words = self._ended(key, ops)
-            elif is_plain and not (key[-1] == "training" or key[0] == ("argument" if isinstance(now, str) else "flag")):
+            elif is_plain and key[0] != ("argument" if isinstance(now, str) else "flag"):
                 words = None  # a switch of the user's own
             elif key[0] == "flag" and not was:
                 words = None  # a layer that begins to learn
@@ -126,15 +130,17 @@ class Usual:
         if kind == "argument":
             op = next((op for op in reversed(ops) if (op.code, op.instruction) == (where[0], where[1])), None)
             name = argument_name(op, where[2], spaces_of(frame)) if op is not None else ""
-            site = make_site(where[0], where[1]) if where[0] is not None else None
-            place = f" at {site.place}" if site is not None else ""
-            return f"`{name}`" if name else f"a number{place}", None
+            site = make_site(where[0], where[1]) if where[0] is not None and not name else None
+            written = ast.unparse(next(iter(parts(site)))) if site is not None and parts(site) else ""
+            return f"`{name}`" if name else f"a number in `{written}`" if 0 < len(
+                written
+            ) < _MOST_WORDS else "a number", None
         if kind == "flag":
             name = parameter_names(modules, frame).get(where[0], "")
             return f"`{name}.requires_grad`", name.rpartition(".")[0] or None
         roots = root_names(modules, frame)
-        parts = ((roots.get(id(root)), *one) for root in modules for one in root.named_modules())
-        owner = next((one for one in parts if id(vars(one[2])) == where[0]), (None, "", None))
+        known = ((roots.get(id(root)), *one) for root in modules for one in root.named_modules())
+        owner = next((one for one in known if id(vars(one[2])) == where[0]), (None, "", None))
         place = ".".join(filter(None, [owner[0], user_path(owner[1])]))
         return f"`{'.'.join(filter(None, [place, where[-1]]))}`", place or None
 
@@ -246,14 +252,19 @@ def settings_of(ops: Sequence[Op]) -> dict[Key, Value]:
 
 
 def _used_by_gradients(ops: Sequence[Op]) -> set[int]:
-    """The positions of the calls that gradients are made of, or that are made of gradients."""
+    """The positions of the calls that gradients are made of, or that are made of gradients, and of writes."""
     needed, of_gradients, found = set[Number](), set[Number](), set[int]()
     for place in range(len(ops) - 1, -1, -1):
         if ops[place].kind.differentiates or (ops[place].kind.is_forward and not needed.isdisjoint(ops[place].outs)):
             found.add(place)
             needed.update(ops[place].ins)
     for place, op in enumerate(ops):
-        if op.kind is Clip or op.kind.reads_gradients(op) or not of_gradients.isdisjoint(op.ins):
+        if (
+            op.kind is Clip
+            or op.kind.writes_state(op)
+            or op.kind.reads_gradients(op)
+            or not of_gradients.isdisjoint(op.ins)
+        ):
             found.add(place)
             of_gradients.update(op.outs)
     return found

@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal, NamedTuple
 
 EventKind = Literal["spike", "explosion", "dead", "scale", "change", "silent"]
@@ -32,6 +32,7 @@ _ALONE = 1000.0  # times the highest loss so far: one value is enough, such as a
 _LEAST_ALONE = 4  # values before such a one
 _LONE = 5.0  # times the highest so far: a value that bad data explain, if they are there
 LEVEL = 12  # values off the course in a row: it has another level
+_LEAST_LEVEL = 6  # of these, before what is off the course is back on it: another task is learned
 _STAYS = 1.5  # times the highest of the first half of them: a run that diverges grows by more
 _NORMAL = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 OF_LOSSES = 0.1  # the least spread of logarithms: losses of full batches hardly vary
@@ -163,14 +164,15 @@ class Course:
         return alarm
 
     def is_level(self, alarm: Alarm) -> bool | None:
-        """True if the number has jumped once and stays there or falls, as at another task; ``None`` as long as that
-        cannot be known."""
+        """True if the number has jumped once and stays there, or is learned anew, as at another task; ``None`` as long
+        as that cannot be known."""
         values = [value for value in self._window if value.place >= alarm.place]
-        if any(value.number <= self._limit for value in values):
-            return False
-        if len(values) < LEVEL:
+        off = list(takewhile(lambda value: value.number > self._limit, values))[:LEVEL]
+        if len(off) < _LEAST_LEVEL:
+            return None if len(off) == len(values) else False
+        if len(off) == len(values) < LEVEL:
             return None
-        first, last = (max(value.number for value in part) for part in (values[: LEVEL // 2], values[LEVEL // 2 :]))
+        first, last = (max(value.number for value in part) for part in (off[: len(off) // 2], off[len(off) // 2 :]))
         return last <= _STAYS * first and (self._lowest <= 0 or first <= _ALONE * self._highest)
 
     @property

@@ -20,7 +20,8 @@ LEAST_ALIKE = 3  # readings of a value before one can be unlike them
 FAR = 1000.0  # times all values before: a code for a missing label
 _CLEARLY = 2.0  # times the largest of the ranges before
 _BELOW_ZERO = 0.2  # of the highest value before
-_HARDLY, _MOSTLY = 0.1, 0.5  # shares of zeros
+_OUTSIDE, _APART = 0.02, 0.25  # of shares of zeros, each and their medians: a mask that is inverted
+_ZEROS = 4  # of the ways in which values are unlike
 _MOST_NAMES = 2
 
 Value = float | bool | str
@@ -58,19 +59,24 @@ def since(readings: Sequence[Reading], least: int = LEAST_ALIKE) -> tuple[int, s
             place -= 1
         before, later = readings[:place], readings[place:]
         if is_so and all(_ways(before, one)[way] for one in later):
-            return place, f"is {_range(later)} and was {_range(before)}"
+            now, was = (median(one.zeros for one in part) for part in (later, before))
+            if way == _ZEROS and abs(now - was) > _APART:
+                return place, f"is zero in {now:.0%} of its elements and was in {was:.0%}"
+            if way != _ZEROS:
+                return place, f"is {_range(later)} and was {_range(before)}"
     alike = [(a.total, a.limits) == (b.total, b.limits) for a, b in pairwise(readings)]
     num = next((n for n, is_same in enumerate(reversed(alike)) if not is_same), len(alike))
     place = len(alike) - num
     if num < LEAST_AFTER or place < least or any(alike[:place]) or readings[-1].numel == 1:
         return None
-    return place, f"is the same in each of {counted(num + 1, 'step')}, and was another one in every step before"
+    return place + 1, f"is the same as in step {readings[place].step}, and was another one in every step before"
 
 
 def _ways(before: Sequence[Reading], now: Reading) -> list[bool]:
     """In which ways a reading is unlike those before: one number everywhere, which it never was, or another one than
-    always; larger; smaller; negative; mostly zero; of another type."""
+    always; larger; smaller; negative; of another share of zeros; of another type."""
     sizes, limits, is_single = [one.size for one in before], {one.limits for one in before}, now.numel == 1
+    zeros = [one.zeros for one in before]
     was_constant = len(limits) == 1 and before[0].low == before[0].high
     return [
         now.low == now.high
@@ -79,7 +85,7 @@ def _ways(before: Sequence[Reading], now: Reading) -> list[bool]:
         now.size > max(JUMP * median(sizes), _CLEARLY * max(sizes)) > 0,
         0 < now.size < min(median(sizes) / JUMP, min(sizes) / _CLEARLY) and not is_single,
         min(one.low for one in before) >= 0 and -now.low > _BELOW_ZERO * max(one.high for one in before) > 0,
-        now.zeros > _MOSTLY and max(one.zeros for one in before) < _HARDLY,
+        not min(zeros) - _OUTSIDE <= now.zeros <= max(zeros) + _OUTSIDE,
         now.dtype not in [one.dtype for one in before],
     ]
 
@@ -94,9 +100,9 @@ def grouped(changes: Iterable[Shift]) -> list[Shift]:
     """Changes of several things that are alike in step and words as one, the first names of all."""
     found = []
     for _, group in groupby(sorted(changes, key=lambda one: (one.step, one.text)), lambda one: (one.step, one.text)):
-        alike = list(dict.fromkeys(group))
+        alike = sorted(dict.fromkeys(group), key=lambda one: len(one.name))
         names, num_more = [one.name for one in alike[:_MOST_NAMES]], len(alike) - _MOST_NAMES
         lead = f"{', '.join(names)} and {counted(num_more, 'other')}" if num_more > 0 else " and ".join(names)
-        first = min(alike, key=lambda one: len(one.place or ""))
+        first = alike[0]
         found.append(Shift(lead, first.step, first.text, first.place))
     return found

@@ -55,17 +55,17 @@ def _setting(name: str, value: Any) -> Callable[[_Run], object]:
 
 
 CHANGES: dict[str, tuple[Callable[[_Run], object], str]] = {
-    "mode": (lambda run: run.model.eval(), "went from True to False"),
+    "mode": (lambda run: run.model.eval(), "went from training mode to eval mode"),
     "frozen": (lambda run: run.model[0].requires_grad_(False), "went from True to False"),
     "dropout": (lambda run: setattr(run.model[3], "p", 0.9), "`3.p` went from 0.1 to 0.9"),
     "rate": (lambda run: run.optimizer.param_groups[0].update(lr=0.04), "`lr` went from 0.002 to 0.04"),
-    "factor": (_setting("weight", 1.0), "went from 0.01 to 1"),
+    "factor": (_setting("weight", 1.0), "a number in `self.weight * output.abs().mean()` went from 0.01 to 1"),
     "sign": (_setting("weight", -0.01), "went from 0.01 to -0.01"),
     "discount": (_setting("discount", 1.01), "went from 0.9 to 1.01"),
     "labels": (_setting("labels", (0.0, 1.0)), "went from 1.0 to 0.0"),
     "zeros": (_setting("scale", 0.0), "`x` is 0 and was"),
     "size": (_setting("scale", 0.01), "`x` is "),
-    "batch": (_setting("batches", itertools.repeat(torch.ones(16, 8).cumsum(1).sin())), "`x` is the same in each"),
+    "batch": (_setting("batches", itertools.repeat(torch.randn(16, 8))), "`x` is the same as in step 70"),
 }  # fmt: skip
 
 
@@ -75,7 +75,30 @@ def test_a_change_is_told_with_its_step(name: str, tmp_path: Path) -> None:
     events = _events(tmp_path, lambda run, step: change(run) if step == AT else None)
     found = [one for one in events if one.kind == "change" and text in one.evidence]
     assert found, events
-    assert {(one.severity, one.began_at) for one in found} == {("warning", AT)}
+    assert {(one.severity, one.began_at) for one in found} == {
+        ("warning", AT + (name == "batch"))
+    }  # that step is the first of its kind
+
+
+def test_a_number_that_is_wrong_once_is_an_error(tmp_path: Path) -> None:
+    """In a young run, too; and where the loss itself is no 1,000 times as high, the labels are."""
+    for at, code in ((7, 1e4), (60, -999999.0)):
+        torch.manual_seed(0)
+        model, events, file = nn.Linear(8, 1), list[reprokit.TrainingEvent](), tmp_path / f"{at}.pt"
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        with reprokit.capture(
+            tmp_path / f"{at}.pt", on=("early",), after="continue", on_event=events.append, quiet=True
+        ):
+            for step in range(80):
+                x = torch.randn(512, 8)
+                y = 100 * x[:, :1]
+                y[3] = code if step == at else y[3]
+                y[3:] = y[3:] * (1e4 if step == at == 7 else 1)
+                loss = F.l1_loss(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        assert [(one.kind, one.severity, one.began_at) for one in events] == [("spike", "error", at)]
 
 
 def _plan(run: _Run, step: int) -> None:
