@@ -75,9 +75,8 @@ def test_a_change_is_told_with_its_step(name: str, tmp_path: Path) -> None:
     events = _events(tmp_path, lambda run, step: change(run) if step == AT else None)
     found = [one for one in events if one.kind == "change" and text in one.evidence]
     assert found, events
-    assert {(one.severity, one.began_at) for one in found} == {
-        ("warning", AT + (name == "batch"))
-    }  # that step is the first of its kind
+    began = AT + (name == "batch")  # the step before is the first with these values
+    assert {(one.severity, one.began_at) for one in found} == {("warning", began)}
 
 
 def test_a_number_that_is_wrong_once_is_an_error(tmp_path: Path) -> None:
@@ -86,9 +85,7 @@ def test_a_number_that_is_wrong_once_is_an_error(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model, events, file = nn.Linear(8, 1), list[reprokit.TrainingEvent](), tmp_path / f"{at}.pt"
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        with reprokit.capture(
-            tmp_path / f"{at}.pt", on=("early",), after="continue", on_event=events.append, quiet=True
-        ):
+        with reprokit.capture(file, on=("early",), after="continue", on_event=events.append, quiet=True):
             for step in range(80):
                 x = torch.randn(512, 8)
                 y = 100 * x[:, :1]
