@@ -33,6 +33,7 @@ _LEAST_ALONE = 4  # values before such a one
 _LONE = 5.0  # times the highest so far: a value that bad data explain, if they are there
 LEVEL = 12  # values off the course in a row: it has another level
 _LEAST_LEVEL = 6  # of these, before what is off the course is back on it: another task is learned
+_ONCE = 10.0  # times the first of them: a number that goes on rising
 _STAYS = 1.5  # times the highest of the first half of them: a run that diverges grows by more
 _NORMAL = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 OF_LOSSES = 0.1  # the least spread of logarithms: losses of full batches hardly vary
@@ -173,7 +174,8 @@ class Course:
         if len(off) == len(values) < LEVEL:
             return None
         first, last = (max(value.number for value in part) for part in (off[: len(off) // 2], off[len(off) // 2 :]))
-        return last <= _STAYS * first and (self._lowest <= 0 or first <= _ALONE * self._highest)
+        is_known = self._lowest <= 0 or first <= min(_ONCE * off[0].number, _ALONE * self._highest)
+        return is_known and last <= _STAYS * first
 
     @property
     def pending(self) -> Alarm | None:
