@@ -226,8 +226,9 @@ class EarlyWarning:
         ):
             return
         self._looked_for_changes = loop.iterations.total
-        with loop.recorder.paused():
-            found, odd = self._guarded(lambda: self._usual.look(frame)) or ([], [])
+        found, odd = list[Shift](), list[Slot]()
+        with loop.recorder.paused(), ignored_errors():
+            found, odd = self._usual.look(frame)
         for shift in grouped([*found, *(self._unlike(frame, odd) if odd else [])]):
             self._emit(self._changed(shift))
 

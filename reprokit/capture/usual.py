@@ -10,6 +10,7 @@ import ast
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from itertools import groupby
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from reprokit.capture.loop import Loop
 
 _MOST_WORDS = 60  # characters of an expression
+_MOST_SETTINGS = 100_000
 _MOST_SEATS = 4  # optimizers that take turns in one iteration
 _MOST_READINGS, _MOST_ELEMENTS = 16, 2**24  # of a value that looks have read
 _LEAST_KEPT = 8  # steps that those from some step on are compared with
@@ -59,6 +61,8 @@ class Usual:
         ops = self._loop.tape.ops(marks[begin - 1].end if begin else 0, marks[-1].end)
         ended = {key: False for key, value in self._settings.items() if key[0] == "call" and value is True}
         now = ended | settings_of(ops)
+        if len(self._settings) > _MOST_SETTINGS:  # every round of a federated training has its own optimizers
+            self._settings, self._kinds, self._counts = {}, {}, {}
         changed = {key for key, value in now.items() if self._settings.setdefault(key, value) not in (value, None)}
         found = list(self._changes(changed, ops, frame)) if changed else []
         for number, optimizer in {id(op.target): op.target for op in ops if op.kind is OptimizerStep}.items():
@@ -214,11 +218,14 @@ class _Reader(PlayObserver):
 
 def _read(step: int, given: Iterable[tuple[Slot, torch.Tensor]]) -> dict[Slot, Reading]:
     """The values of a step; what one line read several times as one. Waits for a device once."""
-    known = [(slot, one.detach()) for slot, one in given if 0 < one.numel() <= _MOST_ELEMENTS]
-    known = [(slot, one) for slot, one in known if one.layout is torch.strided and not one.is_complex()]
-    with torch.no_grad():
-        parts = [(*one.aminmax(), one.count_nonzero(), one.sum(dtype=torch.double)) for _, one in known]
-    numbers, found = iter(numbers_of([part for group in parts for part in group])), dict[Slot, Reading]()
+    known, parts = list[tuple[Slot, torch.Tensor]](), list[torch.Tensor]()
+    for slot, one in given:
+        is_plain = one.layout is torch.strided and not one.is_complex() and 0 < one.numel() <= _MOST_ELEMENTS
+        with torch.no_grad(), suppress(RuntimeError, NotImplementedError, TypeError):  # of a type that has no such call
+            if is_plain:
+                parts += [*one.aminmax(), one.count_nonzero(), one.sum(dtype=torch.double)]
+                known.append((slot, one))
+    numbers, found = iter(numbers_of(parts)), dict[Slot, Reading]()
     for slot, one in known:
         low, high, count, total = (next(numbers) for _ in range(4))
         if all(map(math.isfinite, (low, high, total))):
