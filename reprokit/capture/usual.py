@@ -37,7 +37,7 @@ _MOST_SETTINGS = 100_000
 _MOST_SEATS = 4  # optimizers that take turns in one iteration
 _MOST_READINGS, _MOST_ELEMENTS = 16, 2**24  # of a value that looks have read
 _LEAST_KEPT = 8  # steps that those from some step on are compared with
-_FREE_SECONDS, _SHARE, _MOST_SECONDS = 1.0, 0.01, 2.0  # of playing steps: at first, of the time, at once
+_FREE_SECONDS, _SHARE = 3.0, 0.01  # of playing steps, in CPU time, which other processes do not change
 
 Key = tuple[Any, ...]
 
@@ -51,7 +51,7 @@ class Usual:
         self._values: dict[Slot, list[Reading]] = {}
         self._kinds: dict[int, Any] = {}  # of optimizers
         self._counts: dict[int, float] = {}  # of steps in their states
-        self._began, self._spent = time.monotonic(), 0.0
+        self._began, self._spent = time.process_time(), 0.0
 
     def look(self, frame: FrameType | None) -> tuple[list[Shift], list[Slot]]:
         """What has changed since the last look, and the values that are to be read in all steps that are kept."""
@@ -171,23 +171,25 @@ class Usual:
 
         Nothing is said where a loss differs from that of training, or in more than a small share of the time.
         """
-        loop, world, started = self._loop, self._loop.world, time.monotonic()
-        if self._spent > _FREE_SECONDS + _SHARE * (started - self._began):
+        loop, world, started = self._loop, self._loop.world, time.process_time()
+        left = _FREE_SECONDS + _SHARE * (started - self._began) - self._spent
+        if left <= 0:
             return []
         segments = [one for one in loop.tape.segments() if until is None or one.mark.step <= until]
-        reader, replay = _Reader(started + _MOST_SECONDS, wanted), Replay(world, loop.tape, segments, world.copies[0])
+        reader, replay = _Reader(started + left, wanted), Replay(world, loop.tape, segments, world.copies[0])
         try:
             with replay.going_back(), in_silence():
                 if replay.play(reader) or replay.notes:
                     return []
         finally:
-            self._spent += time.monotonic() - started
+            self._spent += time.process_time() - started
         modules, last = world.modules, segments[-1].mark.step
         names = Names(loop.tape.alive(), modules, root_names(modules, frame), {}, segments[-1].ops, frame, [])
         found = []
         for slot, series in reader.series.items():
             one = since(series.readings, _LEAST_KEPT) if series.readings[-1].step == last else None
-            if one is not None and (until is None or series.readings[one[0]].step >= until - 1):
+            begin = len(series.readings) - LEAST_ALIKE if until is None else math.inf  # one batch may be odd
+            if one is not None and one[0] <= begin and (until is None or series.readings[one[0]].step >= until - 1):
                 sizes = [reading.size for reading in series.readings]
                 is_far = max(sizes[one[0] :]) > FAR * max(sizes[: one[0]]) > 0
                 name = f"`{slot_name(names, series, slot, spaces_of(frame))}`"
@@ -204,7 +206,7 @@ class _Reader(PlayObserver):
         self._deadline, self._wanted = deadline, wanted
 
     def begin(self, replay: Replay) -> bool:
-        return time.monotonic() > self._deadline
+        return time.process_time() > self._deadline
 
     def end(self, replay: Replay) -> bool:
         ops, wanted, value = replay.segment.ops, self._wanted, replay.player.value
