@@ -53,7 +53,9 @@ _LEAST_CHANGED = 16  # elements that tell an old cast of a weight from a new one
 _VANISHED = 1e-10  # of the largest gradient of a weight: less than Adam's eps beside it
 _MOSTLY = 0.9  # of the units of a layer
 _LEAST_UNITS = 20
-_MOST_CLASSES = ("softmax", "cross_entropy")  # of one class, whose loss is 0 from the start
+_OF_ONE_CLASS = ("softmax", "cross_entropy")  # whose loss is 0 from the start
+_FLAT = ("softmax", "norm", "round", "floor", "ceil", "sign")  # of one element, or of steps: by no accident of a layer
+_WAS_FAINT = (-1.0, -1)  # in the place of norm and version
 Report = Callable[[Silence, FrameType | None, Path | None], Path | None]
 Optimizer = torch.optim.Optimizer
 
@@ -181,19 +183,27 @@ class _Look:
         return is_idle and bool(norms_of([parameter.detach()])[0] == norm)
 
     def _rounding(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+        """Gradients of rounding: of all parameters at the first look, or of the same weights at both."""
         dense = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.layout is torch.strided]
         losses = {row.place: row.loss for row in self.loop.timeline.after(-1)}
-        loss = number_of(losses.get(step.mark.place)) if step is not None and optimizer is self.now and dense else None
+        is_looked_at = step is not None and dense and self.now in (None, optimizer)
+        loss = number_of(losses.get(step.mark.place)) if step is not None and is_looked_at else None
         if loss is None or not math.isfinite(loss):
             return None
-        gradient = math.hypot(*norms_of([p.grad.detach() for p in dense if p.grad is not None]))
-        weight = math.hypot(*norms_of([p.detach() for p in dense]))
-        is_faint = gradient * weight <= _FAINT * abs(loss)
-        only = ("",) if loss else _MOST_CLASSES  # 0 is what many losses end at
-        reason = self._blocking(step, max(dense, key=torch.Tensor.dim), only) if is_faint else None
-        norm = f"only rounding (norm {number_words(gradient)} beside {number_words(weight)} of the weights)"
-        lead = f"the gradients of all {counted(len(dense), 'parameter')} of"
-        return f"{lead} {self._name(optimizer)} are {norm if gradient else 'zero'}; {reason}" if reason else None
+        gradients = norms_of([p.grad.detach() for p in dense if p.grad is not None])
+        pairs = list(zip(dense, gradients, norms_of([p.detach() for p in dense]), strict=True))
+        faint = [p for p, gradient, weight in pairs if p.dim() > 1 and gradient * weight <= _FAINT * abs(loss)]
+        gradient, weight = math.hypot(*gradients), math.hypot(*(pair[2] for pair in pairs))
+        if self.now is optimizer and gradient * weight <= _FAINT * abs(loss):
+            only = ("",) if loss else _OF_ONE_CLASS  # 0 is what many losses end at
+            reason = self._blocking(step, max(dense, key=torch.Tensor.dim), only)
+            norm = f"only rounding (norm {number_words(gradient)} beside {number_words(weight)} of the weights)"
+            lead = f"the gradients of all {counted(len(dense), 'parameter')} of {self._name(optimizer)} are"
+            return f"{lead} {norm if gradient else 'zero'}; {reason}" if reason else None
+        both = [p for p in faint if self.idle.get(p) == _WAS_FAINT]
+        self.idle.update({p: _WAS_FAINT for p in faint if self.now is optimizer})
+        reason = self._blocking(step, both[0], _FLAT) if both and self.now is None and loss else None
+        return f"the gradient of {self._listed(both)} is zero or rounding {self.over}; {reason}" if reason else None
 
     def _fading(self, optimizer: Optimizer, step: Segment | None) -> str | None:
         """A gradient that vanishes on the way to the first layers, underflows in float16, or does not reach most units

@@ -37,9 +37,8 @@ from reprokit.words import row_words
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _BY_DESIGN = frozenset({"mul", "where", "masked_fill"})  # make zeros because somebody asks for them
 _FLAT = frozenset({"round", "floor", "ceil", "trunc", "fix", "sign", "heaviside"})
-_ROUNDING = (
-    16 * 2.0**-23
-)  # of a gradient in float32: what is left of one that cancels, as behind a softmax that is summed
+# Of a gradient in float32, what is left of one that cancels: behind a norm times its divisor, which may be small
+_ROUNDING = {"softmax": 16 * 2.0**-23, "norm": 2.0**-13}
 
 
 class _Sizes(Trace[float]):
@@ -270,7 +269,7 @@ def _is_silent(program: Program, sizes: _Sizes, index: int, led_to: set[int], is
     read = [value for value in call.input_refs() if value in led_to]
     makers = [(writer_of(program.calls, value, index), value) for value in read]
     sent = [sizes.largest_gradients.get(v) if maker is None else sizes.passed(maker, v) for maker, v in makers]
-    most = _ROUNDING * reached if is_all else 0.0
+    most = reached * next((share for part, share in _ROUNDING.items() if is_all and part in short_name(call)), 0.0)
     return bool(sent) and all(size is not None and size <= most for size in sent)
 
 

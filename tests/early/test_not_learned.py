@@ -110,6 +110,15 @@ def cancelled() -> None:
         update(optimizer, 1 + F.layer_norm(model(_batch()[0]), (4,)).mean())
 
 
+def one_element() -> None:
+    """A norm over a single channel: its result is its bias, whatever the encoder says."""
+    model = nn.Sequential(nn.Linear(8, 1), nn.LayerNorm(1), nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = _adam(model)
+    for _ in range(STEPS):
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x), y + 1))
+
+
 def cleared() -> None:
     model = mlp(8, 16, 1)
     optimizer = _adam(model)
@@ -219,6 +228,10 @@ SILENT: list[tuple[Callable[[], None], str]] = [
     (rounded, "of `optimizer` are zero; `torch.Tensor.round` lets no gradient through"),
     (one_class, "are zero; `torch.nn.functional.cross_entropy` lets no gradient through"),
     (cancelled, "are only rounding (norm "),
+    (
+        one_element,
+        "the gradient of `0.weight` is zero or rounding in 30 steps; `torch.nn.functional.layer_norm` lets no",
+    ),
     (cleared, "`zero_grad` clears them after the backward pass, before tests/early/test_not_learned.py:"),
     (other_model, "`optimizer` holds no parameter of the model that is trained, and no optimizer holds `0.weight`"),
     (new_head, "2 of the 4 parameters of `optimizer` are none of the model, and no optimizer holds `2.weight`"),
