@@ -140,6 +140,10 @@ class _Look:
         own, idle = parameters_of(optimizer), [p for p in parameters_of(optimizer) if p.grad is None]
         gone = [p for p in idle if p.requires_grad and id(p) not in of_models]
         is_all = len(gone) + sum(not p.requires_grad for p in idle) == len(own)
+        if new and gone and not is_all:  # a module that is still there may be called later, as the head of a task
+            modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+            waiting = {id(p) for one in modules for p in torch.nn.Module.parameters(one, recurse=False)}
+            gone = [p for p in gone if id(p) not in waiting]
         if not new or not (gone or is_all):
             return None
         count = f"{len(gone)} of the {len(own)} parameters of {self._name(optimizer)} are none of the model"

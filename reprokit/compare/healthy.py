@@ -269,7 +269,8 @@ def _is_silent(program: Program, sizes: _Sizes, index: int, led_to: set[int], is
     read = [value for value in call.input_refs() if value in led_to]
     makers = [(writer_of(program.calls, value, index), value) for value in read]
     sent = [sizes.largest_gradients.get(v) if maker is None else sizes.passed(maker, v) for maker, v in makers]
-    most = reached * next((share for part, share in _ROUNDING.items() if is_all and part in short_name(call)), 0.0)
+    share = next((share for part, share in _ROUNDING.items() if is_all and part in short_name(call)), 0.0)
+    most = share * reached if share else 0.0  # the gradient may be infinite
     return bool(sent) and all(size is not None and size <= most for size in sent)
 
 
