@@ -46,6 +46,7 @@ from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
 from reprokit.program.step import Step
+from reprokit.series.cause import JUMP
 from reprokit.series.course import (
     HIGH,
     LEAST_PLAYED,
@@ -62,7 +63,7 @@ from reprokit.series.course import (
 )
 from reprokit.series.events import Finding, LineLog, Silence, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
-from reprokit.series.unlike import Shift, grouped
+from reprokit.series.unlike import FAR, Shift, grouped
 from reprokit.words import number_words, times_words, visible_line
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class EarlyWarning:
             if is_weak and any(one.place == alarm.place and one.is_beyond for one, _ in alarms):
                 continue
             found = self._unlike(frame, until=alarm.step) if is_level or is_weak else []
-            if (is_level or is_weak) and not any(shift.is_far or not is_weak for shift in found):
+            if (is_level or is_weak) and not any(shift.times > (FAR if is_weak else JUMP) for shift in found):
                 for shift in grouped(found):
                     self._emit(self._changed(shift))
                 if is_level and not found:

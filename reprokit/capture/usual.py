@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
+from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from reprokit.compare.quantity import numbers_of
 from reprokit.program.sites import make_site, parts
 from reprokit.series.cause import Reading
 from reprokit.series.timeline import parameters_of
-from reprokit.series.unlike import FAR, LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Shift, Value, setting, since
+from reprokit.series.unlike import CLEARLY, FAR, LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Shift, Value, setting, since
 from reprokit.words import user_path
 
 if TYPE_CHECKING:
@@ -191,9 +192,11 @@ class Usual:
             begin = len(series.readings) - LEAST_ALIKE if until is None else math.inf  # one batch may be odd
             if one is not None and one[0] <= begin and (until is None or series.readings[one[0]].step >= until - 1):
                 sizes = [reading.size for reading in series.readings]
-                is_far = max(sizes[one[0] :]) > FAR * max(sizes[: one[0]]) > 0
+                usual = max(median(sizes[: one[0]]), max(sizes[: one[0]]) / CLEARLY)
+                times = max(sizes[one[0] :]) / (usual or math.inf)
+                times = times if "float" in series.readings[-1].dtype or times > FAR else 0.0
                 name = f"`{slot_name(names, series, slot, spaces_of(frame))}`"
-                found.append(Shift(name, series.readings[one[0]].step, one[1], is_far=is_far))
+                found.append(Shift(name, series.readings[one[0]].step, one[1], times=times))
                 self._values.pop(slot, None)
         return found
 

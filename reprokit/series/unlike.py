@@ -18,7 +18,7 @@ LEAST_BEFORE = 16  # steps of a run before a setting is taken to be constant
 LEAST_AFTER = 8  # steps with one value, and then with another: an evaluation changes modes for a moment
 LEAST_ALIKE = 3  # readings of a value before one can be unlike them
 FAR = 1000.0  # times all values before: a code for a missing label
-_CLEARLY = 2.0  # times the largest of the ranges before
+CLEARLY = 2.0  # times the largest of the ranges before
 _BELOW_ZERO = 0.2  # of the highest value before
 _OUTSIDE, _APART = 0.02, 0.25  # of shares of zeros, each and their medians: a mask that is inverted
 _ZEROS = 4  # of the ways in which values are unlike
@@ -29,13 +29,14 @@ Value = float | bool | str
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Something is unlike before since a step: ``text`` says it behind the name. ``is_far``: by orders of magnitude."""
+    """Something is unlike before since a step: ``text`` says it behind the name. ``times``: so many times as
+    large as before, of data that are no class labels."""
 
     name: str
     step: int
     text: str
     place: str | None = None
-    is_far: bool = False
+    times: float = 0.0
 
 
 def setting(was: Value, now: Value, *, is_rate: bool = False) -> str | None:
@@ -82,8 +83,8 @@ def _ways(before: Sequence[Reading], now: Reading) -> list[bool]:
         now.low == now.high
         and not is_single
         and (all(low < high for low, high in limits) or (was_constant and now.limits not in limits)),
-        now.size > max(JUMP * median(sizes), _CLEARLY * max(sizes)) > 0,
-        0 < now.size < min(median(sizes) / JUMP, min(sizes) / _CLEARLY) and not is_single,
+        now.size > max(JUMP * median(sizes), CLEARLY * max(sizes)) > 0,
+        0 < now.size < min(median(sizes) / JUMP, min(sizes) / CLEARLY) and not is_single,
         min(one.low for one in before) >= 0 and -now.low > _BELOW_ZERO * max(one.high for one in before) > 0,
         not min(zeros) - _OUTSIDE <= now.zeros <= max(zeros) + _OUTSIDE,
         now.dtype not in [one.dtype for one in before],
