@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reprokit.program.ir import Call, Phase
     from reprokit.snapshot.format import Snapshot
 
-EQUAL, ROUNDING, DIFFERENT = "equal", "rounding", "different"
+EQUAL, ROUNDING, DIFFERENT, IMPOSSIBLE = "equal", "rounding", "different", "cannot be run"
 _VERDICTS = {EQUAL: "the runs agree in all bits", ROUNDING: "the runs differ by rounding", DIFFERENT: "the runs differ"}
 DEFAULT_SECONDS = 600.0
 _MOST = 5  # inputs, or calls of a part of a program, that are named
@@ -98,7 +98,8 @@ def command(
         console.say(f"{row['with']}: {verdict}" if row["with"] else verdict, verbosity)
         for line in row["lines"]:
             console.say(f"  {line}", verbosity)
-    return int(any(row["verdict"] == DIFFERENT for row in found))
+    verdicts = {row["verdict"] for row in found}
+    return 1 if DIFFERENT in verdicts else 2 * (IMPOSSIBLE in verdicts)
 
 
 def _row(name: str, verdict: str, lines: list[str], **more: Any) -> dict[str, Any]:
@@ -138,6 +139,11 @@ def _of_files(one: Snapshot, other: Snapshot) -> dict[str, Any]:
 
     with determinism(other.settings):
         found = Comparison.of(one, other)
+    given = [item for item in found.inputs if item.role != "rng"]
+    num_inputs = sum(item.role != "rng" for step in (one, other) for item in step.program.inputs)
+    if given and len(given) == num_inputs and all(item.is_alone for item in given):
+        hint = "save the same step of both runs, with `reprokit capture --at-step N`"
+        raise UsageError("the two files have no input in common: they are steps of different programs", hint=hint)
     if found.inputs:
         more = [f"and {len(found.inputs) - _MOST} more"] if len(found.inputs) > _MOST else []
         inputs = [f"`{item.name}` ({item.role}): {item.words}" for item in found.inputs[:_MOST]]
@@ -227,7 +233,7 @@ def _in_way(path: Path, snapshot: Snapshot, kind: str, value: str) -> dict[str, 
     except UsageError:
         raise
     except Exception as error:  # what cannot be converted, compiled or moved fails in as many ways
-        return _row(name, "cannot be run", [str(error) if isinstance(error, ReprokitError) else one_line(error)])
+        return _row(name, IMPOSSIBLE, [str(error) if isinstance(error, ReprokitError) else one_line(error)])
 
 
 def _converted(snapshot: Snapshot, kind: str, value: str) -> Comparison:
@@ -277,7 +283,7 @@ def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison,
         try:
             done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
         except OSError as error:
-            raise UsageError(f"`{python}` cannot be started", hint="give the path of a Python with torch") from error
+            raise ReprokitError(f"`{python}` cannot be started: {error.strerror}") from error
         if not written.exists():
             raise ReprokitError((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1])
         other, version = read_run(snapshot, str(written))
@@ -289,11 +295,19 @@ def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison,
 
 def _described(name: str, found: Comparison) -> dict[str, Any]:
     """The row of a comparison whose inputs agree."""
+    errors = found.one.error, found.other.error
+    raised = [f"the {which} raises {error}" for which, error in zip(("first", "second"), errors, strict=True) if error]
+    if errors[0] != errors[1] and name:
+        return _row(name, IMPOSSIBLE, raised)
+    raised = [f"both raise {errors[0]}"] if errors[0] == errors[1] != "" else raised
     losses = found.one.loss, found.other.loss
     loss = f"loss {losses[0]:.9g} and {losses[1]:.9g}" if None not in losses else ""
     if found.first is None:
-        lines = [f"all {counted(len(found.calls), 'call')}, their gradients and updates agree in all bits"]
-        return _row(name, EQUAL, [*lines, *filter(None, [loss])])
+        alone = _only(found)
+        lines = [f"all {counted(len(found.calls), 'call')} of both, their gradients and updates agree in all bits"]
+        lines += [_only_words(*alone)] if any(alone) else []
+        is_other = losses[0] != losses[1] or errors[0] != errors[1] or (any(alone) and bool(raised))
+        return _row(name, DIFFERENT if is_other else EQUAL, [*lines, *raised, *filter(None, [loss])])
     departure = found.real or found.first
     lines = list(_departure_lines(departure))
     if found.real is None:
@@ -304,21 +318,33 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
     plain = {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in gap.items()}
     more = {**_place(departure.call, departure.phase), "gap": plain, "settings": departure.settings}
     more["comparison"] = found
-    verdict = ROUNDING if found.real is None else DIFFERENT
-    return _row(name, verdict, [*lines, *filter(None, [loss])], **more)
+    verdict = ROUNDING if found.real is None and errors[0] == errors[1] else DIFFERENT
+    return _row(name, verdict, [*lines, *raised, *filter(None, [loss])], **more)
 
 
 def _departure_lines(found: Departure) -> Iterator[str]:
     what = {"forward": "", "backward": "the gradient that it passes on: ", "optimizer": "the parameters after it: "}
     given = "inputs agree, " if found.is_alone and found.phase == "forward" else ""
     is_bare = found.gap.largest == math.inf and found.gap.why
+    is_bare = is_bare or not found.gap.num_elements
     size = found.gap.why if is_bare else found.gap.words + (f"; {found.gap.why}" if found.gap.why else "")
     yield f"first different call: {_call_words(found.call)}: {given}{what[found.phase]}{size}"
     if found.settings:
         yield f"it is called with {found.settings}"
     if not found.is_alone:
-        first, second = map(_calls_words, (found.only_first, found.only_second))
-        yield f"only the first has {first}; only the second has {second}"
+        yield _only_words(found.only_first, found.only_second)
+
+
+def _only(found: Comparison) -> tuple[list[Call], list[Call]]:
+    """The calls that only one of both programs has."""
+    ours, theirs, known = found.one.step.program.calls, found.other.step.program.calls, set(found.calls.values())
+    return [c for at, c in enumerate(ours) if at not in known], [
+        c for at, c in enumerate(theirs) if at not in found.calls
+    ]
+
+
+def _only_words(first: list[Call], second: list[Call]) -> str:
+    return f"only the first has {_calls_words(first)}; only the second has {_calls_words(second)}"
 
 
 def _calls_words(calls: list[Call]) -> str:

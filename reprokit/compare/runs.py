@@ -39,6 +39,7 @@ _SAME_DRAWN = 1e-6  # the same behind a random call, which is made in float32 th
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C1  # odd bits of the golden ratio, which spreads neighbours (Knuth, volume 3, 6.4)
 _MOST_CONSTANTS = 64
+_SAME_UPDATE = ("foreach", "fused", "capturable", "differentiable")  # options that choose kernels only
 _LEAF = -1  # the number of the gradient that an input of the step got
 
 
@@ -86,7 +87,8 @@ Digests = Sequence[tuple[int, int]]
 @dataclass
 class Run:
     """What one run of a step left: ``results`` in order, with the call that made each, and ``gradients`` that arrived
-    at them and at leaves. ``exact`` and ``exact_gradients`` are those of the run in float64, as far as that went."""
+    at them and at leaves. ``exact`` and ``exact_gradients`` are those of the run in float64, as far as that went.
+    ``error`` is what a call raised, after which nothing was made; empty if none did."""
 
     step: Step
     results: Tensors = field(default_factory=dict)
@@ -94,18 +96,19 @@ class Run:
     calls: dict[Version, int] = field(default_factory=dict)
     exact: Tensors = field(default_factory=dict)
     exact_gradients: Tensors = field(default_factory=dict)
+    error: str = ""
 
     @classmethod
     def of(cls, content: HasProgram, exact_inputs: Mapping[int, torch.Tensor] | None = None) -> Run:
-        """Run a step; in float64 with other inputs where there are ``exact_inputs``. Raises what a call raises."""
+        """Run a step; in float64 with other inputs where there are ``exact_inputs``."""
         step = Step(content.program, content.tensors)
-        results, gradients, calls = _traced(step, math.inf)
-        run = cls(step, results, gradients, calls)
+        results, gradients, calls, error = _traced(step, math.inf)
+        run = cls(step, results, gradients, calls, error=error)
         wide = step.with_tensors(exact_inputs or {})
         try:
             with default_dtype(torch.float64):
                 converted = in_dtype(wide, torch.float64)
-                run.exact, run.exact_gradients, _ = _traced(converted, step.program.next_value())
+                run.exact, run.exact_gradients, *_ = _traced(converted, step.program.next_value())
         except Exception as error:  # kernels refuse in as many ways as there are functions
             pass_on(error)
         return run
@@ -136,23 +139,22 @@ def write_run(step: HasProgram, settings: Settings, path: str) -> None:
         run = Run.of(step)
     fields = ("results", "gradients", "calls", "exact", "exact_gradients")
     content = {name: [(*place, item) for place, item in getattr(run, name).items()] for name in fields}
-    torch.save({**content, "torch": str(torch.__version__)}, path)
+    torch.save({**content, "torch": str(torch.__version__), "error": run.error}, path)
 
 
 def read_run(step: HasProgram, path: str) -> tuple[Run, str]:
     """What `write_run` wrote, and the version of torch that made it."""
     content = torch.load(path, weights_only=True)
-    version = content.pop("torch")
+    version, error = content.pop("torch"), content.pop("error")
     plain = {name: {Version(value, number): item for value, number, item in rows} for name, rows in content.items()}
-    return Run(Step(step.program, step.tensors), **plain), version
+    return Run(Step(step.program, step.tensors), **plain, error=error), version
 
 
-def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Version, int]]:
-    """Results, gradients and the calls of a run; casts that a conversion put in have values from ``limit`` on."""
+def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Version, int], str]:
+    """Results, gradients and the calls of a run, and its error; casts of a conversion have values from ``limit`` on."""
     trace = Trace(step.program, copied, gradients_of=copied)
     outcome = trace.run(step.tensors)
-    if outcome.error is not None:
-        raise outcome.error
+    error = outcome.error
     times = Counter[int]()
     results, gradients, calls = Tensors(), Tensors(), dict[Version, int]()
     for index, written in trace.writes.items():
@@ -164,7 +166,8 @@ def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Version, i
                 for gradient in trace.gradients.get((index, value), ())[-1:]:
                     gradients[place] = gradient
     gradients |= {Version(value, _LEAF): copied(gradient) for value, gradient in outcome.gradients.items()}
-    return results, gradients, calls
+    words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}" if error is not None else ""
+    return results, gradients, calls, words
 
 
 # -- two tensors ---------------------------------------------------------------------------------------------------
@@ -267,6 +270,11 @@ class InputDifference:
     role: str
     words: str
 
+    @property
+    def is_alone(self) -> bool:
+        """True if one step only has it."""
+        return self.words.startswith("only the ")
+
 
 @dataclass(frozen=True)
 class Departure:
@@ -305,7 +313,7 @@ class Comparison:
 
     @classmethod
     def of(cls, one: HasProgram, other: HasProgram) -> Comparison:
-        """Run both steps and compare them. Raises what a call raises."""
+        """Run both steps and compare them."""
         mine, others = Step(one.program, one.tensors), Step(other.program, other.tensors)
         inputs = _input_partners(mine, others)
         found = list(_input_differences(mine, others, inputs))
@@ -481,7 +489,10 @@ class _Walk:
         for place, index in self.other.calls.items():
             is_update = phase_of(self.other.step.program.calls[index]) is Phase.OPTIMIZER
             gap = self._gap(place)
-            if gap is not None:
+            if is_update and (gap is None or not gap.why) and self._has_other_options(index):
+                # another beta of Adam shows in the parameters of later steps only
+                gap = replace(gap or Gap(0, 0, 0.0, 0.0, 0), why="its other options show in later steps")
+            if gap is not None and place in self.partner:
                 found = (self.one.calls[self.partner[place]], index, gap)
                 if is_update:
                     updates.append(found)
@@ -495,6 +506,12 @@ class _Walk:
                 yield self._departure(Phase.BACKWARD, self.calls.get(index), index, gap)
         for found in updates:
             yield self._departure(Phase.OPTIMIZER, *found)
+
+    def _has_other_options(self, index: int) -> bool:
+        """True if an optimizer makes another update than in the first program, be it only from the next step on."""
+        before, ours, theirs = self.calls.get(index), self.one.step.program.calls, self.other.step.program.calls
+        settings = _settings(ours[before], theirs[index]) if before is not None else ""
+        return any(not part.startswith(_SAME_UPDATE) for part in settings.split(", ") if part)
 
     def _gap(self, place: Version, *, of_gradient: bool = False) -> Gap | None:
         """The difference at a place that both programs have; of its gradient also if only one has it."""

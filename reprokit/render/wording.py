@@ -48,7 +48,7 @@ _REFERENCES = {
     "fp64": ("float64", "in float64"),
     "compile": ("eager", "in eager mode"),
     "cpu-cuda": ("the other device", "on the other device"),
-    "other": ("the other way to make it", "made in the other way"),
+    "other": ("the same result made in another way", "made in the other way"),
 }
 
 
@@ -144,6 +144,8 @@ def observed(failure: Failure, *, is_constant: bool = False) -> str:
         return f"In training step {event.began_at} {event_words(failure)}.{meaning}{f' {first}' if is_compared else ''}"
     if failure.kind == "mismatch":
         what = name if failure.call is not None else "The program"
+        if failure.reference[0] == "other":
+            return "Two ways to make one result from the same inputs, which should agree, make different numbers."
         way = "compiled" if failure.reference[0] == "compile" else "as it is"
         return f"{what} gives another result {way} than {_REFERENCES.get(failure.reference[0], ('', ''))[1]}."
     if failure.exception is not None:
@@ -282,7 +284,7 @@ def phase_words(failure: Failure) -> str:
         where = "in the optimizer step" if failure.phase == Phase.OPTIMIZER else "outside of an optimizer"
         return where if failure.site is not None else "the call is not known"
     if failure.is_of_whole_step and failure.event is None:
-        return "over the whole step"
+        return "in the forward pass" if failure.way == "other" else "over the whole step"
     is_called = failure.kind == "exception" and failure.call is not None
     if is_called and failure.phase == Phase.FORWARD and failure.module is None:
         return OUTSIDE

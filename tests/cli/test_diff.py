@@ -1,0 +1,200 @@
+"""``reprokit diff``: which call is named where two runs part, and that none is where they agree up to rounding."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reprokit.cli import main
+from reprokit.compare.runs import digest_of
+from reprokit.program.interpreter import run
+from reprokit.program.step import Step
+from reprokit.shrink.checks.mismatch import OtherWay, structure_of
+from reprokit.snapshot.format import load
+from tests.conftest import run_python_in
+
+SCRIPT = """\
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+way = sys.argv[1]
+if way == "kernel":  # as in another build of torch: only what was recorded shows it
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("tanh", lambda x: x.exp().sub((-x).exp()).div(x.exp() + (-x).exp()) * 1.001, "CPU")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8, eps=1e-3 if way == "eps" else 1e-5)
+
+    def normed(self, x):
+        if way in ("norm", "biased"):
+            mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=way == "biased")
+            return (x - mean) / torch.sqrt(variance + 1e-5) * self.norm.weight + self.norm.bias
+        return self.norm(x)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.normed(x)).chunk(3, -1)
+        scores = torch.einsum("bqd,bkd->bqk", q, k) if way == "einsum" else q @ k.transpose(-1, -2)
+        scores = scores if way == "scale" else scores / 8**0.5
+        made = scores.softmax(-1) @ v
+        made = made.detach() if way == "detach" else made
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "half"):
+            return x + torch.tanh(self.out(made))
+
+
+torch.manual_seed(0)
+net = nn.Sequential(Block(), nn.Linear(8, 4))
+net.double() if way == "double" else None
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3, betas=(0.9, 0.95 if way == "betas" else 0.999))
+for step in range(2):
+    torch.manual_seed(9 if way == "seed" else 5)
+    x, y = torch.randn(3, 5, 8), torch.randint(4, (15,))
+    x = x.double() if way == "double" else x
+    loss = F.cross_entropy(net(x).flatten(0, 1), y, label_smoothing=0.1 if way == "smoothing" else 0.0)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+FAILING = """\
+import sys
+
+import torch
+
+lin = torch.nn.Linear(4, 3)
+y = lin(torch.ones(3, 4))
+y = y * 2 if sys.argv[1] == "b" else y
+(torch.zeros(5) @ y).sum().backward()
+"""
+DIFFERENCES = {
+    "eps": ("`torch.nn.functional.layer_norm` in `0.norm`", "eps: 1e-05 -> 0.001"),
+    "biased": ("only the first has `layer_norm`", "only the second has `mean`, `var`"),
+    "scale": ("in `0`", "only the first has `div`"),
+    "detach": ("`torch.Tensor.detach` in `0`", "the second has no gradient here"),
+    "betas": ("`torch.optim.AdamW.step`", "0.999 -> 0.95"),
+    "smoothing": ("`torch.nn.functional.cross_entropy`", "label_smoothing: 0.0 -> 0.1"),
+    "seed": ("what the step is given differs", "`x`"),
+    "kernel": ("first different call as recorded: `torch.tanh` in `0`", "run here, both make the same of it"),
+}
+ALIKE = ("norm", "einsum", "half", "double")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a step of the script in every way."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "failing.py").write_text(FAILING)
+    for way in ("plain", *DIFFERENCES, *ALIKE):
+        words = ("capture", "-q", "--at-step", "0", "-o", f"{way}.pt", "train.py", way)
+        run_python_in(folder, "-m", "reprokit", *words)
+    return folder
+
+
+def diff(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """The exit code of the command in this process, and what it says."""
+    code = main(["diff", *(str(folder / word) if word.endswith((".pt", ".jsonl")) else word for word in words)])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", DIFFERENCES)
+def test_a_difference_is_named(way: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = diff(runs, capsys, "plain-step0.pt", f"{way}-step0.pt")
+    assert code == 1 and "the runs differ\n" in text
+    assert all(words in text for words in DIFFERENCES[way]), text
+
+
+@pytest.mark.parametrize("way", ALIKE)
+def test_rounding_is_no_difference(way: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = diff(runs, capsys, "plain-step0.pt", f"{way}-step0.pt")
+    assert code == 0 and ("the runs differ by rounding" in text or "agree in all bits" in text), text
+
+
+def test_one_file_in_other_ways(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff(runs, capsys, "plain-step0.pt")[0] == 0
+    code, text = diff(runs, capsys, "kernel-step0.pt")
+    assert code == 1 and "as recorded: `torch.tanh` in `0`, train.py:32" in text
+    code, text = diff(runs, capsys, "plain-step0.pt", "--dtype", "float64", "--dtype", "bfloat16")
+    assert code == 0 and text.count("the runs differ by rounding") == 2, text
+    code, text = diff(runs, capsys, "plain-step0.pt", "--python", "/no/python", "--python", sys.executable)
+    assert code == 2 and f"(torch {torch.__version__}): the runs agree in all bits" in text
+    assert "--python /no/python: cannot be run\nreprokit:   `/no/python` cannot be started" in text
+
+
+def test_steps_that_raise_and_steps_of_other_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for way in "ab":
+        run_python_in(runs, "-m", "reprokit", "capture", "-q", "-o", f"{way}.pt", "failing.py", way)
+    code, text = diff(runs, capsys, "a.pt", "a.pt")
+    assert code == 0 and "both raise RuntimeError: " in text
+    code, text = diff(runs, capsys, "a.pt", "b.pt")
+    assert code == 1 and "only the second has `mul` (failing.py:7)" in text
+    code, text = diff(runs, capsys, "plain-step0.pt", "a.pt")
+    assert code == 2 and "the two files have no input in common" in text
+
+
+def test_numbers_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, loss in (("one", 2.0), ("two", 2.5)):
+        rows = [{"step": 0, "loss": 1.0}, {"step": 1, "loss": loss}]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text = diff(tmp_path, capsys, "one.jsonl", "two.jsonl")
+    assert code == 1 and "step 1 is the first that differs: loss 2.0 and 2.5" in text
+    assert "--at-step 0,1 -o one.pt" in text and "--at-step 0,1 -o two.pt" in text
+    assert diff(tmp_path, capsys, "one.jsonl", "one.jsonl")[0] == 0
+
+
+@pytest.mark.usefixtures("few_runs")
+def test_a_difference_is_reduced_with_both_ways(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff(runs, capsys, "plain-step0.pt", "eps-step0.pt", "-o", "d.pt")[0] == 1
+    given = load(runs / "d.pt")
+    outcome = run(given.program, given.tensors)
+    assert outcome.error is None and len(given.program.outputs) == 2
+    assert main(["shrink", "--no-whatif", "-q", "-o", str(runs / "out"), str(runs / "d.pt")]) == 0
+    capsys.readouterr()
+    text = (runs / "out" / "repro.py").read_text()
+    assert text.count("layer_norm(") == 2 and "eps=0.001" in text
+    done = run_python_in(runs / "out", "repro.py")
+    assert done.returncode == 1 and "Tensor-likes are not close" in done.stderr
+    assert "Two ways to make one result" in (runs / "out" / "issue.md").read_text()
+
+
+def test_no_side_becomes_a_constant(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diff(runs, capsys, "plain-step0.pt", "eps-step0.pt", "-f", "-o", "constant.pt")
+    whole = load(runs / "constant.pt")
+    check = OtherWay(structure_of(Step(whole.program, whole.tensors)))
+    ends = frozenset(ref.value for ref in whole.program.outputs)
+    assert all(outcome.values for outcome in check.pair(Step(whole.program, whole.tensors), ends))
+    fewer = Step(whole.program, whole.tensors).with_calls(whole.program.calls[1:])
+    assert not any(outcome.values for outcome in check.pair(fewer, ends))
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(-100, 100), min_size=2, max_size=12), st.sampled_from(DTYPES), st.data())
+def test_a_digest_tells_bits_shapes_and_formats_not_strides(
+    numbers: list[int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    tensor = torch.tensor(numbers, dtype=dtype)
+    at = data.draw(st.integers(0, len(numbers) - 1))
+    other = tensor.clone()
+    other[at] += 1
+    assert digest_of(other) != digest_of(tensor) != digest_of(tensor[None])
+    assert digest_of(tensor) != digest_of(tensor.to(torch.float16))
+    strided = torch.zeros(len(numbers), 3, dtype=dtype)
+    strided[:, 1] = tensor
+    assert digest_of(strided[:, 1]) == digest_of(tensor)
+    swapped = tensor.clone()
+    swapped[0], swapped[at] = tensor[at], tensor[0]
+    assert (digest_of(swapped) == digest_of(tensor)) == torch.equal(swapped, tensor)
