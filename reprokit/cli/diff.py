@@ -325,8 +325,7 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
 def _departure_lines(found: Departure) -> Iterator[str]:
     what = {"forward": "", "backward": "the gradient that it passes on: ", "optimizer": "the parameters after it: "}
     given = "inputs agree, " if found.is_alone and found.phase == "forward" else ""
-    is_bare = found.gap.largest == math.inf and found.gap.why
-    is_bare = is_bare or not found.gap.num_elements
+    is_bare = bool(found.gap.why) and (found.gap.largest == math.inf or not found.gap.num_elements)
     size = found.gap.why if is_bare else found.gap.words + (f"; {found.gap.why}" if found.gap.why else "")
     yield f"first different call: {_call_words(found.call)}: {given}{what[found.phase]}{size}"
     if found.settings:
