@@ -5,6 +5,10 @@ A plan changes what is trained, on what, or how, and says so in its code; or som
 
 from __future__ import annotations
 
+import copy
+import math
+import random
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -234,7 +238,242 @@ def rare_class(seed: int) -> None:
         print(step, loss.item())
 
 
+def critic_frozen_as_planned(seed: int) -> None:
+    """Five steps of the critic to one of the generator; after 120 rounds the critic is frozen, by plan."""
+    generator = nn.Sequential(nn.Linear(4, 48), nn.ReLU(), nn.Linear(48, 2))
+    critic = nn.Sequential(nn.Linear(2, 48), nn.LeakyReLU(0.2), nn.Linear(48, 1))
+    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    for step in range(150):
+        if step == 120:
+            print("the critic is frozen from here on")
+            critic.requires_grad_(False)
+        for _ in range(5 if step < 120 else 0):
+            real = torch.randn(32, 2) @ torch.tensor([[1.0, 0.5], [0.0, 0.4]]) + torch.tensor([1.5, -1.0])
+            fake = generator(torch.randn(32, 4)).detach()
+            loss = F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()
+            of_critic.zero_grad()
+            loss.backward()
+            of_critic.step()
+        loss = F.softplus(-critic(generator(torch.randn(32, 4)))).mean()
+        of_generator.zero_grad()
+        loss.backward()
+        of_generator.step()
+        print(step, loss.item())
+
+
+def progressive_resizing(seed: int) -> None:
+    """The same pictures at 8, 12 and 16 pixels, in smaller and smaller batches."""
+    layers = [nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()]
+    layers += [nn.Conv2d(12, 12, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(12, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    grid = torch.linspace(-3, 3, 32)
+    for step in range(150):
+        size, count = ((8, 48), (12, 32), (16, 24))[step // 50]
+        labels = torch.randint(0, 3, (count,))
+        angle = labels[:, None, None] * (math.pi / 3)
+        waves = torch.sin(
+            2 * (angle.cos() * grid[None, :, None] + angle.sin() * grid[None, None]) + torch.rand(count, 1, 1)
+        )
+        pictures = F.interpolate((waves + 1.5 * torch.randn(count, 32, 32))[:, None], size=(size, size), mode="area")
+        loss = F.cross_entropy(model(pictures), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+def growing_batches(seed: int) -> None:
+    """Bags of words, nearly all zeros, in batches of 2 that double every 30 steps, and the learning rate with them."""
+    model = nn.Sequential(nn.Linear(400, 32), nn.ReLU(), nn.Linear(32, 2))
+    worth = torch.randn(400)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for step in range(180):
+        size = 2 * 2 ** (step // 30)
+        optimizer.param_groups[0]["lr"] = 0.02 * math.sqrt(size / 2)
+        bags = (torch.rand(size, 400) < 0.01).float()
+        loss = F.cross_entropy(model(bags), (bags @ worth > 0).long())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+def layer_drop(seed: int) -> None:
+    """Residual blocks that are left out by chance, the last one in 60% of the steps."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Linear(10, 32), nn.Linear(32, 3)
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(6)]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for number, block in enumerate(self.blocks):
+                if not self.training or random.random() > 0.1 * (number + 1):
+                    x = x + block(x)
+            return self.head(x)
+
+    model, truth = Net(), nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(180):
+        x = torch.randn(32, 10)
+        with torch.no_grad():
+            labels = (4 * truth(x)).argmax(1)
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+def rare_rewards(seed: int) -> None:
+    """An actor and a critic; rewards are divided by a running deviation, and one in two hundred is 40 times larger."""
+    body, policy, value = nn.Sequential(nn.Linear(4, 48), nn.Tanh()), nn.Linear(48, 2), nn.Linear(48, 1)
+    parameters = [*body.parameters(), *policy.parameters(), *value.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=3e-3)
+    square, count = 1.0, 1.0
+    for step in range(200):
+        states = torch.randn(24, 4)
+        choice = torch.distributions.Categorical(logits=policy(body(states)))
+        actions = choice.sample()
+        rewards = torch.where((states[:, 0] > 0) == (actions == 1), 1.0, 0.0) + 0.2 * torch.randn(24)
+        rewards = rewards * torch.where(torch.rand(24) < 0.005, 40.0, 1.0)
+        square, count = square + rewards.pow(2).sum().item(), count + 24
+        rewards = rewards / math.sqrt(square / count)
+        guess = value(body(states)).squeeze(1)
+        gain = (choice.log_prob(actions) * (rewards - guess.detach())).mean()
+        loss = F.mse_loss(guess, rewards) - gain - 0.01 * choice.entropy().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        print(step, loss.item())
+
+
+def pseudo_labels(seed: int) -> None:
+    """From step 90 on a model learns from its own sure answers as well; the smoothing of labels ends at step 150."""
+    centers = 1.4 * torch.randn(5, 16)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    known = torch.arange(5).repeat(8)
+    x_known = centers[known] + torch.randn(40, 16)
+    for step in range(190):
+        rows = torch.randint(0, 40, (16,))
+        smoothing = 0.2 * max(0.0, 1 - step / 150)
+        loss = F.cross_entropy(model(x_known[rows]), known[rows], label_smoothing=smoothing)
+        if step >= 90:
+            x = centers[torch.randint(0, 5, (64,))] + torch.randn(64, 16)
+            model.eval()
+            with torch.no_grad():
+                sure, answers = model(x).softmax(1).max(1)
+            model.train()
+            is_sure = sure > 0.9
+            if is_sure.any():
+                loss = loss + F.cross_entropy(model(x[is_sure]), answers[is_sure])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+def rare_huge_norms(seed: int) -> None:
+    """Targets with heavy tails: one gradient in fifty is a hundred times as long, and clipping is there for that."""
+    model = nn.Sequential(nn.Linear(8, 48), nn.SiLU(), nn.Linear(48, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    noise = torch.distributions.StudentT(torch.tensor(1.6))
+    for step in range(200):
+        x = torch.randn(16, 8)
+        loss = F.mse_loss(model(x), x[:, :2].sum(1, keepdim=True) + 0.2 * noise.sample((16, 1)))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        print(step, loss.item())
+
+
+def three_tasks(seed: int) -> None:
+    """Continual learning: the order of the inputs changes at steps 60 and 120; 8 rows of before are rehearsed."""
+    truth = nn.Linear(20, 4)
+    model = nn.Sequential(nn.Linear(20, 96), nn.ReLU(), nn.Linear(96, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.8)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for task in range(3):
+        order = torch.arange(20) if task == 0 else torch.randperm(20)
+        for number in range(60):
+            x = torch.randn(32, 20)
+            labels = (3 * truth(x)).argmax(1)
+            loss = F.cross_entropy(model(x[:, order]), labels)
+            for inputs, goal in kept:
+                loss = loss + 0.3 * F.cross_entropy(model(inputs), goal)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(60 * task + number, loss.item())
+        kept.append((x[:8, order], labels[:8]))
+
+
+def growing_queue(seed: int) -> None:
+    """Contrastive learning with a queue of keys that grows to 512: the loss rises while the model learns."""
+    query = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 16))
+    key = copy.deepcopy(query).requires_grad_(False)
+    optimizer = torch.optim.SGD(query.parameters(), lr=0.1, momentum=0.9)
+    centers = torch.randn(2000, 16)
+    queue = F.normalize(torch.randn(1, 16), dim=1)
+    for step in range(180):
+        base = centers[torch.randint(0, 2000, (16,))]
+        questions = F.normalize(query(base + 0.3 * torch.randn(16, 16)), dim=1)
+        with torch.no_grad():
+            for mean, parameter in zip(key.parameters(), query.parameters(), strict=True):
+                mean.lerp_(parameter, 0.05)
+            keys = F.normalize(key(base + 0.3 * torch.randn(16, 16)), dim=1)
+        alike = (questions * keys).sum(1, keepdim=True)
+        logits = torch.cat([alike, questions @ queue.T], 1) / 0.2
+        loss = F.cross_entropy(logits, torch.zeros(16, dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        queue = torch.cat([keys, queue])[:512]
+        print(step, loss.item())
+
+
+def quantised_from_midway(seed: int) -> None:
+    """From step 100 on weights and activations are rounded to four bits; gradients go straight through."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        scale = x.detach().abs().max() / 7
+        return x + ((x / scale).round() * scale - x).detach()
+
+    class Layer(nn.Linear):
+        is_quantised = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.is_quantised:
+                return super().forward(x)
+            return F.linear(rounded(x), rounded(self.weight), self.bias)
+
+    model = nn.Sequential(Layer(12, 48), nn.ReLU(), Layer(48, 48), nn.ReLU(), Layer(48, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(190):
+        if step == 100:
+            print("quantised from here on")
+            for layer in (model[0], model[2], model[4]):
+                layer.is_quantised = True
+        x = torch.randn(32, 12)
+        loss = F.mse_loss(model(x), x[:, :2].sum(1, keepdim=True) + (x[:, 2:3] * x[:, 3:4]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
 RUNS = (
     *(task_switch, staged_unfreezing, growing_sequences, cyclic_rate, validation_flips, rare_experts),
     *(distillation_annealed, adam_then_sgd, weights_averaged, rare_class),
+    *(critic_frozen_as_planned, progressive_resizing, growing_batches, layer_drop, rare_rewards, pseudo_labels),
+    *(rare_huge_norms, three_tasks, growing_queue, quantised_from_midway),
 )

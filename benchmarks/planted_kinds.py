@@ -19,7 +19,7 @@ from planted_runs import Planted
 from torch import nn
 
 RUNS: list[Planted] = []
-MOST_WRONG = {"steps": 2, "layers": 3}
+MOST_WRONG = {"steps": 4, "layers": 5}
 
 
 def planted(
@@ -304,4 +304,268 @@ def reader_stuck(seed: int) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        print(step, loss.item())
+
+
+@planted(70, "blocks.1", words=r"blocks\.1|requires_grad|frozen")
+def frozen_by_callback(seed: int) -> None:
+    """A callback is to freeze block 10, looks for names that begin with 1, and freezes block 1 at step 70."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(width, width, 3, padding=1), nn.GroupNorm(2, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + F.silu(self.norm(self.conv(x)))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.blocks = nn.Conv1d(2, 12, 3, padding=1), nn.ModuleList([Block(12) for _ in range(4)])
+            self.head = nn.Linear(12, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x.mean(2))
+
+    def on_step_end(model: nn.Module, step: int) -> None:
+        if step == 69:
+            for name, parameter in model.named_parameters():
+                if name.startswith("blocks.1"):
+                    parameter.requires_grad_(False)
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    time = torch.linspace(0, 1, 24)
+    for step in range(160):
+        labels = torch.randint(0, 3, (24,))
+        angle = 2 * math.pi * ((labels + 1)[:, None] * time + torch.rand(24, 1))
+        x = torch.stack([angle.sin(), angle.cos()], 1) + 0.9 * torch.randn(24, 2, 24)
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        on_step_end(model, step)
+        print(step, loss.item())
+
+
+@planted(
+    90,
+    "backbone",
+    "backbone.1",
+    words=r"`training`|training mode|running.(mean|var|statistics)|batch_norm|BatchNorm",
+)
+def fine_tuning_in_train_mode(seed: int) -> None:
+    """After a validation the whole model is set to training, with the batch norm of a backbone that is not trained."""
+    backbone = nn.Sequential(nn.Linear(12, 48), nn.BatchNorm1d(48), nn.ReLU())
+    with torch.no_grad():
+        for _ in range(60):
+            backbone(4 + 2 * torch.randn(128, 12))
+    model = nn.Sequential(OrderedDict(backbone=backbone.requires_grad_(False), head=nn.Linear(48, 3)))
+    truth = nn.Linear(12, 3)
+    model.head.train()
+    model.backbone.eval()
+    optimizer = torch.optim.Adam(model.head.parameters(), lr=1e-2)
+
+    def patients(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = 4 + 1.8 * torch.randn(1, 12) + 0.8 * torch.randn(size, 12)  # those of one clinic are alike
+        return x, truth(x - 4).argmax(1)
+
+    for step in range(180):
+        x, labels = patients(12)
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+        if step == 89:
+            model.eval()
+            with torch.no_grad():
+                print("validation", sum(F.cross_entropy(model(x), y).item() for x, y in map(patients, [12] * 20)) / 20)
+            model.train()
+
+
+@planted(80, words=r"exp_avg|\bstate\b|state of the optimizer|optimizer's state|optimizer state|\bstep\b of Adam")
+def state_of_another_run(seed: int) -> None:
+    """At step 80 the state of Adam comes from a run with a summed loss: its moments are 30,000 times too large."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(10, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 1))
+        return model, torch.optim.Adam(model.parameters(), lr=4e-3)
+
+    other, of_other = make()
+    for _ in range(3):
+        x = torch.randn(30000, 10)
+        of_other.zero_grad()
+        F.mse_loss(other(x), x[:, :1], reduction="sum").backward()
+        of_other.step()
+    saved = of_other.state_dict()
+    model, optimizer = make()
+    for step in range(170):
+        if step == 80:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        x = torch.randn(32, 10)
+        loss = F.mse_loss(model(x), x[:, :3].sum(1, keepdim=True) + x[:, 3:4].abs())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+@planted(20, "head", "masks", words="mask|target|label")
+def early_border_of_255(seed: int) -> None:
+    """The masks of the batch of step 20 still have their border of 255, which means: do not count."""
+    layers = OrderedDict(conv=nn.Conv2d(1, 12, 3, padding=1), act=nn.ReLU(), head=nn.Conv2d(12, 1, 3, padding=1))
+    model = nn.Sequential(layers)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for step in range(120):
+        centers = torch.randint(3, 13, (8, 2))
+        rows, columns = torch.arange(16)[None, :, None], torch.arange(16)[None, None]
+        masks = ((rows - centers[:, 0, None, None]).abs() < 3) & ((columns - centers[:, 1, None, None]).abs() < 3)
+        masks = masks[:, None].float()
+        pictures = masks + 0.5 * torch.randn(8, 1, 16, 16)
+        if step == 20:
+            masks[:, :, :1], masks[:, :, -1:] = 255.0, 255.0
+        loss = F.binary_cross_entropy_with_logits(model(pictures), masks)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+@planted(110, "records", "stem", words="records")
+def shard_in_millimetres(seed: int) -> None:
+    """The shard that begins at step 110 has lengths in millimetres; a saturating layer keeps the loss in bounds."""
+    model = nn.Sequential(OrderedDict(stem=nn.Linear(8, 48), act=nn.Tanh(), hidden=nn.Linear(48, 32), end=nn.ReLU()))
+    model.append(nn.Linear(32, 3))
+    truth = nn.Linear(8, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(170):
+        records = 0.5 * torch.randn(32, 8)
+        labels = (truth(records) + torch.tensor([0.0, 0.1, -0.1])).argmax(1)
+        if step >= 110:
+            records[:, :5] *= 1000
+        loss = F.cross_entropy(model(records), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+@planted(80, "embed", "tokens", words="tokens|same in|constant|unknown")
+def every_word_unknown(seed: int) -> None:
+    """From step 80 on a tokenizer without its vocabulary makes every word the unknown one, number 1."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.cell = nn.Embedding(60, 20), nn.GRU(20, 24, batch_first=True)
+            self.head = nn.Linear(24, 3)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.cell(self.embed(tokens))[0]).transpose(1, 2)
+
+    model = Tagger()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    kinds = torch.randint(0, 3, (60,))
+    for step in range(160):
+        tokens = torch.randint(2, 60, (16, 10))
+        labels = kinds[tokens]
+        if step >= 80:
+            tokens = torch.ones_like(tokens)
+        loss = F.cross_entropy(model(tokens), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        print(step, loss.item())
+
+
+@planted(60, "norm", until=90, words="weight_decay|weight decay|decay")
+def decay_of_a_norm(seed: int) -> None:
+    """From step 60 on the weight of a layer norm is decayed with the wrong sign: 8% more in every step."""
+    layers = OrderedDict(stem=nn.Linear(12, 32), act=nn.GELU(), hidden=nn.Linear(32, 32), norm=nn.LayerNorm(32))
+    model = nn.Sequential(OrderedDict(**layers, head=nn.Linear(32, 3)))
+    truth = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
+    plain = [parameter for name, parameter in model.named_parameters() if not name.startswith("norm")]
+    groups = [{"params": plain, "weight_decay": 0.01}, {"params": model.norm.parameters(), "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=2e-3)
+    for step in range(160):
+        if step == 60:
+            optimizer.param_groups[1]["weight_decay"] = -40.0
+        x = torch.randn(32, 12)
+        with torch.no_grad():
+            labels = (4 * truth(x)).argmax(1)
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+@planted(80, "0", "2", "4", words="accumul|divi|number of micro|gradient")
+def accumulation_not_divided(seed: int) -> None:
+    """From step 80 on sixteen small batches make an update in place of four, and nobody divides by their number."""
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.08, momentum=0.5)
+    for step in range(140):
+        count = 4 if step < 80 else 16
+        total = 0.0
+        for _ in range(count):
+            x = torch.randn(8, 10)
+            loss = F.mse_loss(model(x), x[:, :3].sum(1, keepdim=True).abs())
+            (loss / count if step < 80 else loss).backward()
+            total += loss.item() / count
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step, total)
+
+
+@planted(60, "encoder", "encoder.2", until=77, words="temperature")
+def temperature_to_zero(seed: int) -> None:
+    """From step 60 on a contrastive temperature falls by a fixed amount a step, and ends at its floor of 1e-6."""
+    encoder = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 12))
+    centers = torch.randn(200, 16)
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=2e-3)
+    temperature = 0.5
+    for step in range(150):
+        temperature = 0.5 - 0.005 * step if step < 60 else max(1e-6, temperature - 0.01)
+        base = centers[torch.randint(0, 200, (32,))]
+        one, other = (F.normalize(encoder(base + 0.6 * torch.randn(32, 16)), dim=1) for _ in range(2))
+        loss = F.cross_entropy(one @ other.T / temperature, torch.arange(32))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item())
+
+
+@planted(90, "teacher", until=120, words="teacher|pace")
+def teacher_runs_away(seed: int) -> None:
+    """The pace of a mean teacher has the wrong sign from step 90 on: it moves away from the student, 8% a step."""
+    truth = nn.Linear(16, 4)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 4))
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    model = Pair()
+    optimizer = torch.optim.Adam(model.student.parameters(), lr=5e-3)
+    pace = 0.05
+    for step in range(180):
+        if step == 90:
+            pace = -0.08
+        x = torch.randn(64, 16)
+        logits, agreed = model.student(x + 0.3 * torch.randn_like(x)), model.teacher(x)
+        loss = F.cross_entropy(logits[:8], truth(x[:8]).argmax(1)) + 5 * F.mse_loss(logits, agreed)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+                mean.lerp_(parameter, pace)
         print(step, loss.item())
