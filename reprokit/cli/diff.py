@@ -349,10 +349,10 @@ def _only_words(first: list[Call], second: list[Call]) -> str:
 def _calls_words(calls: list[Call]) -> str:
     if not calls:
         return "no call there"
-    names = [f"`{call.name}`" for call in calls[:_MOST]]
-    more = f" and {len(calls) - _MOST} more" if len(calls) > _MOST else ""
+    names = list(dict.fromkeys(f"`{call.name}`" for call in calls))
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     site = calls[0].site
-    return listed(names) + more + (f" ({site.place})" if site is not None else "")
+    return listed(names[:_MOST]) + more + (f" ({site.place})" if site is not None else "")
 
 
 def _call_words(call: Call) -> str:

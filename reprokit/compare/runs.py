@@ -28,7 +28,7 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.notes import phase_of
 from reprokit.program.convert import default_dtype, in_dtype
 from reprokit.program.dataflow import contents, same_bits
-from reprokit.program.functions import display_name
+from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.interpreter import Settings, determinism
 from reprokit.program.ir import Call, Input, Phase, Program, Ref
 from reprokit.program.observe import Trace, copied
@@ -465,11 +465,24 @@ class _Walk:
         self.inputs = _input_partners(one.step, other.step)
         places = [_places_by_call(run) for run in (one, other)]
         self.partner: dict[Version, Version] = {Version(v, _LEAF): Version(p, _LEAF) for v, p in self.inputs.items()}
-        for index, before in self.calls.items():
+        for index, before in sorted(self.calls.items()):
             mine, others = (found.get(at, []) for found, at in zip(places, (before, index), strict=True))
-            if len(mine) == len(others):
+            sizes = [[run.results[at].shape for at in made] for run, made in ((one, mine), (other, others))]
+            if sizes[0] != sizes[1] and not self._shares(before, index):
+                del self.calls[index]  # such as the parts of a weight beside those of what it is multiplied with
+            elif len(mine) == len(others):
                 self.partner.update(zip(others, mine, strict=True))
         self._pair_operands()
+
+    def _shares(self, before: int, index: int) -> bool:
+        """True if two calls are given a value that is the same in both programs."""
+        ours, theirs = (run.step.program.calls[at] for run, at in ((self.one, before), (self.other, index)))
+        for value, value_other in zip(ours.input_refs(), theirs.input_refs(), strict=False):
+            place, other = self.one.last(value, before), self.other.last(value_other, index)
+            is_input = place is None and other is None and self.inputs.get(value_other) == value
+            if is_input or (other is not None and place == self.partner.get(other)):
+                return True
+        return False
 
     def _pair_operands(self) -> None:
         """What an aligned call is given is paired too, where calls that only one program has have made it."""
@@ -498,7 +511,9 @@ class _Walk:
                     updates.append(found)
                 else:
                     yield self._departure(Phase.FORWARD, *found)
-        known = {**self.other.calls, **{place: -1 for place in self.other.gradients if place.number == _LEAF}}
+        known = dict(self.other.calls)
+        if not any(_writes_gradients(call) for run in (self.one, self.other) for call in run.step.program.calls):
+            known |= {place: -1 for place in self.other.gradients if place.number == _LEAF}
         for place in sorted(known, key=lambda place: -known[place]):
             gap = self._gap(place, of_gradient=True)
             if gap is not None:
@@ -530,10 +545,16 @@ class _Walk:
     def _departure(self, phase: Phase, before: int | None, index: int, gap: Gap) -> Departure:
         ours, theirs = self.one.step.program.calls, self.other.step.program.calls
         matched = set(self.calls.values())
-        only_second = [theirs[at] for at in _led_by(theirs, index, lambda at: at not in self.calls)]
-        only_first = [ours[at] for at in _led_by(ours, before, lambda at: at not in matched)]
+        found, found_other = _led_by(ours, before, lambda at: at not in matched), _led_by(theirs, index, self._is_new)
+        if phase is Phase.OPTIMIZER and before is not None:  # what writes into gradients, as clipping does
+            found += [at for at in range(before) if at not in matched and _writes_gradients(ours[at])]
+            found_other += [at for at in range(index) if self._is_new(at) and _writes_gradients(theirs[at])]
+        only_first, only_second = [ours[at] for at in found], [theirs[at] for at in found_other]
         settings = _settings(ours[before], theirs[index]) if before is not None and index in self.calls else ""
         return Departure(index, theirs[index], phase, gap, only_first, only_second, settings)
+
+    def _is_new(self, index: int) -> bool:
+        return index not in self.calls
 
     def _consumer(self, place: Version, index: int) -> int:
         """The call that made the gradient of a place: of those that read it the one that the first program has not, or
@@ -544,6 +565,11 @@ class _Walk:
         ours = self.one.step.program.calls
         odd = (at for at in reads if at not in self.calls or _settings(ours[self.calls[at]], calls[at]))
         return next(odd, reads[-1] if reads else max(index, 0))
+
+
+def _writes_gradients(call: Call) -> bool:
+    """True for a call between a backward pass and an update."""
+    return call.phase is Phase.OPTIMIZER and call.target != GRAD_READ and not call.is_optimizer_step
 
 
 def _places_by_call(run: Run) -> dict[int, list[Version]]:
