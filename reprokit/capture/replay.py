@@ -47,7 +47,7 @@ from reprokit.capture.structure import is_leaf, iter_tensors, map_leaves
 from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, version_of, without_gradients
 from reprokit.capture.tensor_names import is_unfollowed
 from reprokit.capture.traits import VALUE_READS
-from reprokit.capture.world import CannotGoBack, Copy, World, give_gradients, owned_by, set_python_generators
+from reprokit.capture.world import CannotGoBack, Contents, Copy, World, give_gradients, owned_by, set_python_generators
 from reprokit.errors import pass_on
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.dataflow import copies_of, overlapping, same_bits
@@ -590,6 +590,8 @@ class Replay:
             }
             self.player = Player(self.tape, self.world.state_ids(), together=self.together)
             self.player.states = states
+            # a layer that the loop has put into the model since the copy, and filled by `copy_`, is filled again
+            stack.callback(Contents(self.world.new_since(self._copy)).write)
             stack.enter_context(self.world.at(self._copy, leaves))
             yield
 

@@ -355,3 +355,26 @@ def test_what_rests_by_design_is_left_alone(
     events, session = _watched(run, tmp_path, on=on)
     assert not events and not session.snapshots
     assert "silent" not in capsys.readouterr().err
+
+
+def _pruned() -> list[torch.Tensor]:
+    """A layer is replaced by a smaller one, filled from it, that no optimizer holds."""
+    torch.manual_seed(0)
+    model = mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(180):
+        if step == 60:
+            small, last = nn.Linear(8, 4), nn.Linear(4, 1)
+            with torch.no_grad():
+                small.weight.copy_(model[0].weight[:4])  # type: ignore[index]
+                last.weight.copy_(model[2].weight[:, :4])  # type: ignore[index]
+            model[0], model[2] = small, last
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x), y))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_layers_that_were_replaced_are_not_filled_again(tmp_path: Path) -> None:
+    bare, watched = _pruned(), list[torch.Tensor]()
+    _watched(lambda: watched.extend(_pruned()), tmp_path, on=("early",), quiet=True)
+    assert all(map(torch.equal, bare, watched))
