@@ -402,7 +402,7 @@ class EventStep(Describing):
                 case.explain = explain
                 made = self.make(case)
             if isinstance(alarm, Finding) and made.snapshot.failure.call is None:
-                raise NotKept(f"no call behind `{alarm.name}` keeps its gradient back")
+                raise NotKept(f"no single call could be told that keeps the gradient of `{alarm.name}` back")
             return made
 
     def explained_by(self, explain: Explain, place: int) -> None:

@@ -94,7 +94,7 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     elif is_refusal(failure):
         what, given = f"Arguments that {name} accepts", "these arguments"
         if failure.phase == Phase.BACKWARD:
-            what, given = "A graph that is whole, with values as they were saved", "such a graph"
+            what, given = "A graph that this backward pass can go through", "such a graph"
         expected = f"{what}. {as_defined}: it refuses, and says what is wrong."
         remark = f"Why it is given {given} is a question about {whom}."
     else:

@@ -206,8 +206,8 @@ STEPS = [
         fixes=[Fix("pass zero_infinity=True to {call}", set_argument("zero_infinity", True))]),
     Rule("index-outside", "An index, a label or a token outside of what it indexes", cause="data",
         kinds="exception", is_shown=True, when=[outside],
-        why="`{call}` was asked for something that does not exist: a label is not one of the classes, or a token is "
-            "not a row of the embedding.",
+        why="`{call}` was asked for something that does not exist, such as a label that is none of the classes, or a "
+            "token or a position for which the embedding has no row.",
         seen=["{seen}"],
         advice="Compare the indexes with the size of what they index, where they are made. Map a label for padding to "
                "`ignore_index`.",
