@@ -570,6 +570,7 @@ class Replay:
         """
         leaves = self.leaves()
         self.live_gradients = [(leaf, leaf.grad) for leaf in leaves]
+        filled = Contents(self._filled())
         gradients = self.live_gradients if self.together is not None else []
         kept = [(grad, grad.clone()) for _, grad in gradients if grad is not None]
         self._live = {id(t): t.detach().clone() for t in self.world.changing() if t.requires_grad}
@@ -590,10 +591,17 @@ class Replay:
             }
             self.player = Player(self.tape, self.world.state_ids(), together=self.together)
             self.player.states = states
-            # a layer that the loop has put into the model since the copy, and filled by `copy_`, is filled again
-            stack.callback(Contents(self.world.new_since(self._copy)).write)
+            stack.callback(filled.write)
             stack.enter_context(self.world.at(self._copy, leaves))
             yield
+
+    def _filled(self) -> list[torch.Tensor]:
+        """The parameters that the loop has put into a model since the copy, and filled by `copy_` in these steps."""
+        ops = [op for segment in self.segments for op in segment.ops if op.kind is Function and op.note is not None]
+        written = {id(self._alive.get(n)) for op in ops if op.note.is_write for n in op.ins[:1]}
+        held = set(map(id, self._copy.contents.tensors))
+        parameters = {id(p): p for module in self.world.modules for p in module.parameters()}
+        return [p for key, p in parameters.items() if key in written and key not in held]
 
     def leaves(self) -> list[torch.Tensor]:
         """Everything that a played step may give a gradient."""

@@ -405,12 +405,6 @@ class World:
         state = [*self.untouched.values(), *self.changing()]
         self.addresses = {p: weakref.ref(tensor) for tensor in state if (p := address_of(tensor)) is not None}
 
-    def new_since(self, copy: Copy) -> list[torch.Tensor]:
-        """The parameters of the modules of now that a copy does not hold, frozen ones that nothing writes apart."""
-        held = set(map(id, copy.contents.tensors)) | set(map(id, self.untouched.values()))
-        parameters = {id(p): p for module in self.modules for p in module.parameters()}
-        return [p for key, p in parameters.items() if key not in held and not (p.is_meta or is_lazy(p))]
-
     def owner_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The part of the state whose memory a tensor shares."""
         address = address_of(tensor)

@@ -161,7 +161,7 @@ def test_an_exception_that_no_bad_value_explains_stays_the_failure(is_hook: bool
 
     snapshot = raised(setup, tmp_path, forward_bad=False)
     assert (snapshot.observed_at, snapshot.failure.exception) == ("exception", ("RuntimeError", "enough"))
-    assert "does not raise it" in str(snapshot.fidelity_note)  # Python code did, and a program holds none
+    assert "running the file does not" in str(snapshot.fidelity_note)  # Python code did, and a program holds none
 
 
 def doubling(model: Net) -> None:
