@@ -15,14 +15,16 @@ optimizer = torch.optim.Adam([*lin.parameters(), *out.parameters()], lr=1e-2)
 for _ in range(3):
     x = torch.randn(20, 8)
     messages = lin(x)[edges[0]]
-    order = torch.arange(199, -1, -1) if WAY == "order" else torch.arange(200)
+    targets = edges[1]
+    if WAY == "order":
+        messages, targets = messages.flip(0), targets.flip(0)
     sums = torch.zeros(20, 8)
     if WAY == "overwrites":  # duplicates are lost
-        sums = sums.index_put((edges[1][order],), messages[order])
+        sums = sums.index_put((targets,), messages)
     elif WAY == "scatter":
-        sums = sums.scatter_add(0, edges[1][order][:, None].expand(-1, 8), messages[order])
+        sums = sums.scatter_add(0, targets[:, None].expand(-1, 8), messages)
     else:
-        sums = sums.index_add(0, edges[1][order], messages[order])
+        sums = sums.index_add(0, targets, messages)
     loss = (out(sums.tanh()) - values.sum(1, keepdim=True)).pow(2).mean()
     optimizer.zero_grad()
     loss.backward()

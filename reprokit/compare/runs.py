@@ -11,6 +11,7 @@ formats may each have their own error. Whatever else differs is a *difference*.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import Counter
@@ -200,9 +201,10 @@ def gap_between(
     exact: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     formats: tuple[frozenset[torch.dtype], frozenset[torch.dtype]] = (frozenset(), frozenset()),
     same_formula: float = _SAME_FORMULA,
+    least: float = 0.0,
 ) -> Gap | None:
     """The difference of two results; ``None`` if all bits agree. ``exact`` are their values in float64, ``formats`` the
-    half-precision formats that the programs compute in."""
+    half-precision formats that the programs compute in, ``least`` the size beside which others are rounding."""
     if same_bits(first, second):
         return None
     if first.shape != second.shape:
@@ -215,10 +217,10 @@ def gap_between(
     found = Gap(num_bad, first.numel(), largest, relative, _units(first, second))
     own, others = ({tensor.dtype, *halves} for tensor, halves in zip((first, second), formats, strict=True))
     eps = max((torch.finfo(dtype).eps for dtype in own | others if dtype.is_floating_point), default=0.0)
-    noise = eps * scale
+    noise = eps * max(scale, least)
     wide, wide_other = exact
     if wide is not None and wide_other is not None and wide.shape == wide_other.shape == first.shape:
-        formula, size = _largest(_numbers(wide), _numbers(wide_other)), _size(_numbers(wide))
+        formula, size = _largest(_numbers(wide), _numbers(wide_other)), max(_size(_numbers(wide)), least)
         if formula > same_formula * size:
             return replace(found, why=f"in float64 they differ by {formula / size if size else math.inf:.1g} as well")
         noise = max(noise, _largest(one, _numbers(wide)))
@@ -475,14 +477,14 @@ class _Walk:
         self._pair_operands()
 
     def _shares(self, before: int, index: int) -> bool:
-        """True if two calls are given a value that is the same in both programs."""
+        """True if all that two calls are given is the same in both programs."""
         ours, theirs = (run.step.program.calls[at] for run, at in ((self.one, before), (self.other, index)))
         for value, value_other in zip(ours.input_refs(), theirs.input_refs(), strict=False):
             place, other = self.one.last(value, before), self.other.last(value_other, index)
             is_input = place is None and other is None and self.inputs.get(value_other) == value
-            if is_input or (other is not None and place == self.partner.get(other)):
-                return True
-        return False
+            if not (is_input or (other is not None and place == self.partner.get(other))):
+                return False
+        return True
 
     def _pair_operands(self) -> None:
         """What an aligned call is given is paired too, where calls that only one program has have made it."""
@@ -540,7 +542,15 @@ class _Walk:
             return Gap(1, 1, math.inf, math.inf, None, f"the {which} has no gradient here") if of_gradient else None
         exact = "exact_gradients" if of_gradient else "exact"
         wide = getattr(self.one, exact).get(partner), getattr(self.other, exact).get(place)
-        return gap_between(first, second, wide, (self.formats[0], self.formats[1]), self.same_formula)
+        formats = self.formats[0], self.formats[1]
+        least = self.largest_gradient if of_gradient else 0.0
+        return gap_between(first, second, wide, formats, self.same_formula, least)
+
+    @functools.cached_property
+    def largest_gradient(self) -> float:
+        """Of leaves of the first run; beside it the gradient of a bias in front of a normalization is rounding."""
+        leaves = (tensor for place, tensor in self.one.gradients.items() if place.number == _LEAF)
+        return max(map(_size, leaves), default=0.0)
 
     def _departure(self, phase: Phase, before: int | None, index: int, gap: Gap) -> Departure:
         ours, theirs = self.one.step.program.calls, self.other.step.program.calls
