@@ -126,7 +126,7 @@ def tolerances(dtype: torch.dtype, halves: frozenset[torch.dtype]) -> tuple[floa
 def _difference(
     value: int, is_gradient: bool, actual: torch.Tensor, expected: torch.Tensor, allowed: tuple[float, float]
 ) -> Difference | None:
-    one, other = _numbers(actual), _numbers(expected.to(actual.dtype))
+    one, other = real_numbers(actual), real_numbers(expected.to(actual.dtype))
     if one.shape != other.shape:
         raise Incomparable(f"shapes {tuple(one.shape)} and {tuple(other.shape)}")
     relative, absolute = allowed
@@ -146,15 +146,19 @@ def _difference(
 
 def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest gap between two results; infinite where only one of them is finite."""
-    first, second = _numbers(one), _numbers(other.to(one.dtype))
-    if first.shape != second.shape:
-        return float("inf")
+    first, second = real_numbers(one), real_numbers(other.to(one.dtype))
+    return largest_gap(first, second) if first.shape == second.shape else float("inf")
+
+
+def largest_gap(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The largest absolute difference of `real_numbers` of one shape; infinite where only one of them is finite."""
     equal = (first == second) | (first.isnan() & second.isnan())
     gaps = torch.where(equal, 0.0, (first - second).abs()).nan_to_num(nan=float("inf"), posinf=float("inf"))
     return float(gaps.max()) if gaps.numel() else 0.0
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+def real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements on the CPU in float64; of a complex tensor both parts, in a last dimension of 2."""
     plain = contents(tensor.cpu()).reshape(tensor.shape)
     return torch.view_as_real(plain).double() if plain.is_complex() else plain.double()
 

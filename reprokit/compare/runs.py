@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reprokit.compare.difference import MARGIN, MISMATCH, OTHER_WAY, halves_in
+from reprokit.compare.difference import MARGIN, MISMATCH, OTHER_WAY, halves_in, largest_gap, real_numbers
 from reprokit.compare.quantity import loss_of, number_of
 from reprokit.errors import pass_on
 from reprokit.locate.failure import Failure
@@ -209,9 +209,9 @@ def gap_between(
         return None
     if first.shape != second.shape:
         return Gap(0, second.numel(), math.inf, math.inf, None, f"shapes {[*first.shape]} and {[*second.shape]}")
-    one, other = _numbers(first), _numbers(second)
+    one, other = real_numbers(first), real_numbers(second)
     bad = (one != other) & ~(one.isnan() & other.isnan())
-    largest, scale = _largest(one, other), max(_size(one), _size(other))
+    largest, scale = largest_gap(one, other), max(_size(one), _size(other))
     relative = largest / scale if scale else math.inf
     num_bad = int((bad.any(-1) if first.is_complex() else bad).sum())
     found = Gap(num_bad, first.numel(), largest, relative, _units(first, second))
@@ -220,26 +220,15 @@ def gap_between(
     noise = eps * max(scale, least)
     wide, wide_other = exact
     if wide is not None and wide_other is not None and wide.shape == wide_other.shape == first.shape:
-        formula, size = _largest(_numbers(wide), _numbers(wide_other)), max(_size(_numbers(wide)), least)
+        formula, size = largest_gap(real_numbers(wide), real_numbers(wide_other)), max(_size(real_numbers(wide)), least)
         if formula > same_formula * size:
             return replace(found, why=f"in float64 they differ by {formula / size if size else math.inf:.1g} as well")
-        noise = max(noise, _largest(one, _numbers(wide)))
-        noise = max(noise, _largest(other, _numbers(wide_other))) if own != others else noise
+        noise = max(noise, largest_gap(one, real_numbers(wide)))
+        noise = max(noise, largest_gap(other, real_numbers(wide_other))) if own != others else noise
     if not largest <= MARGIN * noise:
         times = largest / noise if noise else math.inf
         return replace(found, why=f"that is {times:.0f} times the rounding error of the first")
     return found
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    plain = contents(tensor.cpu()).reshape(tensor.shape)
-    return torch.view_as_real(plain).double() if plain.is_complex() else plain.double()
-
-
-def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
-    equal = (one == other) | (one.isnan() & other.isnan())
-    gaps = torch.where(equal, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-    return float(gaps.max()) if gaps.numel() else 0.0
 
 
 def _size(tensor: torch.Tensor) -> float:
