@@ -70,7 +70,7 @@ class Usual:
             count = _count_of(optimizer)
             if count < self._counts.get(number, 0):
                 name, step = names_of([optimizer], frame)[number], marks[-1].step - int(count) + 1
-                found.append(Shift(f"the state of `{name}`", step, "has begun anew"))
+                found.append(Shift(f"the state of `{name}`", step, f"counts fewer steps than before ({count:g})"))
             self._kinds[number], self._counts[number] = _kind_of(optimizer), count
         return found, self._odd_values(ops)
 
