@@ -39,6 +39,8 @@ def what(result: Mapping[str, Any]) -> str:
         quantity = failure["event"]["quantity"]
         return (f"{failure['kind']} of the {quantity}" if failure["kind"] != "dead" else "dead layer") + origin
     name: str = failure["exception"]["type"] if failure["exception"] else failure["kind"]
+    if "departure" in failure:
+        return f"difference between two runs in `{failure['call']}`"
     if failure["call"] is not None:
         is_gradient = failure["phase"] == "backward" and failure.get("backward_node")
         return f"{name} {'in the gradient of' if is_gradient else 'from'} `{failure['call']}`"

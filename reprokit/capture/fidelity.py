@@ -27,7 +27,7 @@ from reprokit.capture.replay import TracedPlayer, describe_mismatch, is_close, i
 from reprokit.compare.compiled import Compiled, run_compiled
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, Reference, compare, first_difference
 from reprokit.compare.quantity import observed
-from reprokit.compare.runs import digests_of
+from reprokit.compare.runs import Run
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
@@ -98,7 +98,7 @@ class Place:
         """
         snapshot = private(made.snapshot, self.source)
         with ignored_errors(), by_itself(snapshot.settings):  # then `reprokit diff` needs the file of another run
-            snapshot = replace(snapshot, digests=digests_of(placed(snapshot, made.devices)))
+            snapshot = replace(snapshot, digests=Run.of(placed(snapshot, made.devices)).digests)
         part = rank_suffix() or self.part
         automatic = f"{self.name}{part}-step{snapshot.step}"
         own = f"{part}-step{snapshot.step}" if is_asked else part

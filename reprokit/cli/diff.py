@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json as json_format
 import math
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from reprokit.errors import ReprokitError, UsageError
 from reprokit.words import counted, listed
 
 if TYPE_CHECKING:
-    from reprokit.compare.runs import Comparison, Departure
+    from reprokit.compare.runs import Comparison
     from reprokit.program.ir import Call, Phase
     from reprokit.snapshot.format import Snapshot
 
@@ -32,10 +33,10 @@ _BACKENDS = ("eager", "aot_eager", "inductor")
 _CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from reprokit.compare.runs import write_run
+from reprokit.compare.runs import answer
 from reprokit.snapshot.format import load
 snapshot = load(sys.argv[2])
-write_run(snapshot, snapshot.settings, sys.argv[3])
+answer(snapshot, snapshot.settings, sys.stdin.read(), sys.argv[3])
 """
 
 
@@ -115,10 +116,8 @@ def _save(snapshot: Snapshot, rows: list[dict[str, Any]], output: Path) -> None:
 
     row = next((row for row in rows if row["verdict"] == DIFFERENT), rows[0])
     comparison: Comparison | None = row.get("comparison")
-    departure = comparison.real if comparison is not None else None
-    made = None
-    if comparison is not None and departure is not None:
-        made = beside(comparison, departure, is_recorded=row["with"].startswith("--python"))
+    is_recorded = row["with"].startswith("--python")
+    made = beside(comparison, is_recorded=is_recorded) if comparison is not None else None
     if made is None:
         row["lines"].append("not saved: no result of a forward pass was made in two ways here")
     elif not isinstance(compare(made[0], OtherWay()), Difference):
@@ -134,7 +133,7 @@ def _save(snapshot: Snapshot, rows: list[dict[str, Any]], output: Path) -> None:
 
 
 def _of_files(one: Snapshot, other: Snapshot) -> dict[str, Any]:
-    from reprokit.compare.runs import Comparison
+    from reprokit.compare.runs import Comparison, first_other_digest
     from reprokit.program.interpreter import determinism
 
     with determinism(other.settings):
@@ -147,28 +146,17 @@ def _of_files(one: Snapshot, other: Snapshot) -> dict[str, Any]:
     if found.inputs:
         more = [f"and {len(found.inputs) - _MOST} more"] if len(found.inputs) > _MOST else []
         inputs = [f"`{item.name}` ({item.role}): {item.words}" for item in found.inputs[:_MOST]]
-        lines = ["what the step is given differs, before any call:", *inputs, *more, *_since(one, other)]
+        steps = f" (step {one.step} and step {other.step})" if one.step != other.step else ""
+        lines = [f"what the step is given differs, before any call{steps}:", *inputs, *more, *_since(one, other)]
         return _row("", DIFFERENT, lines, inputs=[asdict(item) for item in found.inputs])
-    there = _elsewhere(one, other, found.calls)
-    if there is None:
-        return _described("", found)
-    call = other.program.calls[there[0]]
-    lines = [_recorded_words(call, there[1]), *_environments(one.environment, other.environment)]
-    lines.append("run here, both make the same of it; by how much they differ: `reprokit diff FILE --python PATH`")
-    return _row("", DIFFERENT, lines, **_place(call, there[1]))
-
-
-def _elsewhere(one: Snapshot, other: Snapshot, calls: Mapping[int, int]) -> tuple[int, Phase] | None:
-    """The first call of the second step that differs as it was recorded, and not when both steps are run here."""
-    from reprokit.compare.runs import digests_of, first_other_digest
-
-    if not (one.digests and other.digests):
-        return None
-    here = [digests_of(snapshot) for snapshot in (one, other)]
-    if here == [one.digests, other.digests]:
-        return None
-    alike = {at: before for at, before in calls.items() if here[0][before] == here[1][at]}
-    return first_other_digest(other.program, one.digests, other.digests, alike)
+    here, recorded = (found.one.digests, found.other.digests), (one.digests, other.digests)
+    if one.digests and other.digests and here != recorded and found.walk is not None:
+        alike = {at: before for at, before in found.walk.calls.items() if here[0][before] == here[1][at]}
+        there = first_other_digest(other.program, one.digests, other.digests, alike)
+        if there is not None:
+            note = "run here, both make the same of it; by how much they differ: `reprokit diff FILE --python PATH`"
+            return _recorded(other.program.calls[there[0]], there[1], one.environment, other.environment, note)
+    return _described("", found)
 
 
 def _since(one: Snapshot, other: Snapshot) -> Iterator[str]:
@@ -181,7 +169,7 @@ def _since(one: Snapshot, other: Snapshot) -> Iterator[str]:
 
 
 def _as_recorded(snapshot: Snapshot) -> dict[str, Any]:
-    from reprokit.compare.runs import digests_of, first_other_digest
+    from reprokit.compare.runs import Run, first_other_digest
     from reprokit.program.interpreter import determinism
     from reprokit.snapshot.environment import collect_environment
 
@@ -191,28 +179,24 @@ def _as_recorded(snapshot: Snapshot) -> dict[str, Any]:
             hint="capture it with this version of reprokit, or give a second file",
         )
     with determinism(snapshot.settings):
-        here = digests_of(snapshot)
+        here = Run.of(snapshot).digests
     found = first_other_digest(snapshot.program, snapshot.digests, here, {n: n for n in range(len(here))})
     if found is None:
         return _row("", EQUAL, [f"all {counted(len(here), 'call')} make the bits that were recorded"])
-    call = snapshot.program.calls[found[0]]
-    lines = [_recorded_words(call, found[1]), *_environments(snapshot.environment, collect_environment(0.0))]
-    lines.append("by how much: `--python PATH`, with the Python that the file was captured with")
-    return _row("", DIFFERENT, lines, **_place(call, found[1]))
+    more = "by how much: `--python PATH`, with the Python that the file was captured with"
+    environments = snapshot.environment, collect_environment(0.0)
+    return _recorded(snapshot.program.calls[found[0]], found[1], *environments, more)
 
 
-def _recorded_words(call: Call, phase: Phase) -> str:
+def _recorded(call: Call, phase: Phase, one: Any, other: Any, more: str) -> dict[str, Any]:
+    """The row of a call that made other bits where it was recorded, with what differs between two environments."""
     given = "what it was given is equal in all bits" if phase == "forward" else f"in the {phase} pass"
-    return f"first different call as recorded: {_call_words(call)}: {given}, and its result is not"
-
-
-def _environments(one: Any, other: Any) -> Iterator[str]:
-    """What differs between two environments, in one line."""
+    lines = [f"first different call as recorded: {_call_words(call)}: {given}, and its result is not"]
     names = ("torch", "python", "platform", "machine", "cuda", "devices")
     pairs = ((name, getattr(one, name), getattr(other, name)) for name in names)
     words = [f"{name} {before or 'unknown'} -> {now or 'unknown'}" for name, before, now in pairs if before != now]
-    if words:
-        yield "environments: " + ", ".join(words)
+    lines += [f"environments: {', '.join(words)}"] if words else []
+    return _row("", DIFFERENT, [*lines, more], **_place(call, phase))
 
 
 # -- one step in other ways ------------------------------------------------------------------------------------------
@@ -271,23 +255,32 @@ def _compiled(name: str, snapshot: Snapshot, backend: str) -> dict[str, Any]:
 
 def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison, str]:
     """The comparison with the run of another Python, and its version of torch."""
-    from reprokit.compare.runs import Comparison, Run, read_run
+    from reprokit.compare.runs import Comparison, Imprint, Run, read_answer
     from reprokit.program.interpreter import determinism
+    from reprokit.program.step import Step
 
     with tempfile.TemporaryDirectory(prefix="reprokit-diff-") as folder, determinism(snapshot.settings):
-        package = Path(folder, "package")
+        package, written = Path(folder, "package"), Path(folder, "run.pt")
         package.mkdir()
         (package / "reprokit").symlink_to(Path(reprokit.__file__).parent)  # and nothing else of this environment
-        written = Path(folder, "run.pt")
-        words = [python, "-c", _CHILD, str(package), str(path.resolve()), str(written)]
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
-        except OSError as error:
-            raise ReprokitError(f"`{python}` cannot be started: {error.strerror}") from error
-        if not written.exists():
-            raise ReprokitError((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1])
-        other, version = read_run(snapshot, str(written))
-        return Comparison.of_runs(Run.of(snapshot), other), version
+
+        def ask(places: Collection[Any]) -> Any:
+            words = [python, "-c", _CHILD, str(package), str(path.resolve()), str(written)]
+            written.unlink(missing_ok=True)
+            asked = json_format.dumps([*places])
+            try:
+                done = subprocess.run(words, input=asked, capture_output=True, text=True, check=False, cwd=folder)
+            except OSError as error:
+                raise ReprokitError(f"`{python}` cannot be started: {error.strerror}") from error
+            if not written.exists():
+                raise ReprokitError((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1])
+            return read_answer(str(written))
+
+        version, (marks, calls, *_), error, loss = ask([])
+        step = Step.of(snapshot)
+        there = Run(step, step, {place: Imprint(*mark) for place, mark in marks.items()}, calls, error, loss)
+        there.ask = lambda places: ask(places)[1][2:]
+        return Comparison.of_runs(Run.of(snapshot), there), version
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
@@ -302,44 +295,39 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
     raised = [f"both raise {errors[0]}"] if errors[0] == errors[1] != "" else raised
     losses = found.one.loss, found.other.loss
     loss = f"loss {losses[0]:.9g} and {losses[1]:.9g}" if None not in losses else ""
-    if found.first is None:
-        alone = _only(found)
-        lines = [f"all {counted(len(found.calls), 'call')} of both, their gradients and updates agree in all bits"]
-        lines += [_only_words(*alone)] if any(alone) else []
-        is_other = losses[0] != losses[1] or errors[0] != errors[1] or (any(alone) and bool(raised))
-        return _row(name, DIFFERENT if is_other else EQUAL, [*lines, *raised, *filter(None, [loss])])
     departure = found.real or found.first
-    lines = list(_departure_lines(departure))
+    if departure is None:
+        alone = _only(found)
+        lines = [f"all {counted(len(alone[2]), 'call')} of both, their gradients and updates agree in all bits"]
+        lines += [_only_words(*alone[:2])] if any(alone[:2]) else []
+        is_other = losses[0] != losses[1] or errors[0] != errors[1] or (any(alone[:2]) and bool(raised))
+        return _row(name, DIFFERENT if is_other else EQUAL, [*lines, *raised, *filter(None, [loss])])
+    gap, lines = departure.gap, [f"first different call: {_call_words(departure.call)}: {found.words}"]
     if found.real is None:
-        lines.insert(0, "in float64 they agree, and each is about as close to that")
-    elif found.first.index != found.real.index:
+        lines.insert(0, f"within what {gap.dtype or 'the format'} explains: in float64 what the step leaves agrees")
+    elif gap.num_bad:
+        lines.insert(0, f"beyond what {gap.dtype or 'the format'} explains: {gap.why}")
+    if departure.settings:
+        lines.append(f"it is called with {departure.settings}")
+    if departure.only_first or departure.only_second:
+        lines.append(_only_words(departure.only_first, departure.only_second))
+    if found.real is not None and found.first is not None and found.first.call is not found.real.call:
         lines.append(f"rounding differs before, first in {_call_words(found.first.call)}: {found.first.gap.words}")
-    gap = asdict(departure.gap)
-    plain = {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in gap.items()}
-    more = {**_place(departure.call, departure.phase), "gap": plain, "settings": departure.settings}
-    more["comparison"] = found
+    numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(gap).items()}
+    more = {**_place(departure.call, departure.phase), "gap": numbers, "settings": departure.settings}
     verdict = ROUNDING if found.real is None and errors[0] == errors[1] else DIFFERENT
-    return _row(name, verdict, [*lines, *raised, *filter(None, [loss])], **more)
+    return _row(name, verdict, [*lines, *raised, *filter(None, [loss])], **more, comparison=found)
 
 
-def _departure_lines(found: Departure) -> Iterator[str]:
-    what = {"forward": "", "backward": "the gradient that it passes on: ", "optimizer": "the parameters after it: "}
-    given = "inputs agree, " if found.is_alone and found.phase == "forward" else ""
-    is_bare = bool(found.gap.why) and (found.gap.largest == math.inf or not found.gap.num_elements)
-    size = found.gap.why if is_bare else found.gap.words + (f"; {found.gap.why}" if found.gap.why else "")
-    yield f"first different call: {_call_words(found.call)}: {given}{what[found.phase]}{size}"
-    if found.settings:
-        yield f"it is called with {found.settings}"
-    if not found.is_alone:
-        yield _only_words(found.only_first, found.only_second)
-
-
-def _only(found: Comparison) -> tuple[list[Call], list[Call]]:
-    """The calls that only one of both programs has."""
-    ours, theirs, known = found.one.step.program.calls, found.other.step.program.calls, set(found.calls.values())
-    return [c for at, c in enumerate(ours) if at not in known], [
-        c for at, c in enumerate(theirs) if at not in found.calls
-    ]
+def _only(found: Comparison) -> tuple[list[Call], list[Call], dict[int, int]]:
+    """The calls that only one of both programs has, and those of both."""
+    calls = found.walk.calls if found.walk is not None else {}
+    ours, theirs, known = found.one.step.program.calls, found.other.step.program.calls, set(calls.values())
+    return (
+        [c for at, c in enumerate(ours) if at not in known],
+        [c for at, c in enumerate(theirs) if at not in calls],
+        calls,
+    )
 
 
 def _only_words(first: list[Call], second: list[Call]) -> str:

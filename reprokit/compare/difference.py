@@ -242,6 +242,9 @@ def first_difference(
     found = compare(step, reference, way)
     if not isinstance(found, Difference):
         return found
+    if reference.name == OTHER_WAY:  # the last call of the user's makes the result in the other way
+        calls, failure = step.program.calls, _failure(found, reference, Phase.FORWARD)
+        return at_call(failure, step.program, max((n for n, c in enumerate(calls) if c.site), default=len(calls) - 1))
     if not is_whole:
         alone = _LoneCalls(step.program, reference, way, target, time.monotonic() + seconds)
         with contextlib.suppress(_Stop):

@@ -1,29 +1,33 @@
 """Two runs of a step that should agree: the first call that was given the same and made something else.
 
-Both steps are run as they are and in float64. Calls are aligned by equal results, then by function and module, so that
-a refactoring may insert and drop calls; what such calls do together is compared where the programs meet again. First
-come the results in the order of the calls, then the gradients that arrived at them, from the loss on, then updates.
+Both steps run with a hash of every result and of every gradient that arrives. Calls are aligned by equal results, then
+by function and module, so that a refactoring may insert and drop calls; what such calls do together is compared where
+the programs meet again. Where hashes differ both run again, as they are and in float64, for these tensors only, and at
+most `MOST_BYTES` at a time. Differences come in the order of time: results, and for every backward pass the gradients
+that arrived in it, from the loss on.
 
 A difference is *rounding* if the formulas agree in float64, and if the second result is about as close to that as the
 first: within `MARGIN` times its error, or that many units in the last place of the coarser format. Runs of different
-formats may each have their own error. Whatever else differs is a *difference*.
+formats may each have their own error. Others count if what the step leaves differs too: loss, outputs, buffers,
+gradients and updates. In between a refactoring may make other numbers, such as parts of a gradient.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 import torch
 
-from reprokit.compare.difference import MARGIN, MISMATCH, OTHER_WAY, halves_in, largest_gap, real_numbers
-from reprokit.compare.quantity import loss_of, number_of
+from reprokit.compare.difference import MARGIN, MISMATCH, OTHER_WAY, halves_in, largest_gap, real_numbers, results_of
+from reprokit.compare.quantity import at_call, loss_of, number_of
 from reprokit.errors import pass_on
 from reprokit.locate.failure import Failure
 from reprokit.locate.notes import phase_of
@@ -35,13 +39,16 @@ from reprokit.program.ir import Call, Input, Phase, Program, Ref
 from reprokit.program.observe import Trace, copied
 from reprokit.program.step import HasProgram, Step
 
+MOST_BYTES = 2**31  # of tensors that are held to be compared, as of the copies that a capture keeps
+_BYTES = 32  # of an element: of both runs, in float64 as well
 _SAME_FORMULA = 1e-9  # of the largest element: float64 leaves 1e-16 times the number of operations
 _SAME_DRAWN = 1e-6  # the same behind a random call, which is made in float32 there, because float64 draws other numbers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C1  # odd bits of the golden ratio, which spreads neighbours (Knuth, volume 3, 6.4)
 _MOST_CONSTANTS = 64
 _SAME_UPDATE = ("foreach", "fused", "capturable", "differentiable")  # options that choose kernels only
-_LEAF = -1  # the number of the gradient that an input of the step got
+_GIVEN = -1  # the number of what an input of the step was before any call
+_LEFT = -1  # in place of a backward pass: the `.grad` that the step leaves
 
 
 def digest_of(tensor: torch.Tensor) -> int:
@@ -60,115 +67,156 @@ def digest_of(tensor: torch.Tensor) -> int:
     return int.from_bytes(kind.digest(), "big") >> 1
 
 
-def digests_of(step: HasProgram) -> list[tuple[int, int]]:
-    """For every call a hash of what it wrote, and of the gradients that arrived there, of a run that keeps no results.
-    0 stands for nothing, and for calls that did not run because one raised."""
-    trace = Trace(step.program, digest_of, gradients_of=digest_of)
-    trace.run(step.tensors)
-    found = [[0, 0] for _ in step.program.calls]
-    for index, written in trace.writes.items():
-        for value, digest in written.items():
-            found[index][0] ^= digest
-            for gradient in trace.gradients.get((index, value), ())[-1:]:
-                found[index][1] ^= gradient
-    return [(result, gradient) for result, gradient in found]
-
-
 class Version(NamedTuple):
-    """A result: the ``number``-th time that a ``value`` is written; of a leaf's gradient `_LEAF`."""
+    """A tensor of a run: a ``value`` when it was written for the ``number``-th time, or was `_GIVEN`; or the gradient
+    that arrived there in the ``start``-th backward pass, from 1 on."""
 
     value: int
     number: int
+    start: int = 0
+
+    @property
+    def result(self) -> Version:
+        """Where the gradient arrived."""
+        return self._replace(start=0)
+
+
+class Imprint(NamedTuple):
+    """What is kept of a tensor in place of its elements."""
+
+    digest: int
+    shape: tuple[int, ...]
+    size: float  # the largest magnitude
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Imprint:
+        plain = contents(tensor)
+        return cls(digest_of(tensor), tuple(tensor.shape), _size(plain) if plain.is_floating_point() else 0.0)
 
 
 Tensors = dict[Version, torch.Tensor]
 Digests = Sequence[tuple[int, int]]
 
 
-@dataclass
+class _Look(Trace[Any]):
+    """Measures what a run makes: everything, or the places in ``wanted``."""
+
+    def __init__(self, program: Program, measure: Callable[[torch.Tensor], Any], wanted: set[Version] | None) -> None:
+        super().__init__(program, measure, gradients_of=measure)
+        self.wanted, self.found, self.made_by = wanted, dict[Version, Any](), dict[Version, int]()
+        self._times, self._num_starts = Counter[int](), 0
+
+    def take(self, place: Version, tensor: torch.Tensor) -> None:
+        if self.wanted is None or place in self.wanted:
+            self.found[place] = self.measure(tensor)
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Count backward passes; what is read has been measured when it was written."""
+        self._running = index
+        self._num_starts += call.is_differentiation
+        self._note_memory(call.input_refs(), values)
+
+    def _measured(self, wanted: Collection[int], values: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+        self._note_memory(wanted, values)
+        for value in (value for value in wanted if value in values):
+            place = Version(value, self._times[value])
+            self._times[value] += 1
+            self.made_by[place] = self._running
+            self.take(place, values[value])
+        return {}
+
+    def _wait_for_gradients(self, index: int, value: int, tensor: torch.Tensor) -> None:
+        place = Version(value, self._times[value] - 1)
+        hook = lambda gradient: self.take(place._replace(start=self._num_starts), gradient)  # noqa: E731
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def at(cls, step: Step, measure: Callable[[torch.Tensor], Any], wanted: set[Version] | None) -> _Look:
+        """A run of a step; gradients that it leaves and its inputs are measured too."""
+        look, loss = cls(step.program, measure, wanted), loss_of(step.program)
+        outcome = look.run(step.tensors, keep=frozenset(() if loss is None else (loss,)))
+        for value, tensor in step.tensors.items():
+            look.take(Version(value, _GIVEN), tensor)
+        for value, gradient in outcome.gradients.items():
+            look.take(Version(value, _GIVEN, _LEFT), gradient)
+        return look
+
+
+@dataclass(eq=False)
 class Run:
-    """What one run of a step left: ``results`` in order, with the call that made each, and ``gradients`` that arrived
-    at them and at leaves. ``exact`` and ``exact_gradients`` are those of the run in float64, as far as that went.
-    ``error`` is what a call raised, after which nothing was made; empty if none did."""
+    """One run of a step: ``marks`` of all that it made, ``calls`` that made the results. Its float64 run starts from
+    ``wide``. ``error`` is what a call raised, after which nothing was made; empty if none did. ``ask`` has it run again
+    elsewhere."""
 
     step: Step
-    results: Tensors = field(default_factory=dict)
-    gradients: Tensors = field(default_factory=dict)
+    wide: Step
+    marks: dict[Version, Imprint] = field(default_factory=dict)
     calls: dict[Version, int] = field(default_factory=dict)
-    exact: Tensors = field(default_factory=dict)
-    exact_gradients: Tensors = field(default_factory=dict)
     error: str = ""
+    loss: float | None = None
+    ask: Callable[[Collection[Version]], tuple[Tensors, Tensors]] | None = None
 
     @classmethod
     def of(cls, content: HasProgram, exact_inputs: Mapping[int, torch.Tensor] | None = None) -> Run:
-        """Run a step; in float64 with other inputs where there are ``exact_inputs``."""
+        """Run a step; in float64 it is run with other inputs where there are ``exact_inputs``."""
         step = Step(content.program, content.tensors)
-        results, gradients, calls, error = _traced(step, math.inf)
-        run = cls(step, results, gradients, calls, error=error)
-        wide = step.with_tensors(exact_inputs or {})
+        look = _Look.at(step, Imprint.of, None)
+        error, loss = look.outcome.error, next(map(number_of, look.outcome.values.values()), None)
+        words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}" if error is not None else ""
+        return cls(step, step.with_tensors(exact_inputs or {}), look.found, look.made_by, words, loss)
+
+    def fetch(self, places: Collection[Version]) -> tuple[Tensors, Tensors]:
+        """The tensors at places, and what they are in float64, as far as that can be run."""
+        if self.ask is not None:
+            return self.ask(places)
+        found, exact = _Look.at(self.step, copied, {*places}).found, Tensors()
         try:
             with default_dtype(torch.float64):
-                converted = in_dtype(wide, torch.float64)
-                run.exact, run.exact_gradients, *_ = _traced(converted, step.program.next_value())
+                exact = _Look.at(in_dtype(self.wide, torch.float64), copied, {*places}).found
         except Exception as error:  # kernels refuse in as many ways as there are functions
             pass_on(error)
-        return run
+        return found, exact
 
-    @property
-    def digests(self) -> list[int]:
-        """For every call a hash of what it wrote; 0 stands for nothing."""
-        found = [0] * len(self.step.program.calls)
-        for place, tensor in self.results.items():
-            found[self.calls[place]] ^= digest_of(tensor)
+    @functools.cached_property
+    def digests(self) -> list[tuple[int, int]]:
+        """For every call a hash of what it wrote, and of the gradients that arrived there; 0 stands for nothing."""
+        found = [[0, 0] for _ in self.step.program.calls]
+        for place, mark in self.marks.items():
+            if place.number != _GIVEN:
+                found[self.calls[place.result]][place.start > 0] += mark.digest
+        return [(result % 2**63, gradient % 2**63) for result, gradient in found]
+
+    @functools.cached_property
+    def written(self) -> dict[int, list[Version]]:
+        """The places of every value, in the order of time."""
+        found: dict[int, list[Version]] = {}
+        for place in self.calls:
+            found.setdefault(place.value, []).append(place)
         return found
 
-    def last(self, value: int, before: int) -> Version | None:
-        """The last time that a call in front of another one wrote a value."""
-        return next((p for p in reversed(self.calls) if p.value == value and self.calls[p] < before), None)
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of the step."""
-        value = loss_of(self.step.program)
-        made = [tensor for place, tensor in self.results.items() if place.value == value]
-        return number_of(made[-1]) if made else None
+    def last(self, value: int, before: int) -> Version:
+        """Where a value was written last in front of a call."""
+        return next(
+            (p for p in reversed(self.written.get(value, [])) if self.calls[p] < before), Version(value, _GIVEN)
+        )
 
 
-def write_run(step: HasProgram, settings: Settings, path: str) -> None:
-    """Run a step and write what it left; what another Python of `reprokit diff` is started for."""
+def answer(step: HasProgram, settings: Settings, asked: str, path: str) -> None:
+    """Run a step, and write what it made and the tensors that are asked for; for another Python of `reprokit diff`."""
     with determinism(settings):
-        run = Run.of(step)
-    fields = ("results", "gradients", "calls", "exact", "exact_gradients")
-    content = {name: [(*place, item) for place, item in getattr(run, name).items()] for name in fields}
-    torch.save({**content, "torch": str(torch.__version__), "error": run.error}, path)
+        run, places = Run.of(step), [Version(*place) for place in json.loads(asked)]
+        tensors = run.fetch(places) if places else ({}, {})
+    parts: list[Mapping[Version, Any]] = [run.marks, run.calls, *tensors]
+    plain = [
+        [(*place, tuple(item) if isinstance(item, Imprint) else item) for place, item in part.items()] for part in parts
+    ]
+    torch.save((str(torch.__version__), plain, run.error, run.loss), path)
 
 
-def read_run(step: HasProgram, path: str) -> tuple[Run, str]:
-    """What `write_run` wrote, and the version of torch that made it."""
-    content = torch.load(path, weights_only=True)
-    version, error = content.pop("torch"), content.pop("error")
-    plain = {name: {Version(value, number): item for value, number, item in rows} for name, rows in content.items()}
-    return Run(Step(step.program, step.tensors), **plain, error=error), version
-
-
-def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Version, int], str]:
-    """Results, gradients and the calls of a run, and its error; casts of a conversion have values from ``limit`` on."""
-    trace = Trace(step.program, copied, gradients_of=copied)
-    outcome = trace.run(step.tensors)
-    error = outcome.error
-    times = Counter[int]()
-    results, gradients, calls = Tensors(), Tensors(), dict[Version, int]()
-    for index, written in trace.writes.items():
-        for value, tensor in written.items():
-            if value < limit:
-                place = Version(value, times[value])
-                times[value] += 1
-                results[place], calls[place] = tensor, index
-                for gradient in trace.gradients.get((index, value), ())[-1:]:
-                    gradients[place] = gradient
-    gradients |= {Version(value, _LEAF): copied(gradient) for value, gradient in outcome.gradients.items()}
-    words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}" if error is not None else ""
-    return results, gradients, calls, words
+def read_answer(path: str) -> tuple[str, tuple[dict[Version, Any], ...], str, float | None]:
+    """The version of torch there; marks, calls, tensors and tensors in float64 by place; the error; the loss."""
+    version, plain, error, loss = torch.load(path, weights_only=True)
+    return version, tuple({Version(*place): item for *place, item in rows} for rows in plain), error, loss
 
 
 # -- two tensors ---------------------------------------------------------------------------------------------------
@@ -177,7 +225,8 @@ def _traced(step: Step, limit: float) -> tuple[Tensors, Tensors, dict[Version, i
 @dataclass(frozen=True, slots=True)
 class Gap:
     """How two tensors differ: elements that do, the largest absolute difference, that over the largest element, and
-    units in the last place, if that is a number of the format. ``why`` it is no rounding; empty if it is."""
+    units in the last place, if that is a number of the format. ``why`` it is no rounding; empty if it is. ``dtype`` is
+    the coarser of both."""
 
     num_bad: int
     num_elements: int
@@ -185,10 +234,13 @@ class Gap:
     relative: float
     units: int | None
     why: str = ""
+    dtype: str = ""
 
     @property
     def words(self) -> str:
         """``12 of 4,096 elements differ by up to 3 units in the last place (2e-7 of the largest)``."""
+        if not self.num_bad:
+            return self.why or "zeros of another sign"
         units = f"{self.units:,} units in the last place" if self.units is not None and self.units < 10**6 else ""
         size = units or f"{self.largest:.3g}"
         more = f" ({self.relative:.1g} of the largest)" if math.isfinite(self.relative) else ""
@@ -214,9 +266,9 @@ def gap_between(
     largest, scale = largest_gap(one, other), max(_size(one), _size(other))
     relative = largest / scale if scale else math.inf
     num_bad = int((bad.any(-1) if first.is_complex() else bad).sum())
-    found = Gap(num_bad, first.numel(), largest, relative, _units(first, second))
     own, others = ({tensor.dtype, *halves} for tensor, halves in zip((first, second), formats, strict=True))
-    eps = max((torch.finfo(dtype).eps for dtype in own | others if dtype.is_floating_point), default=0.0)
+    eps, name = max(((torch.finfo(d).eps, str(d)) for d in own | others if d.is_floating_point), default=(0.0, ""))
+    found = Gap(num_bad, first.numel(), largest, relative, _units(first, second), "", name.removeprefix("torch."))
     noise = eps * max(scale, least)
     wide, wide_other = exact
     if wide is not None and wide_other is not None and wide.shape == wide_other.shape == first.shape:
@@ -269,38 +321,50 @@ class InputDifference:
 
 @dataclass(frozen=True)
 class Departure:
-    """The first call of the ``second`` program whose result, gradient or update differs.
+    """The first call of the second program whose result, gradient or update differs, at a ``place`` there.
 
-    ``index`` is its place there. ``only_first`` and ``only_second`` are the calls that lead to it from values that
-    agree, where a program has more than this one: then these differ together. ``settings`` are the arguments that
-    differ.
+    ``only_first`` and ``only_second`` are the calls that lead to it from values that agree, where a program has more
+    than this one: then these differ together. ``settings`` are the arguments that differ; ``is_exact``: what it is
+    given is equal in all bits.
     """
 
-    index: int
+    place: Version
     call: Call
     phase: Phase
     gap: Gap
     only_first: list[Call]
     only_second: list[Call]
     settings: str = ""
+    is_exact: bool = False
 
     @property
-    def is_alone(self) -> bool:
-        """True if it is one call of both programs."""
-        return not (self.only_first or self.only_second)
+    def words(self) -> str:
+        """``inputs equal in all bits, 12 of 4,096 elements differ by up to 3 units in the last place``."""
+        what = {"backward": "the gradient that it passes on: ", "optimizer": "the parameters after it: "}
+        is_alone = self.phase is Phase.FORWARD and not (self.only_first or self.only_second)
+        given = f"inputs {'equal in all bits' if self.is_exact else 'agree'}, " if is_alone else ""
+        return what.get(self.phase, given) + self.gap.words
 
 
 @dataclass
 class Comparison:
     """Two runs beside each other. ``inputs`` that differ are the answer; else ``first`` is the first departure in any
-    bit, and ``real`` the first that is no rounding. ``calls`` are calls of ``one`` by those of ``other``."""
+    bit, and ``real`` the first that is no rounding, if what the step leaves differs by more than that."""
 
     one: Run
     other: Run
-    inputs: list[InputDifference]
+    inputs: list[InputDifference] = field(default_factory=list)
     first: Departure | None = None
     real: Departure | None = None
-    calls: dict[int, int] = field(default_factory=dict)
+    walk: _Walk | None = None
+
+    @property
+    def words(self) -> str:
+        """The first departure that is no rounding, and what becomes of it."""
+        found, losses = self.real or self.first, (self.one.loss, self.other.loss)
+        gap = abs(losses[0] - losses[1]) if losses[0] is not None and losses[1] is not None else 0.0
+        grown = f", which grow to {gap:.2g} in the loss" if found and found.gap.num_bad and 0 < gap < math.inf else ""
+        return (found.words if found is not None else "") + grown
 
     @classmethod
     def of(cls, one: HasProgram, other: HasProgram) -> Comparison:
@@ -309,17 +373,18 @@ class Comparison:
         inputs = _input_partners(mine, others)
         found = list(_input_differences(mine, others, inputs))
         if found:
-            return cls(Run(mine), Run(others), found)
+            return cls(Run(mine, mine), Run(others, others), found)
         return cls.of_runs(Run.of(one), Run.of(other, {v: mine.tensors[p] for v, p in inputs.items()}))
 
     @classmethod
     def of_runs(cls, one: Run, other: Run) -> Comparison:
         """Compare two runs whose inputs agree."""
         walk = _Walk(one, other)
-        departures = list(walk.departures())
-        first = next(iter(departures), None)
-        real = next((found for found in departures if found.gap.why), None)
-        return cls(one, other, [], first, real, walk.calls)
+        is_real = any(gap.why for gap in map(walk.gap, walk.ends) if gap is not None)
+        found = ((place, gap) for place in walk.differing if (gap := walk.gap(place)) is not None)
+        first = next(found, None)
+        real = next((item for item in (first, *found) if item is not None and item[1].why), None) if is_real else None
+        return cls(one, other, [], first and walk.departure(*first), real and walk.departure(*real), walk)
 
 
 def first_other_digest(
@@ -327,14 +392,14 @@ def first_other_digest(
 ) -> tuple[int, Phase] | None:
     """The first call of a program, and the phase, in which a hash of ``others``, that program's, is not the one of
     ``mine`` for the call that ``calls`` puts beside it."""
-    forward = [at for at in sorted(calls) if phase_of(program.calls[at]) is not Phase.OPTIMIZER]
-    updates = [at for at in sorted(calls) if phase_of(program.calls[at]) is Phase.OPTIMIZER]
-    orders = ((Phase.FORWARD, 0, forward), (Phase.BACKWARD, 1, forward[::-1]), (Phase.OPTIMIZER, 0, updates))
-    for phase, kind, order in orders:
-        for at in order:
-            if mine[calls[at]][kind] != others[at][kind]:
-                return at, phase
-    return None
+    found = list[tuple[tuple[int, int, int], int, Phase]]()
+    for at, before in calls.items():
+        call = program.calls[at]
+        phase = Phase.OPTIMIZER if phase_of(call) is Phase.OPTIMIZER else Phase.FORWARD
+        found += [((at, 1, 0), at, phase)] if mine[before][0] != others[at][0] else []
+        start = next((n for n, later in enumerate(program.calls) if n > at and later.is_differentiation), at)
+        found += [((start, 0, -at), at, Phase.BACKWARD)] if mine[before][1] != others[at][1] else []
+    return min(found)[1:] if found else None
 
 
 def _input_partners(one: Step, other: Step) -> dict[int, int]:
@@ -367,151 +432,245 @@ def _input_differences(one: Step, other: Step, partners: Mapping[int, int]) -> I
             narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
             first, second = first.to(narrow), second.to(narrow)  # the same numbers in another format
         gap = gap_between(first, second)
-        if gap is not None and item.role == "rng":
-            yield InputDifference(item.name, item.role, "the state of the random generator differs")
-        elif gap is not None:
-            yield InputDifference(item.name, item.role, gap.why if first.shape != second.shape else gap.words)
+        if gap is not None:
+            words = "the state of the random generator differs" if item.role == "rng" else ""
+            yield InputDifference(item.name, item.role, words or gap.words)
     for item in one.program.inputs:
         if item.value not in partners.values():
             yield InputDifference(item.name, item.role, "only the first step has it")
 
 
-def beside(found: Comparison, departure: Departure, *, is_recorded: bool) -> tuple[Step, Failure] | None:
+def beside(found: Comparison, *, is_recorded: bool) -> tuple[Step, Failure] | None:
     """A step that makes the departing result in both ways from what the runs share, and the failure that its two
     outputs differ. With ``is_recorded`` the second way cannot run here, and is a constant of at most `_MOST_CONSTANTS`
     numbers. ``None`` if it is no result of the forward pass.
     """
-    one, other, index = found.one, found.other, departure.index
-    walk = _Walk(one, other)
-    place = next((p for p, at in other.calls.items() if at == index and p in walk.partner), None)
-    if departure.phase is not Phase.FORWARD or place is None:
+    departure, walk = found.real, found.walk
+    if departure is None or walk is None or departure.phase is not Phase.FORWARD:
         return None
+    one, other, place = found.one, found.other, departure.place
     ours, theirs, start = one.step.program.calls, other.step.program.calls, one.step.program.next_value()
-    before = one.calls[walk.partner[place]]
-    mine = sorted({before, *_led_by(ours, before, lambda at: at not in set(walk.calls.values()))})
-    calls, result = [ours[at] for at in mine], walk.partner[place].value
-    given = _given(one, ours, mine)
-    inputs = {value: tensor for value, tensor in given.items() if tensor is not None}
+    partner, index = walk.partner[place], other.calls[place]
+    before, matched = one.calls[partner], set(walk.calls.values())
+    mine = sorted({before, *_led_by(ours, before, lambda at: at not in matched)})
+    calls, result = [ours[at] for at in mine], partner.value
+    given, inputs = _given(one, mine), dict[int, torch.Tensor]()
     number = start + other.step.program.next_value()
     if is_recorded:
-        expected, number = other.results[place], number + 1
+        expected, actual = other.fetch([place])[0][place], one.fetch([partner])[0][partner]
+        number += 1
         if expected.numel() > _MOST_CONSTANTS:
-            gaps = (
-                (one.results[walk.partner[place]].double() - expected.double()).abs().reshape(-1).nan_to_num(math.inf)
-            )
+            gaps = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(math.inf)
             inputs[number] = gaps.topk(_MOST_CONSTANTS).indices
-            flat = Call("torch.Tensor.reshape", (Ref(result), (-1,)), outputs=Ref(number + 1))
-            calls += [
-                flat,
-                Call("torch.Tensor.index_select", (Ref(number + 1), 0, Ref(number)), outputs=Ref(number + 2)),
-            ]
+            flat, chosen = Ref(number + 1), Ref(number + 2)
+            calls.append(Call("torch.Tensor.reshape", (Ref(result), (-1,)), outputs=flat))
+            calls.append(Call("torch.Tensor.index_select", (flat, 0, Ref(number)), outputs=chosen))
             result, expected = number + 2, expected.reshape(-1)[inputs[number]]
-        second = number + 3
-        inputs[second] = expected
-        outputs = Ref(second), Ref(result)
+        inputs[number + 3] = expected
+        outputs = Ref(number + 3), Ref(result)
     else:
         others = sorted({index, *_led_by(theirs, index, lambda at: at not in walk.calls)})
-        made = {value for at in others for value in theirs[at].output_refs()}
-        change: dict[int, Any] = {value: Ref(start + value) for value in made}
-        for value in _given(other, theirs, others):
-            last = other.last(value, others[0])
-            partner = walk.partner.get(last) if last is not None else None
-            change[value] = Ref(partner.value if partner is not None else walk.inputs.get(value, value))
-            inputs.setdefault(change[value].value, _value_of(one, change[value].value, before))
+        change: dict[int, Any] = {v: Ref(start + v) for at in others for v in theirs[at].output_refs()}
+        for value, source in _given(other, others).items():
+            if source not in walk.partner:
+                return None
+            change[value] = Ref(walk.partner[source].value)
+            given.setdefault(change[value].value, walk.partner[source])
         calls += [theirs[at].substituted(change, outputs=True) for at in others]
         outputs = Ref(result), Ref(start + place.value)
+    tensors = one.fetch([*given.values()])[0]
+    inputs |= {value: tensors[source] for value, source in given.items()}
     names = {item.value: item for item in one.step.program.inputs}
     items = [names.get(value, Input(value, f"x{n}")) for n, value in enumerate(inputs)]
     program = Program(tuple(calls), tuple(replace(item, requires_grad=False) for item in items), outputs)
-    step = Step(program, {value: tensor.detach() for value, tensor in inputs.items()})
-    gap, way = departure.gap, OTHER_WAY
-    return step, Failure(
-        Phase.FORWARD, MISMATCH, way, value=outputs[1].value, num_bad=gap.num_bad, num_elements=gap.num_elements
-    )
+    bad, elements = departure.gap.num_bad, departure.gap.num_elements
+    failure = Failure(Phase.FORWARD, MISMATCH, OTHER_WAY, num_bad=bad, num_elements=elements, departure=found.words)
+    at = len(mine) - 1 if is_recorded else len(calls) - 1
+    failure = at_call(replace(failure, value=outputs[1].value), program, at)
+    return Step(program, {value: tensor.detach() for value, tensor in inputs.items()}), failure
 
 
-def _given(run: Run, calls: Sequence[Call], chosen: Sequence[int]) -> dict[int, torch.Tensor]:
+def _given(run: Run, chosen: Sequence[int]) -> dict[int, Version]:
     """What chosen calls read and do not make themselves."""
-    found, made = dict[int, torch.Tensor](), set[int]()
+    found, made = dict[int, Version](), set[int]()
     for at in chosen:
-        found.update((v, _value_of(run, v, at)) for v in calls[at].input_refs() if v not in made and v not in found)
-        made.update(calls[at].output_refs())
+        call = run.step.program.calls[at]
+        found.update((v, run.last(v, at)) for v in call.input_refs() if v not in made and v not in found)
+        made.update(call.output_refs())
     return found
 
 
-def _value_of(run: Run, value: int, before: int) -> torch.Tensor:
-    place = run.last(value, before)
-    return run.results[place] if place is not None else run.step.tensors[value]
-
-
 class _Walk:
-    """The calls of the second program beside those of the first."""
+    """The calls of the second program beside those of the first; ``partner`` are places of the first by those there."""
 
     def __init__(self, one: Run, other: Run) -> None:
         self.one, self.other = one, other
-        self.formats = tuple(halves_in(run.step.program, run.step.tensors) for run in (one, other))
+        self.formats = halves_in(one.step.program, one.step.tensors), halves_in(other.step.program, other.step.tensors)
         is_drawn = any(call.mode.rng is not None for call in one.step.program.calls)
         self.same_formula = _SAME_DRAWN if is_drawn else _SAME_FORMULA
         self.calls = _aligned(one, other)  # calls of the first by those of the second
-        self.inputs = _input_partners(one.step, other.step)
-        places = [_places_by_call(run) for run in (one, other)]
-        self.partner: dict[Version, Version] = {Version(v, _LEAF): Version(p, _LEAF) for v, p in self.inputs.items()}
+        inputs = _input_partners(one.step, other.step)
+        self.partner = {Version(value, _GIVEN): Version(partner, _GIVEN) for value, partner in inputs.items()}
+        made = tuple([list[Version]() for _ in run.step.program.calls] for run in (one, other))
+        for found, run in zip(made, (one, other), strict=True):
+            for place, index in run.calls.items():
+                found[index].append(place)
+        starts = [[n for n, c in enumerate(run.step.program.calls) if c.is_differentiation] for run in (one, other)]
         for index, before in sorted(self.calls.items()):
-            mine, others = (found.get(at, []) for found, at in zip(places, (before, index), strict=True))
-            sizes = [[run.results[at].shape for at in made] for run, made in ((one, mine), (other, others))]
-            if sizes[0] != sizes[1] and not self._shares(before, index):
+            mine, others = made[0][before], made[1][index]
+            is_alike = [one.marks[at].shape for at in mine] == [other.marks[at].shape for at in others]
+            if index in starts[1] and len(starts[0]) != len(starts[1]):
+                is_alike = False  # one backward pass of a sum beside those of its parts
+            if not is_alike and not self._shares(before, index):
                 del self.calls[index]  # such as the parts of a weight beside those of what it is multiplied with
             elif len(mine) == len(others):
                 self.partner.update(zip(others, mine, strict=True))
         self._pair_operands()
+        self.passes = starts[1]
+        self.starts = {at + 1: starts[0].index(self.calls[n]) + 1 for at, n in enumerate(starts[1]) if n in self.calls}
+        self.starts[0] = 0
+        if not any(_writes_gradients(call) for run in (one, other) for call in run.step.program.calls):
+            self.starts[_LEFT] = _LEFT
+        self._gaps, self._held = dict[Version, Gap | None](), dict[Version, tuple[Any, ...]]()
 
     def _shares(self, before: int, index: int) -> bool:
         """True if all that two calls are given is the same in both programs."""
-        ours, theirs = (run.step.program.calls[at] for run, at in ((self.one, before), (self.other, index)))
-        for value, value_other in zip(ours.input_refs(), theirs.input_refs(), strict=False):
-            place, other = self.one.last(value, before), self.other.last(value_other, index)
-            is_input = place is None and other is None and self.inputs.get(value_other) == value
-            if not (is_input or (other is not None and place == self.partner.get(other))):
-                return False
-        return True
+        ours, theirs = self.one.step.program.calls[before], self.other.step.program.calls[index]
+        pairs = zip(ours.input_refs(), theirs.input_refs(), strict=False)
+        return all(self.one.last(v, before) == self.partner.get(self.other.last(w, index)) for v, w in pairs)
 
     def _pair_operands(self) -> None:
-        """What an aligned call is given is paired too, where calls that only one program has have made it."""
-        known = set(self.partner.values())
-        for index, before in self.calls.items():
-            calls = self.one.step.program.calls[before], self.other.step.program.calls[index]
-            mine, others = ([*call.input_refs()] for call in calls)
-            for value, value_other in zip(mine, others, strict=False) if len(mine) == len(others) else ():
+        """What an aligned call is given is paired too, where calls that only one program has have made it, and what
+        both programs leave in their inputs."""
+        ours, theirs, known = self.one.step.program.calls, self.other.step.program.calls, set(self.partner.values())
+        given = [(mine.value, place.value) for place, mine in self.partner.items() if place.number == _GIVEN]
+        pairs = [(at, n, [*ours[at].input_refs()], [*theirs[n].input_refs()]) for n, at in self.calls.items()]
+        pairs.append((len(ours), len(theirs), [one for one, _ in given], [other for _, other in given]))
+        for before, index, mine, others in pairs:
+            for value, value_other in zip(mine, others, strict=True) if len(mine) == len(others) else ():
                 place, other = self.one.last(value, before), self.other.last(value_other, index)
-                if place is not None and other is not None and other not in self.partner and place not in known:
+                is_made = _GIVEN not in (place.number, other.number)
+                if is_made and other not in self.partner and place not in known:
                     self.partner[other] = place
                     known.add(place)
 
-    def departures(self) -> Iterator[Departure]:
-        """What differs, in the order of a step."""
-        updates = []
-        for place, index in self.other.calls.items():
-            is_update = phase_of(self.other.step.program.calls[index]) is Phase.OPTIMIZER
-            gap = self._gap(place)
-            if is_update and (gap is None or not gap.why) and self._has_other_options(index):
-                # another beta of Adam shows in the parameters of later steps only
-                gap = replace(gap or Gap(0, 0, 0.0, 0.0, 0), why="its other options show in later steps")
-            if gap is not None and place in self.partner:
-                found = (self.one.calls[self.partner[place]], index, gap)
-                if is_update:
-                    updates.append(found)
-                else:
-                    yield self._departure(Phase.FORWARD, *found)
-        known = dict(self.other.calls)
-        if not any(_writes_gradients(call) for run in (self.one, self.other) for call in run.step.program.calls):
-            known |= {place: -1 for place in self.other.gradients if place.number == _LEAF}
-        for place in sorted(known, key=lambda place: -known[place]):
-            gap = self._gap(place, of_gradient=True)
-            if gap is not None:
-                index = self._consumer(place, known[place])
-                yield self._departure(Phase.BACKWARD, self.calls.get(index), index, gap)
-        for found in updates:
-            yield self._departure(Phase.OPTIMIZER, *found)
+    def _mine(self, place: Version) -> Version | None:
+        """The place of the first run beside one of the second."""
+        partner, start = self.partner.get(place.result), self.starts.get(place.start)
+        return partner._replace(start=start) if partner is not None and start is not None else None
+
+    @functools.cached_property
+    def differing(self) -> list[Version]:
+        """Places of the second run where hashes differ, in the order of time."""
+        found, calls = list[Version](), self.other.step.program.calls
+        copies = [Counter(map(_kind, run.step.program.calls, run.digests)) for run in (self.one, self.other)]
+        for result, partner in self.partner.items():
+            for start, start_mine in self.starts.items():
+                place, mine = result._replace(start=start), partner._replace(start=start_mine)
+                marks = self.one.marks.get(mine), self.other.marks.get(place)
+                one, other = (mark.digest if mark is not None else None for mark in marks)
+                if one == other or (not start and (None in (one, other) or result.number == _GIVEN)):
+                    continue
+                if start and result.number != _GIVEN:  # a value that is made again gets its part of the gradient
+                    index, before = self.other.calls[result], self.one.calls[partner]
+                    keys = (
+                        _kind(self.one.step.program.calls[before], self.one.digests[before]),
+                        _kind(calls[index], self.other.digests[index]),
+                    )
+                    if copies[0][keys[0]] != copies[1][keys[1]]:
+                        continue
+                found.append(place)
+        steps = [at for at, call in enumerate(calls) if call.is_optimizer_step and self._has_other_options(at)]
+        found += [place for place, at in self.other.calls.items() if at in steps and place not in found]
+        return sorted(found, key=self._time)
+
+    def _time(self, place: Version) -> tuple[int, ...]:
+        index = self.other.calls.get(place.result, -1)
+        end = self.passes[place.start - 1 if place.start > 0 else -1] if place.start and self.passes else index
+        return (end, 0, -index) if place.start else (index, 1)
+
+    @functools.cached_property
+    def ends(self) -> list[Version]:
+        """The places that differ of what the second step leaves: its outputs, what it has written into inputs, their
+        gradients, and what optimizers were given and made of it. All places of a step that raised."""
+        run, program = self.other, self.other.step.program
+        if self.one.error or run.error:
+            return self.differing
+        given, steps = (
+            [item.value for item in program.inputs],
+            [n for n, c in enumerate(program.calls) if c.is_optimizer_step],
+        )
+        updated = {value for at in steps for value in program.calls[at].input_refs()}
+        found = {run.last(value, len(program.calls)) for value in (*results_of(program), *given)}
+        found |= {Version(value, _GIVEN, _LEFT) for value in given if value not in updated}
+        found |= {run.last(value, at + 1) for at in steps for value in program.calls[at].input_refs()}
+        return [place for place in self.differing if place in found]
+
+    def gap(self, place: Version) -> Gap | None:
+        """The difference at a place; an optimizer's options may show in later steps only, as a beta of Adam does."""
+        if place not in self._gaps:
+            mine = self._mine(place)
+            if mine not in self.one.marks or place not in self.other.marks:
+                which = "first" if mine not in self.one.marks else "second"
+                found: Gap | None = Gap(0, 1, math.inf, math.inf, None, f"the {which} has no gradient here")
+            else:
+                if place not in self._held:
+                    self._hold(place)
+                first, second, *exact = self._held.pop(place)
+                least = self.largest_gradient if place.start else 0.0
+                found = gap_between(first, second, (exact[0], exact[1]), self.formats, self.same_formula, least)
+            index = self.other.calls.get(place, -1)
+            is_update = index >= 0 and self.other.step.program.calls[index].is_optimizer_step
+            if is_update and (found is None or not found.why) and self._has_other_options(index):
+                found = replace(found or Gap(0, 0, 0.0, 0.0, 0), why="its other options show in later steps")
+            self._gaps[place] = found
+        return self._gaps[place]
+
+    def _hold(self, wanted: Version) -> None:
+        """Run both again for the tensors at a place, and at as many of those that follow as may be held at once."""
+        chosen, size = dict[Version, Version](), 0
+        for place in (wanted, *self.ends, *self.differing):
+            mine = self._mine(place)
+            if place in self._gaps or mine not in self.one.marks or place not in self.other.marks:
+                continue
+            size += _BYTES * math.prod(self.other.marks[place].shape) * (place not in chosen)
+            if chosen and size > MOST_BYTES:
+                break
+            chosen[place] = mine
+        (one, wide), (other, wide_other) = self.one.fetch([*chosen.values()]), self.other.fetch([*chosen])
+        self._held = {p: (one[m], other[p], wide.get(m), wide_other.get(p)) for p, m in chosen.items()}
+
+    @functools.cached_property
+    def largest_gradient(self) -> float:
+        """Of leaves of the first run; beside it the gradient of a bias in front of a normalization is rounding."""
+        return max((mark.size for place, mark in self.one.marks.items() if place.start == _LEFT), default=0.0)
+
+    def departure(self, place: Version, gap: Gap) -> Departure:
+        """What differs at a place, with the calls that lead to it."""
+        ours, theirs, matched = self.one.step.program.calls, self.other.step.program.calls, set(self.calls.values())
+        index = self.other.calls.get(place.result, -1)
+        if place.start:
+            phase, index = Phase.BACKWARD, self._consumer(place, index)
+            before = self.calls.get(index)
+        else:
+            phase = Phase.OPTIMIZER if phase_of(theirs[index]) is Phase.OPTIMIZER else Phase.FORWARD
+            before = self.one.calls[self.partner[place]]
+        found, found_other = _led_by(ours, before, lambda at: at not in matched), _led_by(theirs, index, self._is_new)
+        if phase is Phase.OPTIMIZER and before is not None:  # what writes into gradients, as clipping does
+            found += [at for at in range(before) if at not in matched and _writes_gradients(ours[at])]
+            found_other += [at for at in range(index) if self._is_new(at) and _writes_gradients(theirs[at])]
+        only_first, only_second = [ours[at] for at in found], [theirs[at] for at in found_other]
+        settings = _settings(ours[before], theirs[index]) if before is not None and index in self.calls else ""
+        is_exact = before is not None and not (only_first or only_second) and self._is_given_equal(before, index)
+        return Departure(place, theirs[index], phase, gap, only_first, only_second, settings, is_exact)
+
+    def _is_given_equal(self, before: int, index: int) -> bool:
+        calls = (
+            (self.one, self.one.step.program.calls[before], before),
+            (self.other, self.other.step.program.calls[index], index),
+        )
+        digests = [[run.marks[run.last(v, at)].digest for v in call.input_refs()] for run, call, at in calls]
+        return digests[0] == digests[1]
 
     def _has_other_options(self, index: int) -> bool:
         """True if an optimizer makes another update than in the first program, be it only from the next step on."""
@@ -519,51 +678,22 @@ class _Walk:
         settings = _settings(ours[before], theirs[index]) if before is not None else ""
         return any(not part.startswith(_SAME_UPDATE) for part in settings.split(", ") if part)
 
-    def _gap(self, place: Version, *, of_gradient: bool = False) -> Gap | None:
-        """The difference at a place that both programs have; of its gradient also if only one has it."""
-        partner = self.partner.get(place)
-        name = "gradients" if of_gradient else "results"
-        first, second = getattr(self.one, name).get(partner), getattr(self.other, name).get(place)
-        if partner is None or (first is None and second is None):
-            return None
-        if first is None or second is None:
-            which = "second" if second is None else "first"
-            return Gap(1, 1, math.inf, math.inf, None, f"the {which} has no gradient here") if of_gradient else None
-        exact = "exact_gradients" if of_gradient else "exact"
-        wide = getattr(self.one, exact).get(partner), getattr(self.other, exact).get(place)
-        formats = self.formats[0], self.formats[1]
-        least = self.largest_gradient if of_gradient else 0.0
-        return gap_between(first, second, wide, formats, self.same_formula, least)
-
-    @functools.cached_property
-    def largest_gradient(self) -> float:
-        """Of leaves of the first run; beside it the gradient of a bias in front of a normalization is rounding."""
-        leaves = (tensor for place, tensor in self.one.gradients.items() if place.number == _LEAF)
-        return max(map(_size, leaves), default=0.0)
-
-    def _departure(self, phase: Phase, before: int | None, index: int, gap: Gap) -> Departure:
-        ours, theirs = self.one.step.program.calls, self.other.step.program.calls
-        matched = set(self.calls.values())
-        found, found_other = _led_by(ours, before, lambda at: at not in matched), _led_by(theirs, index, self._is_new)
-        if phase is Phase.OPTIMIZER and before is not None:  # what writes into gradients, as clipping does
-            found += [at for at in range(before) if at not in matched and _writes_gradients(ours[at])]
-            found_other += [at for at in range(index) if self._is_new(at) and _writes_gradients(theirs[at])]
-        only_first, only_second = [ours[at] for at in found], [theirs[at] for at in found_other]
-        settings = _settings(ours[before], theirs[index]) if before is not None and index in self.calls else ""
-        return Departure(index, theirs[index], phase, gap, only_first, only_second, settings)
-
     def _is_new(self, index: int) -> bool:
         return index not in self.calls
 
     def _consumer(self, place: Version, index: int) -> int:
         """The call that made the gradient of a place: of those that read it the one that the first program has not, or
         has with other arguments, else the last."""
-        calls = self.other.step.program.calls
+        calls, ours = self.other.step.program.calls, self.one.step.program.calls
         reads = [at for at in range(index + 1, len(calls)) if place.value in calls[at].input_refs()]
         reads = [at for at in reads if not calls[at].is_differentiation and not calls[at].is_optimizer_step]
-        ours = self.one.step.program.calls
         odd = (at for at in reads if at not in self.calls or _settings(ours[self.calls[at]], calls[at]))
         return next(odd, reads[-1] if reads else max(index, 0))
+
+
+def _kind(call: Call, made: tuple[int, int]) -> tuple[str, int]:
+    """What two calls have in common that make one value."""
+    return display_name(call.target), made[0]
 
 
 def _writes_gradients(call: Call) -> bool:
@@ -571,18 +701,11 @@ def _writes_gradients(call: Call) -> bool:
     return call.phase is Phase.OPTIMIZER and call.target != GRAD_READ and not call.is_optimizer_step
 
 
-def _places_by_call(run: Run) -> dict[int, list[Version]]:
-    found: dict[int, list[Version]] = {}
-    for place, index in run.calls.items():
-        found.setdefault(index, []).append(place)
-    return found
-
-
 def _aligned(one: Run, other: Run) -> dict[int, int]:
     """Calls of the first run by those of the second: with equal results, then of one function in one module, then of
     one function, each between those that are known."""
     ours, theirs = one.step.program.calls, other.step.program.calls
-    digests, digests_other = one.digests, other.digests
+    digests, digests_other = ([result for result, _ in run.digests] for run in (one, other))
 
     def keys(level: int, calls: Sequence[Call], made: Sequence[int]) -> list[Hashable]:
         names = [display_name(call.target) for call in calls]

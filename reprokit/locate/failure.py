@@ -121,7 +121,8 @@ class Failure:
     ``cause`` is the origin of the NaN or infinity without which the call would not have raised its exception.
     ``event`` is what makes a step fail in which every value may be finite: a kind of `EVENTS`. Then ``call`` is the
     first one that is unlike the last healthy step.
-    ``difference`` is that of a mismatch between the ranks of a training, which one process cannot show.
+    ``difference`` is that of a mismatch between the ranks of a training, which one process cannot show; ``departure``
+    says how the result of ``call`` differs between two runs of a step.
     ``marker`` is an input of which healthy steps hold such bad values too, for what is missing: ``call`` drops them
     there and lets them through here. Without a call that is not known, and ``marker`` is ``input_name``.
     ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
@@ -150,6 +151,7 @@ class Failure:
     difference: RankDifference | None = left_out()
     operand: Line | None = left_out()
     rule: Name | None = left_out()
+    departure: Line | None = left_out()
 
     def key(self) -> Key:
         """Two failures are the same if their keys are equal.

@@ -288,8 +288,8 @@ def how_much(snapshot: Snapshot) -> str:
     """The number of bad elements of the bad tensor, the rows of an input, and the sample of the first one; empty for a
     single number."""
     failure = snapshot.failure
-    if failure.num_elements <= 1 or not failure.num_bad:
-        return ""
+    if failure.num_elements <= 1 or not failure.num_bad or failure.departure:
+        return failure.departure or ""
     verb = "is" if failure.num_bad == 1 else "are"
     first = f", first at {list(failure.element)}" if failure.element is not None else ""
     rows, place = f": {snapshot.bad_rows}" if snapshot.bad_rows else "", failure.element or ()

@@ -111,6 +111,8 @@ def headline(failure: Failure, *, is_reduced: bool = False) -> str:
         return f"{failure.kind}: {event_words(replace(failure, event=event))}"
     if failure.kind == "mismatch":
         what = "compiled code" if failure.reference[0] == "compile" else "the result" if failure.call is None else call
+        if failure.departure:
+            return f"{what} differs between two runs"
         return f"{what} differs from {_REFERENCES.get(failure.reference[0], (failure.way, ''))[0]}"
     if failure.call is None:
         return f"{call} is {kind} before the first call"
@@ -145,7 +147,10 @@ def observed(failure: Failure, *, is_constant: bool = False) -> str:
     if failure.kind == "mismatch":
         what = name if failure.call is not None else "The program"
         if failure.reference[0] == "other":
-            return "Two ways to make one result from the same inputs, which should agree, make different numbers."
+            there = f" In the runs, {name}: {failure.departure}." if failure.departure else ""
+            return (
+                f"Two ways to make one result from the same inputs, which should agree, make different numbers.{there}"
+            )
         way = "compiled" if failure.reference[0] == "compile" else "as it is"
         return f"{what} gives another result {way} than {_REFERENCES.get(failure.reference[0], ('', ''))[1]}."
     if failure.exception is not None:

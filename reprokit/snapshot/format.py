@@ -217,6 +217,7 @@ class Snapshot:
             "cause": self._describe_cause(cause) if cause is not None else None,
             **({"event": plain_of(failure.event)} if failure.event is not None else {}),
             **({"silence": failure.way} if failure.kind == SILENT else {}),
+            **({"departure": failure.departure} if failure.departure is not None else {}),
             **(_describe_difference(failure.difference) if failure.difference is not None else {}),
         }
 

@@ -69,7 +69,8 @@ def _made(spec: specs.Spec) -> Check:
 
 
 def _as_recorded(check: MismatchCheck, failure: Failure) -> MismatchCheck:
-    """With a value that is not finite on one side, if that is what capture found."""
+    """With a value that is not finite on one side, if that is what capture found, and with what `diff` said of it."""
+    check = replace(check, departure=failure.departure)
     is_not_finite = failure.kind == MISMATCH and failure.way.endswith(NOT_FINITE)
     return replace(check, way=check.reference.name + NOT_FINITE) if is_not_finite else check
 

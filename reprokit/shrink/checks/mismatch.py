@@ -104,11 +104,12 @@ def structure_of(step: HasProgram) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class MismatchCheck(Check):
-    """A difference from a reference. ``way`` of its failures is the reference's name, and whether numbers differ or one
-    side has a NaN or infinity in their place: these are different failures."""
+    """A difference from a reference, which ``departure`` has in words. ``way`` of its failures is the reference's name,
+    and whether numbers differ or one side has a NaN or infinity in their place: these are different failures."""
 
     reference: Reference = field(default_factory=Double)
     way: str = ""
+    departure: str | None = None
 
     def recognises(self, failure: Failure) -> bool:
         """True if results differ."""
@@ -123,7 +124,8 @@ class MismatchCheck(Check):
         """Compare the whole program, then single calls."""
         target = self.wanted.call if self.wanted is not None else None
         is_whole = self.wanted is not None and target is None
-        return first_difference(candidate, self.reference, self.way or None, is_whole=is_whole, target=target)
+        found = first_difference(candidate, self.reference, self.way or None, is_whole=is_whole, target=target)
+        return replace(found, departure=self.departure) if found is not None and self.departure else found
 
     def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for the failure of a whole program."""
