@@ -24,6 +24,7 @@ import dis
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from inspect import CO_VARARGS
 from itertools import pairwise
@@ -52,6 +53,19 @@ def ignored_errors() -> Iterator[None]:
         yield
     except Exception as error:
         pass_on(error)
+
+
+@contextlib.contextmanager
+def ignored_warnings() -> Iterator[None]:
+    """A context in which Python's warnings are ignored. Behind `warnings.catch_warnings` every warning of the user that
+    was shown once would be shown once more: it forgets which these are."""
+    rule: Any = ("ignore", None, Warning, None, 0)
+    warnings.filters.insert(0, rule)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # code that was run may have reset the filters
+            warnings.filters.remove(rule)  # type: ignore[attr-defined]
 
 
 def has_arrived(error: BaseException) -> bool:

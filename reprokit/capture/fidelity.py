@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from reprokit.compare.compiled import Compiled, run_compiled
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, Reference, compare, first_difference
 from reprokit.compare.quantity import observed
 from reprokit.compare.runs import Run
-from reprokit.errors import ignored_errors, pass_on
+from reprokit.errors import ignored_errors, ignored_warnings, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.dataflow import prepared, same_bits
@@ -188,8 +187,7 @@ def placed(snapshot: Snapshot, devices: Mapping[int, torch.device]) -> Snapshot:
 def by_itself(settings: Settings) -> Iterator[None]:
     """The settings of the file, without the modes and generators of the code around."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(ignored_warnings())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

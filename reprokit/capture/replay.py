@@ -16,7 +16,6 @@ import contextlib
 import functools
 import io
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,7 @@ from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, ve
 from reprokit.capture.tensor_names import is_unfollowed
 from reprokit.capture.traits import VALUE_READS
 from reprokit.capture.world import CannotGoBack, Contents, Copy, World, give_gradients, owned_by, set_python_generators
-from reprokit.errors import pass_on
+from reprokit.errors import ignored_warnings, pass_on
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.dataflow import copies_of, overlapping, same_bits
 from reprokit.program.functions import GRAD_WRITES, written_argument
@@ -575,8 +574,7 @@ class Replay:
         kept = [(grad, grad.clone()) for _, grad in gradients if grad is not None]
         self._live = {id(t): t.detach().clone() for t in self.world.changing() if t.requires_grad}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            stack.enter_context(ignored_warnings())
             if self.together is not None:
                 stack.enter_context(self.together.playing())
             for grad, content in kept:  # gradients may be views of memory that averaging writes

@@ -11,7 +11,6 @@ import io
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +57,7 @@ from reprokit.capture.world import (
     python_generators_restored,
 )
 from reprokit.compare.quantity import number_of
-from reprokit.errors import ignored_errors, pass_on
+from reprokit.errors import ignored_errors, ignored_warnings, pass_on
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.samples import Samples, with_samples
@@ -631,9 +630,8 @@ class Describing:
             stack.enter_context(torch.random.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(case.mark.generators))
             stack.enter_context(attributes_kept(world.modules, world.optimizers))
-            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(ignored_warnings())
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
-            warnings.simplefilter("ignore")
             put_first_back(case.all_ops)
             first = next((rng for op in case.ops if (rng := getattr(op.note, "rng", None)) is not None), None)
             if first is not None:

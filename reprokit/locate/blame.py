@@ -14,13 +14,12 @@ with ordinary numbers in the place of what is not finite.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
 
-from reprokit.errors import pass_on
+from reprokit.errors import ignored_warnings, pass_on
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
@@ -84,7 +83,7 @@ def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) ->
     reads = {value: ways for value, ways in notes.reads.get(index, {}).items() if ways}
     if not reads or program.calls[index].is_differentiation or program.calls[index].is_optimizer_step:
         return None
-    with warnings.catch_warnings(action="ignore"):
+    with ignored_warnings():
         trace = Trace(program, copied, {index})
         trace.run(tensors, only=needed_calls(program.calls, {index}))
     found = ((value, way) for way in (NAN, PLUS, MINUS) for value, ways in reads.items() if way in ways)

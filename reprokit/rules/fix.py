@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from reprokit.compare.quantity import losses_of
+from reprokit.errors import ignored_warnings
 from reprokit.locate.blame import outcome_or_failure
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
@@ -85,7 +85,7 @@ def attempt(
         tried = _tried(changes, False, _still(result, current.failure))
         if result.kind == EXCEPTION or _is_same(result, current.failure) or not budget.take():
             break
-        with warnings.catch_warnings(action="ignore"):
+        with ignored_warnings():
             current = observe(replace(scene, step=edited.step, failure=result))
         found = ((item, apply(current, item)) for item in next_fixes(current))
         following, edited = next(((item, made) for item, made in found if made is not None), (fix, None))
@@ -113,7 +113,7 @@ def _run(scene: Scene, edited: Edited, is_local: bool) -> Outcome | Failure:
     program, untouched = edited.step.program, set(map(id, scene.program.calls))
     changed = (index for index, call in enumerate(program.calls) if id(call) not in untouched)
     strict = range(next(changed, 0) if is_local else scene.failure.call_index or 0, len(program.calls))
-    with warnings.catch_warnings(action="ignore"):
+    with ignored_warnings():
         return outcome_or_failure(program, edited.step.tensors, frozenset(losses_of(program)), strict)
 
 

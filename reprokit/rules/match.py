@@ -7,12 +7,12 @@ step: no names of files, models or users have a say.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from reprokit.errors import ignored_warnings
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
 from reprokit.locate.spelling import short_name
@@ -42,7 +42,7 @@ def diagnose(step: Snapshot | Scene, *, budget: TrialBudget | None = None, write
     """
     if step.failure.kind not in ("nan", "inf", EXCEPTION, *EVENTS):
         return Diagnosis(UNKNOWN, "No known mechanism", "There is no origin to look at.")
-    with determinism(step.settings), warnings.catch_warnings(action="ignore"):
+    with determinism(step.settings), ignored_warnings():
         scene = observe(step)
         if step.failure.cause is not None and step.failure.cause.call_index is not None:
             # An exception may be about a bad value that an earlier call returned.
@@ -85,7 +85,7 @@ def with_rule(failure: Failure, step: Step, first: str | None = None) -> Failure
     """The failure with its local rule: ``first`` if that fits, else the first of the table that does."""
     if failure.call_index is None or failure.kind not in ("nan", "inf") or failure.phase is Phase.OPTIMIZER:
         return failure
-    with warnings.catch_warnings(action="ignore"):
+    with ignored_warnings():
         scene = observe_origin(step, failure)
         rules = sorted(filter(attrgetter("is_local"), RULES), key=lambda rule: (rule.name != first, _rank(rule)))
         return replace(failure, rule=next((rule.name for rule in rules if numbers_of(rule, scene) is not None), None))

@@ -46,7 +46,7 @@ class Certainty:
     """The failure in question, and how it is recognised.
 
     ``is_own_check`` says that candidates run by ``check`` and not by something that the caller gave. ``is_flaky``: the
-    failure is there only sometimes. ``notes`` are sentences for the user. ``seconds`` is what the latest run of the
+    failure is there only sometimes. ``doubt`` is why the capture could not show it either. ``notes`` are sentences for the user. ``seconds`` is what the latest run of the
     snapshot took.
     """
 
@@ -56,6 +56,7 @@ class Certainty:
     settings: Settings
     is_own_check: bool
     failure: Failure
+    doubt: str = ""
     is_flaky: bool = False
     reproduces: str = ""
     notes: list[str] = field(default_factory=list)
@@ -80,8 +81,8 @@ class Certainty:
         if found is None:
             raise NotReproduced(
                 "the snapshot does not fail again",
-                hint="was it made with another torch or device?",
-                note=_told(seen),
+                hint="was it made with another torch or device?" if not self.doubt else None,
+                note="; ".join(filter(None, [_told(seen), self.doubt and f"the capture has said so: {self.doubt}"])),
             )
         self.oracle.start = (whole, found)
         if failed == len(seen):

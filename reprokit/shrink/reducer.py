@@ -102,7 +102,8 @@ def shrink(
         task = Task.of(observe or chosen, snapshot.settings)
         with closing(Isolation(task, jobs, is_foreign, executor, limits)) as places:
             oracle = Oracle(chosen, places, max_time, math.inf if max_checks is None else max_checks)
-            certainty = Certainty(oracle, places, chosen, snapshot.settings, observe is None, snapshot.failure)
+            doubt = snapshot.fidelity_note or "" if snapshot.fidelity == "unfaithful" else ""
+            certainty = Certainty(oracle, places, chosen, snapshot.settings, observe is None, snapshot.failure, doubt)
             file = out_dir / REDUCTION_FILE if out_dir is not None else None
             no_repro = missing_cause(snapshot) if isinstance(chosen, PredicateCheck) else ""
             run = _Run(snapshot, file, view, origin, earlier, oracle, certainty, no_repro, with_piece)

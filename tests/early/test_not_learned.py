@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,25 @@ def _pruned() -> list[torch.Tensor]:
         x, y = _batch()
         update(optimizer, F.mse_loss(model(x), y))
     return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_warning_of_the_user_is_shown_once(tmp_path: Path) -> None:
+    """Looks play steps, in which nothing is shown; what was shown before them is still known then."""
+
+    def run() -> None:
+        model = _Cut("numpy")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2 * STEPS):
+            warnings.warn("the user's own", stacklevel=1)
+            x, y = _batch()
+            update(optimizer, F.mse_loss(model(x), y))
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        before = list(warnings.filters)
+        events, _ = _watched(run, tmp_path, on=("early",), quiet=True)
+        assert [str(one.message) for one in shown] == ["the user's own"] and events
+        assert warnings.filters == before
 
 
 def test_layers_that_were_replaced_are_not_filled_again(tmp_path: Path) -> None:

@@ -262,7 +262,11 @@ def test_a_failure_that_does_not_come_back() -> None:
     snapshot = replace(snapshot, tensors={value: torch.ones_like(tensor) for value, tensor in snapshot.tensors.items()})
     with pytest.raises(NotReproduced) as caught:
         minimum_of(snapshot)
-    assert caught.value.note == "nothing goes wrong in a replay"
+    assert caught.value.note == "nothing goes wrong in a replay" and "another torch" in str(caught.value.hint)
+    known = replace(snapshot, fidelity="unfaithful", fidelity_note="the recorded calls do not raise")
+    with pytest.raises(NotReproduced, match="does not fail again") as caught:
+        minimum_of(known)
+    assert caught.value.hint is None and str(caught.value.note).endswith("said so: the recorded calls do not raise")
 
 
 def test_another_failure_is_not_this_one() -> None:
