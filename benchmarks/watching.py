@@ -267,7 +267,7 @@ def begin_of(answer: Answer) -> tuple[str | None, str | None, int | None, str | 
         told = (event["place"] for event in answer.events if event.get("snapshot") and event.get("place"))
         place = next(told, None)
         layer = next((item["module"] for item in story if item["module"]), place)
-        if failure["kind"] == "dead" and place is not None:
+        if failure["kind"] in ("dead", "silent") and place is not None:
             layer = place  # the story may begin with another one
         if event:
             own = failure["module"]

@@ -17,10 +17,9 @@ import functools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,12 +35,11 @@ from reprokit.capture.readings import Slot
 from reprokit.capture.replay import Case
 from reprokit.capture.save import Describing, NotKept, Verdict, why_not_played
 from reprokit.capture.tape import Op, Segment
-from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.usual import Usual
 from reprokit.compare.healthy import blocked, explained, let_through
-from reprokit.compare.quantity import norms_of, number_of, numbers_of
+from reprokit.compare.quantity import number_of, numbers_of
 from reprokit.errors import ignored_errors, pass_on
-from reprokit.locate.failure import SILENT, Failure, Predicate
+from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
@@ -50,7 +48,6 @@ from reprokit.rules.steps import rate_jump
 from reprokit.series.cause import JUMP
 from reprokit.series.course import (
     HIGH,
-    LEAST_PLAYED,
     LEVEL,
     OF_NORMS,
     USUAL,
@@ -62,7 +59,7 @@ from reprokit.series.course import (
     first_off,
     is_off,
 )
-from reprokit.series.events import Finding, LineLog, Silence, TrainingEvent, event_of
+from reprokit.series.events import LineLog, Silence, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
 from reprokit.series.unlike import FAR, Shift, grouped
 from reprokit.words import number_words, times_words, visible_line
@@ -141,7 +138,7 @@ class EarlyWarning:
         if self._left > 0:
             return
         frame = sys._getframe(1)
-        path = self.catch_up(frame, is_last=False) or self.look_at_gradients(frame, is_last=False)
+        path = self.catch_up(frame, is_last=False) or self._look_at_gradients(frame)
         if path is None:
             self.look_for_changes(frame)
         missing = LEAST_SILENT - self._loop.num_kept if self._finds_silent else 0
@@ -206,16 +203,16 @@ class EarlyWarning:
             return path
         return self._save(alarm, verdict.frame)
 
-    def look_at_gradients(self, frame: FrameType | None, *, is_last: bool) -> Path | None:
-        """Look for zeros, and play kept steps if a parameter has them; the path of the file, if one was written.
-        ``is_last``: the run is over."""
-        loop = self._loop
-        is_early = not is_last and loop.iterations.total < self._looked + LEAST_SILENT
-        if self._is_off or not self._finds_silent or loop.num_kept < LEAST_SILENT or is_early:
+    def _look_at_gradients(self, frame: FrameType | None) -> Path | None:
+        """Look for what is not learned, and at the norm of all gradients; the path of the file, if one was written."""
+        loop, silent = self._loop, self._loop.silent
+        is_early = loop.iterations.total < self._looked + LEAST_SILENT
+        if self._is_off or not self._finds_silent or silent is None or loop.num_kept < LEAST_SILENT or is_early:
             return None
         self._looked = loop.iterations.total
-        finding = self._guarded(lambda: self._find_silent(is_last=is_last))
-        return self._save(finding, frame) if finding is not None else None  # a gradient may be zero by design
+        path = silent.look(None, frame, is_last=False)
+        self._see_growth(silent.norm)
+        return path
 
     def look_for_changes(self, frame: FrameType | None, *, is_last: bool = False) -> None:
         """Report settings, calls and data that are unlike all before."""
@@ -248,30 +245,6 @@ class EarlyWarning:
             with self._session.replaying(ends=False), ignored_errors():  # of the user's code
                 return self._usual.played(frame, wanted, until)
         return []
-
-    def _find_silent(self, *, is_last: bool) -> Finding | None:
-        """A parameter that learns nothing: its gradient is missing, or zero by one fused norm over all.
-
-        Kept steps are played once for each that is silent in two looks in a row: a part of a model may rest in turn
-        with others, all the time.
-        """
-        parameters = [p for optimizer in self._loop.world.optimizers for p in parameters_of(optimizer)]
-        dense = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided and p.grad.numel()]
-        with torch.no_grad():
-            norms = norms_of([p.grad.detach() for p in dense if p.grad is not None])
-        silent = [p for p in parameters if p.grad is None and p.requires_grad]
-        silent += [p for p, norm in zip(dense, norms, strict=True) if norm == 0.0]
-        self._num_looks += 1
-        self._see_growth(math.hypot(*norms))
-        self._silent = WeakTensorKeyDictionary({p: self._silent.get(p, 0) + 1 for p in silent})
-        new = [p for p in silent if p not in self._played and (is_last or self._silent[p] > 1)]
-        if not new:
-            return None
-        self._played.update({p: True for p in new})
-        always = {id(p) for p in silent if self._silent[p] == self._num_looks}
-        with self._session.replaying(ends=False), ignored_errors():  # `NotKept`, or of the user's code
-            return EventStep(self._loop, Verdict("gradient", sys._getframe(1)), ()).find_silent(always)
-        return None
 
     def _see_growth(self, norm: float) -> None:
         """A loop that does not clip computes no norm of all gradients; that of a look is beside those before."""
@@ -320,12 +293,16 @@ class EarlyWarning:
     def report(self, silence: Silence, frame: FrameType | None, path: Path | None) -> Path | None:
         """Save a step in which something is not learned, unless that has made the file at ``path``, and report it; the
         path of the file."""
-        saved = path or (self._save(silence, frame) if self._saves_silences else None)
+        is_saved = self._saves_silences or (self._finds_silent and silence.key is not None)
+        saved = path or (self._save(silence, frame) if is_saved else None)
         if path is not None or saved is None:
-            self._emit(silence.event("error" if path is not None else "warning", path))
+            self._emit(silence.event("error" if path is not None else "warning", self._seen_at(silence), path))
         return saved
 
-    def _save(self, alarm: Alarm | Finding | Silence, frame: FrameType | None) -> Path | None:
+    def _seen_at(self, silence: Silence) -> int:
+        return max(self._loop.iterations.completed - 1, 0) if silence.kind == "dead" else silence.step
+
+    def _save(self, alarm: Alarm | Silence, frame: FrameType | None) -> Path | None:
         """Save the step where an event began, and report it; ``None`` if that step was not kept."""
         if not self._loop.ranks.is_alone:
             return None
@@ -335,18 +312,12 @@ class EarlyWarning:
             self._emit(self._saved(alarm, path, self._saver.results[-1]))
         return path
 
-    def _saved(self, alarm: Alarm | Finding | Silence, path: Path, result: Mapping[str, Any]) -> TrainingEvent:
+    def _saved(self, alarm: Alarm | Silence, path: Path, result: Mapping[str, Any]) -> TrainingEvent:
         """The event whose step was saved."""
-        if isinstance(alarm, Silence):
-            return alarm.event("error", path)
         failure, module = result["failure"], result["failure"]["module"]
         found = failure.get("event") or {}
-        if isinstance(alarm, Finding):
-            is_layer = module is not None and not module.startswith("<")
-            lead = f"`{failure['call']}` lets no gradient through{f' in `{module}`' if is_layer else ''}"
-            place = module if is_layer else alarm.name.rpartition(".")[0] or alarm.name
-            step = max(self._loop.iterations.completed - 1, 0)
-            event = TrainingEvent("dead", step, "error", f"{lead}: {event_words(result)}", place, alarm.step)
+        if isinstance(alarm, Silence):
+            event = alarm.event("error", self._seen_at(alarm))
         else:
             layers = (chapter["module"] for chapter in result["story"])
             event = event_of(alarm)
@@ -396,62 +367,46 @@ class EventStep(Describing):
                 raise NotKept(f"step {alarm.step} is no longer kept")
             number, quantity, explain = places.index(alarm.place), "gradient norm", None
             if isinstance(alarm, Silence):
-                return self._with_update(steps[: number + 1], alarm)
-            if isinstance(alarm, Finding):
-                explain = self._blocked(steps, number, alarm)
-            elif alarm.kind != "scale":
+                return self._silent(steps, number, alarm)
+            if alarm.kind != "scale":
                 number, quantity, explain = self._at_beginning_of(steps, alarm, number)
             with self._until_seen(steps, number, quantity) as case:
                 case.explain = explain
-                made = self.make(case)
-            if isinstance(alarm, Finding) and made.snapshot.failure.call is None:
-                raise NotKept(f"no single call could be told that keeps the gradient of `{alarm.name}` back")
-            return made
+                return self.make(case)
 
     def explained_by(self, explain: Explain, place: int) -> None:
-        """Play the step at ``place`` up to its gradients, and have it explained."""
+        """Play the step at ``place`` up to its gradients, and have it explained; the first one up to the backward call,
+        if that raises: a loss may have been told to require a gradient, which no call has noted."""
         with self.kept() as steps:
-            number = next((n for n, step in enumerate(steps) if step.mark.place == place), None)
-            if number is not None:
+            number = next(n for n, step in enumerate(steps) if step.mark.place == place)
+            try:
                 with self._until_seen(steps, number, "gradient norm") as case:
                     self.replayed(replace(case, explain=explain))
+            except RuntimeError:  # in the first step already
+                with self._until_seen(steps, 0, "gradient norm") as case:
+                    last = max(n for n, op in enumerate(case.ops) if op.kind is Backward)
+                    case = replace(case, where="output", ops=case.ops[:last], pending=case.ops[last])
+                    self.replayed(replace(case, explain=explain))
 
-    def _with_update(self, steps: list[Segment], silence: Silence) -> Made:
-        """The last of some steps, whole, which shows that something is not learned."""
-        failure = Failure(Phase.BACKWARD, SILENT, way=silence.text)
+    def _silent(self, steps: list[Segment], number: int, silence: Silence) -> Made:
+        """A step which shows that something is not learned: whole, of a parameter without a gradient up to that."""
+        failure = replace(silence.origin, kind=silence.kind, way=silence.text)
+        plain = replace(failure, call=None, call_index=None, input_name=None)
+        explain: Explain = lambda *_: plain  # noqa: E731
+        if silence.key is not None:
+            before, began = steps[max(number - 1, 0)].mark.step, steps[number].mark.step
+            event = Predicate("share of zeros", 1.0, 1.0, before, began, source=silence.name)
+            plain = replace(plain, event=event)
+            explain = without_gradient(self.loop, silence.key, plain)
         try:
-            with self.begun(steps, len(steps) - 1, 0) as case:
-                case.explain, case.mark.micro_step = lambda *_: failure, 0
+            until, whole, of_key = self._until_seen, self.begun, silence.key is not None
+            with until(steps, number, "gradient norm") if of_key else whole(steps[: number + 1], number, 0) as case:
+                case.explain, case.mark.micro_step = explain, 0
                 return self.make(case)
-        except Exception as error:  # of a loss that was told to require a gradient, which no call has noted
-            notes, (ops, mark) = [why_not_played(error)], steps[-1]
+        except Exception as error:
+            notes, (ops, mark) = [why_not_played(error)], steps[number]
             case = Case("gradient", ops, None, mark, True, self.verdict.frame, {}, None, None, notes)
-            return Made(replace(self.without_replay(case), failure=failure))
-
-    def find_silent(self, always: Set[int]) -> Finding | None:
-        """The first parameter that gets no gradient from a step on, for enough steps that gave another one a gradient.
-
-        In the step before less than half of it was zero, and of those that end with it: a layer may fade out by design,
-        unit by unit, as under a decay. Without a step before it has to be in ``always``: the ``id``s of those that had
-        none whenever somebody looked. One that has a gradient in some steps and none in others may rest by design, as
-        the head of a task does, so a gradient that is missing has to have been there in every step before.
-        """
-        with self.kept() as steps:
-            names = parameter_names(self.loop.world.modules, self.verdict.frame)
-            measured = self._measured(steps[:_PLAYED])
-        found: list[Finding] = []
-        faded: set[int] = set()  # the steps in which a layer ended by design
-        for key, name in names.items():
-            shares = [(one.mark, one.zeros[key]) for one in measured if one.norm and key in one.zeros]
-            since = [mark for mark, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
-            before = [share for _, share in shares[: len(shares) - len(since)]]
-            if since and before and _is_fading([share or 0.0 for share in before]):
-                faded.add(since[-1].place)
-            elif len(since) >= LEAST_SILENT and (before or key in always):
-                was_there = len(before) >= LEAST_PLAYED and all(share not in (None, 1.0) for share in before)
-                if shares[-1][1] is not None or was_there:
-                    found.append(Finding(name, key, since[-1].place, since[-1].step))
-        return next((one for one in found if one.place not in faded), None)
+            return Made(replace(self.without_replay(case), failure=replace(plain, event=None)))
 
     def beside_healthy(self, made: Made) -> Made:
         """``made``, of which an input is bad, with what healthy steps before tell of that: see `let_through`."""
@@ -467,26 +422,12 @@ class EventStep(Describing):
                     return replace(made, snapshot=replace(snapshot, failure=found))
         return made
 
-    def _measured(self, steps: Sequence[Segment]) -> list[MeasuredStep]:
+    def measured(self, steps: Sequence[Segment]) -> list[MeasuredStep]:
         """Play the steps and measure them; empty if a played loss differs from the one of training."""
         replay, meter = self.replay(steps, 0), Meter(self.loop.tape.alive())
         with replay.going_back():
             replay.play(meter)
         return [] if replay.notes else meter.steps
-
-    def _blocked(self, steps: list[Segment], number: int, finding: Finding) -> Explain:
-        """The failure of a step in which a parameter gets no gradient, or one of zeros."""
-        parameters = (p for module in self.loop.world.modules for p in module.parameters())
-        address = next(p.data_ptr() for p in parameters if id(p) == finding.key)
-        before = steps[max(number - 1, 0)].mark.step
-        event = Predicate("share of zeros", 1.0, 1.0, before, steps[number].mark.step, source=finding.name)
-
-        def explain(program: Program, tensors: Tensors) -> Failure:
-            owned = (item.value for item in program.inputs if item.role == "parameter")
-            value = next((value for value in owned if tensors[value].data_ptr() == address), None)
-            return blocked(Step(program, tensors), Failure(Phase.BACKWARD, "dead", value=value, event=event))
-
-        return explain
 
     def _at_beginning_of(self, steps: list[Segment], alarm: Alarm, number: int) -> tuple[int, str, Explain]:
         """The position of the step in which a number has left its course, at ``number`` or before, the quantity that
@@ -498,7 +439,7 @@ class EventStep(Describing):
         """
         places = [step.mark.place for step in steps]
         end = max(number, places.index(alarm.values[-1].place) if alarm.values[-1].place in places else number)
-        measured = self._measured(steps[: end + 1])
+        measured = self.measured(steps[: end + 1])
         begun, predicate = number, Predicate(**alarm.numbers)
         healthy = places.index(alarm.healthy.place) if alarm.healthy.place in places else max(number - 1, 0)
         own = [n for n, played in enumerate(measured) if played.optimizer == measured[number].optimizer]
@@ -544,12 +485,14 @@ class EventStep(Describing):
             yield replace(case, where=_SEEN[quantity][1], ops=ops)
 
 
-def _is_fading(shares: Sequence[float]) -> bool:
-    """True if at least half of the last gradient was zero, and there is no telling that this came suddenly.
+def without_gradient(loop: Loop, key: int, failure: Failure, *, is_all: bool = False) -> Explain:
+    """What explains a step in which the parameter with this ``id`` gets no gradient, see `blocked`."""
+    address = next(p.data_ptr() for one in loop.world.optimizers for p in parameters_of(one) if id(p) == key)
 
-    It did if `_SUDDEN` steps before the end the share of zeros was about what it usually was.
-    """
-    if shares[-1] < _MOSTLY or len(shares) <= 2 * _SUDDEN:
-        return shares[-1] >= _MOSTLY
-    then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
-    return then >= _MOSTLY and 1.0 - then < _ABOUT * (1.0 - usual)
+    def explain(program: Program, tensors: Tensors) -> Failure:
+        owned = (item.value for item in program.inputs if item.role == "parameter")
+        value = next((value for value in owned if tensors[value].data_ptr() == address), None)
+        found = blocked(Step(program, tensors), replace(failure, value=value), is_all=is_all)
+        return replace(found, way=failure.way) if failure.way else found
+
+    return explain

@@ -31,7 +31,7 @@ def what(result: Mapping[str, Any]) -> str:
     if failure["kind"] == "none":
         return "healthy step, saved on request"
     if "silence" in failure:
-        return "a silent failure"
+        return "a silent failure" + (f" from `{failure['call']}`" if failure["call"] is not None else "")
     if "difference" in failure:
         return f"difference between ranks in `{failure['difference']['parameter']}`"
     if "event" in failure:

@@ -46,7 +46,7 @@ from reprokit.program.ir import Phase
 from reprokit.program.sites import is_standard, kind_of_file, make_site, relative_path
 from reprokit.program.trace import current_mode
 from reprokit.series.course import QUANTITIES
-from reprokit.series.events import Finding, Silence
+from reprokit.series.events import Silence
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import user_path
@@ -186,7 +186,6 @@ class Failures:
             path = self._take_exception(cause, frame)
         if path is None and error is None and self.early is not None:
             self.early.look_for_changes(frame, is_last=True)
-            path = self.early.look_at_gradients(frame, is_last=True)
         if path is None and error is None and self.silent is not None and recorder.enabled:
             path = self.silent.look(None, frame)
         if path is None and is_buffer_bad:
@@ -310,8 +309,6 @@ class Failures:
             return f"an output is nan or inf in forward pass {loop.forwards[-1][0]}; replaying it"
         if isinstance(alarm, Silence):
             return f"something is not learned; saving step {alarm.step}"
-        if isinstance(alarm, Finding):
-            return f"`{alarm.name}` learns nothing; replaying step {alarm.step}"
         if alarm is not None:
             return f"the {QUANTITIES[alarm.kind]} left its course at step {alarm.step}; going back to it"
         if verdict.difference is not None:

@@ -119,7 +119,7 @@ class Loop:
         self._optimizer = self._met = self._inside = self._scaler = self._attributes = self.clipped = None
         self._in_kernel = _NO_SCALER
         self.judge.pending = None
-        for part in (self.flags, self._sentinel, self._last_layer, self.world, self.tape, self.norms, self.samples):
+        for part in (self.flags, self._sentinel, self._last_layer, self.world, self.tape, self.samples):
             if part is not None:
                 part.forget()
         self.compilers.clear()

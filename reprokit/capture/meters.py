@@ -37,7 +37,6 @@ from reprokit.words import user_path
 AUTO_SHARE = 0.003  # of the time: with the work around it that stays below the 0.5% that is promised
 _LEAST_STEPS = 10
 _MOST_NUMBERS = 20_000  # of each kind in a file
-_SHOWN = 6
 FIRST_STEPS = 3  # a parameter that is used has a gradient in one of them
 _FIRST_ON_AUTO = 1  # the first step of a training allocates the memory of gradients and kernels
 
@@ -47,8 +46,8 @@ class NormMeter:
     the loop clips right before that.
 
     ``record`` is ``auto``, ``N`` or ``N:PATTERN``; anything else raises `UsageError`. ``names`` gives the names of
-    parameters by ``id``; it is asked again for a parameter that it did not know. ``say`` prints the parameters that got
-    no gradient, once. ``hand_over`` is given the numbers of a step that was measured.
+    parameters by ``id``; it is asked again for a parameter that it did not know. ``say`` prints why it measures no
+    more. ``hand_over`` is given the numbers of a step that was measured.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class NormMeter:
         self._next = 0.0
         self._last_step = -1
         self._is_off = False
-        self._silent: dict[int, torch.Tensor | None] | None = {}  # parameters of the first steps without a gradient
         self._before: dict[int, tuple[float, float]] = {}  # gradients before they were clipped, by ``id`` of parameters
         self._old: dict[int, torch.Tensor] = {}  # parameters before the update, by ``id``
         self._copied = 0.0  # seconds that this took
@@ -78,9 +76,9 @@ class NormMeter:
         """So much time has passed unwatched: it pays for nothing."""
         self._next += seconds
 
-    def forget(self) -> None:
-        """Let go of the user's parameters."""
-        self._silent = None
+    def takes(self, name: str) -> bool:
+        """True for a parameter that is to be measured."""
+        return fnmatchcase(name, self._pattern)
 
     def before_clip(self, step: int, parameters: Any) -> None:
         """The loop is about to clip the gradients of these."""
@@ -101,15 +99,13 @@ class NormMeter:
     def measure(self, step: int, optimizer: torch.optim.Optimizer) -> RecordedStep | None:
         """The numbers of an optimizer that has made its step, if it is to be measured. Waits for a device three
         times."""
-        if self._silent is not None:
-            self._look_for_gradients(step, optimizer, self._silent)
         before, self._before = self._before, {}
         old, self._old = self._old, {}
         if not (before or old or self._is_due(step)):
             return None
         started = time.perf_counter() - (self._copied if old else 0.0)
         parameters = [p for p in parameters_of(optimizer) if not p.is_meta]
-        named = {name: p for p in parameters if fnmatchcase(name := self._name(p), self._pattern)}
+        named = {name: p for p in parameters if self.takes(name := self._name(p))}
         clipped = _measured(parameters)
         unclipped = {key: before.get(key, pair) for key, pair in clipped.items()}
         with torch.no_grad():
@@ -158,24 +154,6 @@ class NormMeter:
                 known = self._ask_names()
             self._names[parameter] = known.get(id(parameter), f"parameter {len(self._names)}")
         return str(self._names[parameter])
-
-    def _look_for_gradients(
-        self, step: int, optimizer: torch.optim.Optimizer, silent: dict[int, torch.Tensor | None]
-    ) -> None:
-        """After the first steps print the parameters that have got no gradient in any of them."""
-        if step < FIRST_STEPS:
-            for p in parameters_of(optimizer):
-                if p.grad is not None:
-                    silent[id(p)] = None
-                elif p.requires_grad:
-                    silent.setdefault(id(p), p)
-            return
-        names = [name for p in silent.values() if p is not None and fnmatchcase(name := self._name(p), self._pattern)]
-        if names:
-            shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            self._say(f"no gradient in the first {FIRST_STEPS} steps: {shown}{more}")
-        self._silent = None
 
 
 def _measured(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[float, float]]:

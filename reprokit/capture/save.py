@@ -72,7 +72,7 @@ from reprokit.rules.match import diagnose
 from reprokit.series.cause import Cause
 from reprokit.series.course import Alarm
 from reprokit.series.decide import decided, may_tell_more, out_of_time
-from reprokit.series.events import Finding, Silence
+from reprokit.series.events import Silence
 from reprokit.series.story import LayerNumbers, failing_series
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.environment import collect_environment
@@ -168,7 +168,7 @@ class Verdict:
     op: Op | None = None
     is_late: bool = False
     raised: Raised | None = None
-    alarm: Alarm | Finding | Silence | None = None
+    alarm: Alarm | Silence | None = None
     together: Meeting | None = None
     difference: RankDifference | None = None
     keep: Op | None = None

@@ -140,7 +140,8 @@ class Session:
             log = LineLog(lambda: place.log)
             self._early = EarlyWarning(self, self._loop, kinds, self._failures, log, on_event)
             self._loop.early = self._failures.early = self._early
-        silent = Silent(self, self._loop, self._early.report if self._early is not None else self._warn)
+        report = self._early.report if self._early is not None else self._warn
+        silent = Silent(self, self._loop, report, finds_dead="dead" in kinds)
         self._loop.silent = self._failures.silent = silent
         self._loop.budget.say = self.say
         self._hooks = Hooks(self._loop)
@@ -382,7 +383,7 @@ class Session:
                     self._on_numbers = None
 
     def _warn(self, silence: Silence, frame: FrameType | None, path: Path | None) -> None:
-        self.say(visible_line(silence.event("warning").line()))
+        self.say(visible_line(silence.event("warning", silence.step).line()))
 
     def say(self, text: str) -> None:
         """Print a line, unless all is to be quiet."""

@@ -1,41 +1,41 @@
 """Nothing is wrong, and nothing is learned: what neither a value nor an exception shows.
 
-Looked at when the first copy of the state is due, and at the end of the run; in between nothing is done. A parameter
-may rest for a while by design: the first look reports only what holds for a whole optimizer, the last one what has not
-moved since. One without a gradient is reported where a call or a line of the source keeps it back, so no unused head.
+Looked at when the first copy of the state is due, and at the end of the run; with `--on dead` also every 20 steps. A
+parameter may rest for a while by design: the first look reports only what holds for a whole optimizer, a later one what
+has got no gradient since, if a call of the step keeps it back: so no unused head.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import gc
+import linecache
 import math
+import statistics
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from reprokit.capture.calls import Backward, Collective, Function, OptimizerStep, Root, ScaleLoss, Unscale, ZeroGrad
-from reprokit.capture.cut_lines import cut_line, has, place_of, region_around
-from reprokit.capture.early_warning import EventStep
+from reprokit.capture.early_warning import LEAST_SILENT, EventStep, without_gradient
 from reprokit.capture.meters import FIRST_STEPS, is_capturing
 from reprokit.capture.save import Verdict
-from reprokit.capture.tape import Op, Segment
+from reprokit.capture.tape import Mark, Op, Segment
 from reprokit.capture.tensor_names import names_of, parameter_names
-from reprokit.compare.healthy import blocked
 from reprokit.compare.quantity import norms_of, number_of, update_of
 from reprokit.errors import ignored_errors, pass_on
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import SILENT, Failure
 from reprokit.locate.ways import HALVES
 from reprokit.program.interpreter import Tensors
-from reprokit.program.ir import Phase, Program
-from reprokit.program.sites import called_name, kind_of_file, line_of
-from reprokit.program.step import Step
+from reprokit.program.ir import Phase, Program, Site
+from reprokit.program.sites import kind_of_file, make_site, relative_path
+from reprokit.series.course import LEAST_PLAYED
 from reprokit.series.events import Silence
 from reprokit.series.timeline import parameters_of
 from reprokit.words import counted, listed, number_words
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 _SAME = 20  # losses in a row that are equal in all bits; of other batches two hardly are
 _SHOWN = 3  # names in a line
 _MOST_PLAYED = 8  # modules without a gradient for which a call is looked for
+_PLAYED = 256  # steps, of those kept, that are looked at for the one in which a gradient ends
+_DYING = 0.5  # of the elements of a gradient
+_SUDDEN = 8  # steps in which a layer dies that does not fade out by design
+_ABOUT = 0.75  # of the usual share of a gradient that is not zero
 _FAINT = 1e-5  # of the loss: less would come of a change of all weights by themselves, at a gradient of rounding
 _MOVES = 1e-4  # of the norm of all parameters: more changes a loss that depends on them
 _LEAST_CHANGED = 16  # elements that tell an old cast of a weight from a new one
@@ -55,57 +59,76 @@ _MOSTLY = 0.9  # of the units of a layer
 _LEAST_UNITS = 20
 _OF_ONE_CLASS = ("softmax", "cross_entropy")  # whose loss is 0 from the start
 _FLAT = ("softmax", "norm", "round", "floor", "ceil", "sign")  # of one element, or of steps: by no accident of a layer
-_WAS_FAINT = (-1.0, -1)  # in the place of norm and version
 Report = Callable[[Silence, FrameType | None, Path | None], Path | None]
 Optimizer = torch.optim.Optimizer
+Found = Silence | None
 
 
 class Silent:
-    """Looks at a run. ``report`` prints or saves each finding; it is given the file that an earlier one has made."""
+    """Looks at a run. ``report`` prints or saves each finding; it is given the file that an earlier one has made.
 
-    def __init__(self, session: Session, loop: Loop, report: Report) -> None:
-        self._session, self._loop, self._report = session, loop, report
-        self._has_looked = False
-        self._told: Any = weakref.WeakSet()  # optimizers, and the loop for what is of none
-        # At the first look: norm and version of parameters without a gradient, the units of weights without one
-        self._idle: Any = WeakTensorKeyDictionary()
-        self._dead: Any = WeakTensorKeyDictionary()
+    ``norm`` is that of all gradients at the last look. ``finds_dead``: a gradient that ends is a finding too.
+    """
+
+    def __init__(self, session: Session, loop: Loop, report: Report, *, finds_dead: bool) -> None:
+        self._session, self._loop, self._report, self.finds_dead = session, loop, report, finds_dead
+        self.num_looks, self.norm = 0, 0.0
+        self.told: Any = weakref.WeakSet()  # optimizers, and the loop for what is of none
+        # At the first look: norm and version of parameters without a gradient, those with one of rounding, the units of
+        # weights without one
+        self.idle: Any = WeakTensorKeyDictionary()
+        self.faint: Any = WeakTensorKeyDictionary()
+        self.units: Any = WeakTensorKeyDictionary()
+        # Parameters without a gradient, or with one of zeros, at the last look, and in how many looks up to it
+        self.resting: Any = WeakTensorKeyDictionary()
+        self.played: Any = WeakTensorKeyDictionary()  # those for which kept steps were played
 
     def look_first(self, optimizer: Optimizer, frame: FrameType | None) -> None:
         """Look once, right after an optimizer's step; raises `CaptureStop` if the loop is to stop."""
-        if not self._has_looked and self.look(optimizer, frame) is not None:
+        if not self.num_looks and self.look(optimizer, frame, is_last=False) is not None:
             self._session.stop()
 
-    def look(self, optimizer: Optimizer | None, frame: FrameType | None) -> Path | None:
-        """Look, right after the step of an ``optimizer``, ``None`` at the end of the run; the path of a file, if one
-        was written. An error in here ends the look."""
+    def look(self, optimizer: Optimizer | None, frame: FrameType | None, *, is_last: bool = True) -> Path | None:
+        """Look, the first time right after the step of an ``optimizer``; the path of a file, if one was written. An
+        error in here ends the look."""
         if self._loop.iterations.total < FIRST_STEPS or is_capturing():
             return None
-        self._has_looked, path = True, None
+        self.num_looks, path = self.num_looks + 1, None
         try:
             with self._session.replaying(ends=False):
-                found = list(_Look(self._loop, frame, optimizer, self._idle, self._dead, self._told).findings())
+                look = _Look(self, self._loop, frame, optimizer, is_last=is_last)
+                found = list(look.findings())
+                idle = look.without_gradient() if optimizer is not None else ""
         except Exception as error:
             pass_on(error)
             self._session.complain("could not look for what is not learned", error)
             return None
+        if idle and not found:
+            self._session.say(idle)
         for silence in found:
             path = self._report(silence, frame, path)
         return path
 
 
 class _Look:
-    """One look at the steps that are kept, and at the state of now: after the step of ``now``, or at the end."""
+    """One look at the steps that are kept, and at the state of now: after the step of ``now``, or later."""
 
     def __init__(
-        self, loop: Loop, frame: FrameType | None, now: Optimizer | None, idle: Any, dead: Any, told: Any
+        self, seen: Silent, loop: Loop, frame: FrameType | None, now: Optimizer | None, *, is_last: bool
     ) -> None:
-        self.loop, self.frame, self.now, self.idle, self.dead, self.told = loop, frame, now, idle, dead, told
+        self.seen, self.loop, self.frame, self.now, self.is_last = seen, loop, frame, now, is_last
+        self.idle, self.told = seen.idle, seen.told
         self.steps, self.modules, self.optimizers = loop.tape.segments(), loop.world.modules, loop.world.optimizers
         self.over = f"in {counted(loop.iterations.completed, 'step')}"
         self.copied: dict[int, torch.Tensor] = {}  # what the first copy that is kept holds
         for copy in loop.world.copies[:1]:
             self.copied = dict(zip(map(id, copy.contents.tensors), copy.contents.contents, strict=True))
+        trained = [p for one in self.optimizers for p in parameters_of(one)]
+        dense = [p for p in trained if p.grad is not None and p.grad.layout is torch.strided and p.grad.numel()]
+        self.norms = {id(p): n for p, n in zip(dense, norms_of([_gradient(p) for p in dense]), strict=True)}
+        seen.norm = math.hypot(*self.norms.values())
+        resting = [p for p in trained if (p.requires_grad if p.grad is None else self.norms.get(id(p)) == 0)]
+        seen.resting = WeakTensorKeyDictionary({p: seen.resting.get(p, 0) + 1 for p in resting})
 
     @functools.cached_property
     def names(self) -> dict[int, str]:
@@ -114,25 +137,44 @@ class _Look:
 
     def findings(self) -> Iterator[Silence]:
         """The most certain first; one of each optimizer, and one more."""
-        last = self.steps[-1].mark if self.steps else self.loop.mark()
+        finders = (self._strangers, self._unscaled, self._without_gradient, self._ended, self._rounding, self._fading)
+        is_between = self.now is None and not self.is_last
         for optimizer in self.optimizers:
-            for find in (self._strangers, self._unscaled, self._without_gradient, self._rounding, self._fading):
+            for find in (self._strangers, self._ended) if is_between else finders:
                 step = next((one for one in reversed(self.steps) if _op_of(one, optimizer) is not None), None)
-                text = find(optimizer, step) if optimizer not in self.told else None
-                if text is not None:
+                found = find(optimizer, step) if optimizer not in self.told else None
+                if found is not None:
                     self.told.add(optimizer)
-                    mark = step.mark if step is not None else last
-                    yield Silence(text, mark.place, mark.step)
+                    yield found
         for look in (self._skipped, self._stale_casts, self._bypassed, self._same_loss):
-            text = look() if self.loop not in self.told else None
-            if text is not None:
+            other = look() if self.loop not in self.told and not is_between else None
+            if other is not None:
                 self.told.add(self.loop)
-                yield Silence(text, last.place, last.step)
-        waiting = [p for one in self.optimizers for p in parameters_of(one) if _is_idle(one, p)]
+                yield other
+        waiting = [p for p in self.seen.resting if self.now is not None]
         norms = norms_of([p.detach() for p in waiting])
         self.idle.update({p: (norm, p._version) for p, norm in zip(waiting, norms, strict=True)})
 
-    def _strangers(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+    def _silence(self, text: str, step: Segment | None = None, origin: Failure | Site | None = None) -> Silence:
+        """Something that a step shows, the last one if none is given, with the call or the line that it comes of."""
+        mark = step.mark if step is not None else self.steps[-1].mark if self.steps else self.loop.mark()
+        if not isinstance(origin, Failure):
+            origin = Failure(Phase.BACKWARD, SILENT, site=origin)
+        return Silence(text, mark.place, mark.step, origin)
+
+    def _of(self, parameter: torch.Tensor, text: str, step: Segment | None, origin: Failure) -> Silence:
+        """Of parameters that get no gradient, such as this one, with the call that keeps it back."""
+        made = self._silence(f"{text}; {_reason(origin)}", step, origin)
+        is_in_step = origin.value is not None
+        return made._replace(name=self.names.get(id(parameter), ""), key=id(parameter) if is_in_step else None)
+
+    def without_gradient(self) -> str:
+        """For `--record`: the parameters, of those that fit its pattern, that have no gradient."""
+        norms, resting = self.loop.norms, [p for p in self.seen.resting if p.grad is None]
+        known = [p for p in resting if norms is not None and norms.takes(self.names.get(id(p), ""))]
+        return f"no gradient has reached {self._listed(known)} at step {self.steps[-1].mark.step}" if known else ""
+
+    def _strangers(self, optimizer: Optimizer, step: Segment | None) -> Found:
         """No module has its parameters any more, or they are frozen, and others are trained that no optimizer has."""
         of_models = {id(p): p for root in self.modules for p in root.parameters()}
         known = {id(p) for one in self.optimizers for p in parameters_of(one)}
@@ -148,9 +190,10 @@ class _Look:
             return None
         count = f"{len(gone)} of the {len(own)} parameters of {self._name(optimizer)} are none of the model"
         lead = f"{self._name(optimizer)} holds no parameter of the model that is trained" if is_all else count
-        return f"{lead}, and no optimizer holds {self._listed(new)}, which have a gradient"
+        since = f"; it has made no update of them since step {begun.step}" if (begun := self._since(gone)) else ""
+        return self._silence(f"{lead}, and no optimizer holds {self._listed(new)}, which have a gradient{since}", step)
 
-    def _unscaled(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+    def _unscaled(self, optimizer: Optimizer, step: Segment | None) -> Found:
         own = [(one.ops, op) for one in self.steps if (op := _op_of(one, optimizer)) is not None]
         for ops, op in own:
             scaled = [n for n, one in enumerate(ops) if one.kind is ScaleLoss]
@@ -158,58 +201,134 @@ class _Look:
             is_written = any(one.kind is Function and one.note is not None and one.note.is_write for one in later)
             if not later or is_written or any(one.kind is Unscale for one in later):  # the loop may divide them itself
                 return None
-        lead = f"{self._name(optimizer)} steps with gradients of a scaled loss" if own else ""
-        return f"{lead}, and the grad scaler has checked none of them; {_place(own[-1][1])}" if own else None
+        if not own:
+            return None
+        site, lead = _site(own[-1][1]), f"{self._name(optimizer)} steps with gradients of a scaled loss"
+        return self._silence(f"{lead}, and the grad scaler has checked none of them{_place(site)}", step, site)
 
-    def _without_gradient(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+    def _without_gradient(self, optimizer: Optimizer, step: Segment | None) -> Found:
         trained = [p for p in parameters_of(optimizer) if p.requires_grad]
         if optimizer is self.now:
             resting = [p for p in trained if _is_idle(optimizer, p)]
         else:
-            resting = [p for p in trained if self.now is None and self._has_rested(optimizer, p)]
+            idle = [p for p in trained if self.now is None and p.grad is None]
+            resting = [p for p in idle if self._has_rested(optimizer, p)]
         if resting and len(resting) == len(trained):
-            found = _cleared(step, optimizer) or self._cut(step, resting) or self._blocking(step, resting[0])
             lead = f"no gradient has reached any of the {counted(len(resting), 'parameter')} of {self._name(optimizer)}"
-            return "; ".join(filter(None, [f"{lead} {self.over}", found]))
-        groups: dict[str, list[torch.Tensor]] = {}
-        for p in resting if self.now is None else ():
-            groups.setdefault(self.names.get(id(p), "").rpartition(".")[0], []).append(p)
-        some = list(groups.values())[:_MOST_PLAYED]
-        reasons = [(self._blocking(step, group[0]) or self._cut(step, group), group) for group in some]
-        cut = [p for reason, group in reasons if reason is not None for p in group]
-        reason = next((reason for reason, _ in reasons if reason is not None), None)
-        return f"no gradient has reached {self._listed(cut)} {self.over}; {reason}" if cut else None
+            site = _cleared(step, optimizer)
+            if site is not None:
+                cleared = "`zero_grad` clears them after the backward pass, before the step"
+                return self._silence(f"{lead} {self.over}; {cleared}{_place(site)}", step, site)
+            reasons = self._reasons(step, resting)
+            first = next((p for p in resting if id(p) in reasons), None)
+            text = f"{lead} {self.over}"
+            return self._of(first, text, step, reasons[id(first)]) if first is not None else self._silence(text, step)
+        reasons = self._reasons(step, resting) if resting and self.now is None else {}
+        cut = [p for p in resting if id(p) in reasons]
+        if not cut:
+            return None
+        return self._of(cut[0], f"no gradient has reached {self._listed(cut)} {self.over}", step, reasons[id(cut[0])])
 
     def _has_rested(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-        """True if a parameter has no gradient, and has not moved since the first look."""
+        """True if a parameter has not moved since the first look, in which it had no gradient either. A decay may have
+        moved one whose gradient is zero."""
         norm, version = self.idle.get(parameter, (None, None))
-        is_idle = version == parameter._version and _is_idle(optimizer, parameter)
-        return is_idle and bool(norms_of([parameter.detach()])[0] == norm)
+        is_still = bool(norms_of([parameter.detach()])[0] == norm)
+        if parameter.grad is None:
+            return is_still and version == parameter._version and _is_idle(optimizer, parameter)
+        return is_still or (norm is not None and any(group.get("weight_decay") for group in optimizer.param_groups))
 
-    def _rounding(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+    def _ended(self, optimizer: Optimizer, step: Segment | None) -> Found:
+        """A gradient that is zero, since the first look, or zero or missing from a step on that is kept.
+
+        Kept steps are played once for each parameter: a part of a model may rest in turn with others, all the time.
+        """
+        looks, own = self.seen.resting, [p for p in parameters_of(optimizer) if p in self.seen.resting]
+        new = [p for p in own if p not in self.seen.played and (self.is_last or looks[p] > 1)]
+        rested = (p for p in new if p.grad is not None and looks[p] == self.seen.num_looks)
+        always = {id(p) for p in rested if self._has_rested(optimizer, p)}
+        if self.now is not None or not (new if self.seen.finds_dead else always):
+            return None
+        self.seen.played.update({p: True for p in new})
+        for mark, is_dead, parameters in self._begun(new, always):
+            begun = next(one for one in self.steps if one.mark.place == mark.place)
+            reasons = self._reasons(begun, parameters)
+            known = [p for p in parameters if id(p) in reasons]
+            if known:
+                what = "missing" if known[0].grad is None else "zero"
+                text = f"the gradient of {self._listed(known)} is {what} "
+                text += f"since step {mark.step}" if is_dead else self.over
+                found = self._of(known[0], text, begun, reasons[id(known[0])])
+                return found._replace(kind="dead") if is_dead else found
+        return None
+
+    def _begun(self, wanted: Sequence[torch.Tensor], always: set[int]) -> list[tuple[Mark, bool, list[torch.Tensor]]]:
+        """The steps with which gradients end, whether they were there before, and the parameters that are ``wanted``.
+
+        In the step before less than half of a gradient was zero, and of those that end with it: a layer may fade out by
+        design, unit by unit, as under a decay. One that has a gradient in some steps and none in others may rest by
+        design, as the head of a task does, so a gradient that is missing has to have been there in every step before.
+        """
+        found: dict[int, tuple[Mark, bool, list[torch.Tensor]]] = {}
+        faded = set[int]()  # the steps in which a layer ended by design
+        for p in self.seen.resting:
+            shares = [(one.mark, one.zeros[id(p)]) for one in self.measured if one.norm and id(p) in one.zeros]
+            since = [mark for mark, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
+            before = [share for _, share in shares[: len(shares) - len(since)]]
+            if since and before and _is_fading([share or 0.0 for share in before]):
+                faded.add(since[-1].place)
+                continue
+            was_there = len(before) >= LEAST_PLAYED and all(share not in (None, 1.0) for share in before)
+            is_dead = len(since) >= LEAST_SILENT and bool(before) and (shares[-1][1] is not None or was_there)
+            is_told = is_dead and (self.seen.finds_dead or id(p) in always) if before else since and id(p) in always
+            if is_told and any(p is one for one in wanted):
+                found.setdefault(since[-1].place, (since[-1], bool(before), []))[2].append(p)
+        return [entry for place, entry in sorted(found.items()) if place not in faded]
+
+    def _since(self, parameters: Sequence[torch.Tensor]) -> Mark | None:
+        """The first of the kept steps since which parameters have got no gradient that they had before."""
+        shares = [(one.mark, one.zeros[id(p)]) for p in parameters[:1] for one in self.measured if id(p) in one.zeros]
+        since = [mark for mark, _ in takewhile(lambda pair: pair[1] is None, reversed(shares))]
+        return since[-1] if 0 < len(since) < len(shares) else None
+
+    @functools.cached_property
+    def measured(self) -> list[Any]:
+        """The kept steps, played; empty if that is not possible."""
+        with ignored_errors():  # `NotKept`, or of the user's code
+            return EventStep(self.loop, Verdict("gradient", self.frame), ()).measured(self.steps[:_PLAYED])
+        return []
+
+    def _rounding(self, optimizer: Optimizer, step: Segment | None) -> Found:
         """Gradients of rounding: of all parameters at the first look, or of the same weights at both."""
-        dense = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.layout is torch.strided]
+        dense = [p for p in parameters_of(optimizer) if id(p) in self.norms]
         losses = {row.place: row.loss for row in self.loop.timeline.after(-1)}
         is_looked_at = step is not None and dense and self.now in (None, optimizer)
         loss = number_of(losses.get(step.mark.place)) if step is not None and is_looked_at else None
         if loss is None or not math.isfinite(loss):
             return None
-        gradients = norms_of([p.grad.detach() for p in dense if p.grad is not None])
-        pairs = list(zip(dense, gradients, norms_of([p.detach() for p in dense]), strict=True))
+        gradients, weights = [self.norms[id(p)] for p in dense], norms_of([p.detach() for p in dense])
+        pairs = list(zip(dense, gradients, weights, strict=True))
         faint = [p for p, gradient, weight in pairs if p.dim() > 1 and gradient * weight <= _FAINT * abs(loss)]
-        gradient, weight = math.hypot(*gradients), math.hypot(*(pair[2] for pair in pairs))
+        gradient, weight = math.hypot(*gradients), math.hypot(*weights)
         if self.now is optimizer and gradient * weight <= _FAINT * abs(loss):
+            first = [max(dense, key=torch.Tensor.dim)]
             only = ("",) if loss else _OF_ONE_CLASS  # 0 is what many losses end at
-            reason = self._blocking(step, max(dense, key=torch.Tensor.dim), only)
+            reason = self._reasons(step, first, only).get(id(first[0]))
             norm = f"only rounding (norm {number_words(gradient)} beside {number_words(weight)} of the weights)"
             lead = f"the gradients of all {counted(len(dense), 'parameter')} of {self._name(optimizer)} are"
-            return f"{lead} {norm if gradient else 'zero'}; {reason}" if reason else None
-        both = [p for p in faint if self.idle.get(p) == _WAS_FAINT]
-        self.idle.update({p: _WAS_FAINT for p in faint if self.now is optimizer})
-        reason = self._blocking(step, both[0], _FLAT) if both and self.now is None and loss else None
-        return f"the gradient of {self._listed(both)} is zero or rounding {self.over}; {reason}" if reason else None
+            both, text = first if reason is not None else [], f"{lead} {norm if gradient else 'zero'}"
+        else:
+            both = [p for p in faint if p in self.seen.faint]
+            self.seen.faint.update({p: True for p in faint if self.now is optimizer})
+            is_told = both and self.now is None and loss
+            reason = self._reasons(step, both[:1], _FLAT).get(id(both[0])) if is_told else None
+            text = f"the gradient of {self._listed(both)} is zero or rounding {self.over}" if both else ""
+        if reason is None:
+            return None
+        found = self._of(both[0], text, step, reason)
+        return found if self.norms[id(both[0])] == 0 else found._replace(key=None)
 
-    def _fading(self, optimizer: Optimizer, step: Segment | None) -> str | None:
+    def _fading(self, optimizer: Optimizer, step: Segment | None) -> Found:
         """A gradient that vanishes on the way to the first layers, underflows in float16, or does not reach most units
         of a layer at either look: units of the last one may be chosen, as actions are."""
         weights = [p for p in parameters_of(optimizer) if p.dim() > 1 and p.grad is not None]
@@ -221,7 +340,8 @@ class _Look:
             (low, first), (high, last) = known[0], known[-1]
             names = [self.names.get(id(given[n][0]), "a weight") for n in (first, last)]
             ratio = f"{number_words(low / high)} times that of `{names[1]}` ({number_words(high)})"
-            return f"the gradient of `{names[0]}` vanishes: its norm is {number_words(low)}, {ratio}"
+            lead = f"the gradient of `{names[0]}` vanishes"
+            return self._silence(f"{lead}: its norm is {number_words(low)}, {ratio}", step)
         modules = (m for root in self.modules for m in root.modules())
         own = {id(m.weight) for m in modules if isinstance(m, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d))}
         modes = [op.mode.autocast for op in step.ops if op.kind is Root] if step is not None else []
@@ -236,58 +356,46 @@ class _Look:
             if is_first and is_low and (is_half or gradient.dtype is torch.float16):
                 lead = f"the gradient of `{self.names.get(id(p))}` underflows in float16"
                 lead = f"{lead}: it is {number_words(largest)} at most"
-                return f"{lead}, {float(empty.double().mean()):.1%} of it zero, and there is no grad scaler"
-            both = float((dead & self.dead[p]).double().mean()) if p in self.dead else 0.0
+                zero = f"{float(empty.double().mean()):.1%} of it zero"
+                return self._silence(f"{lead}, {zero}, and there is no grad scaler", step)
+            both = float((dead & self.seen.units[p]).double().mean()) if p in self.seen.units else 0.0
             if is_first:
-                self.dead[p] = dead
+                self.seen.units[p] = dead
             elif self.now is None and both > _MOSTLY:
                 name = self.names.get(id(p), "a weight").rpartition(".")[0]
-                return f"{both:.1%} of the units of `{name}` have got no gradient {self.over}"
+                return self._silence(f"{both:.1%} of the units of `{name}` have got no gradient {self.over}", step)
         return None
 
-    def _cut(self, step: Segment | None, parameters: Sequence[torch.Tensor]) -> str | None:
-        """A line of the source that cuts the way from the loss to the model: of the loop if no parameter of the model
-        has a gradient, or of a module's forward."""
-        ops, known = step.ops if step is not None else [], set(map(id, parameters))
-        start = next((op for op in reversed(ops) if op.kind is Backward), None)
-        for op in ops if start is not None else ():
-            own = {id(p) for p in op.target.parameters() if p.requires_grad} if op.kind is Root else set()
-            if known.isdisjoint(own):
-                continue
-            found = _loop_cut(op, start) if own <= known else None
-            found = found or next(filter(None, map(_forward_cut(known), op.target.modules())), None)
-            if found is not None:
-                return f"the graph is cut at {found}"
-        return None
-
-    def _blocking(self, step: Segment | None, parameter: torch.Tensor, only: tuple[str, ...] = ()) -> str | None:
-        """The call of a step that is played which passes no gradient on to a parameter; with ``only`` nothing but
-        rounding, and a part of its name is one of these."""
-        found: Failure | None = None
+    def _reasons(
+        self, step: Segment | None, parameters: Sequence[torch.Tensor], only: tuple[str, ...] = ()
+    ) -> dict[int, Failure]:
+        """The calls of a step, played again, that pass no gradient on to parameters, by the ``id`` of these; one of
+        each module is asked for. With ``only`` nothing but rounding, and a part of the call's name is one of these."""
+        groups: dict[str, list[torch.Tensor]] = {}
+        for p in parameters:
+            groups.setdefault(self.names.get(id(p), "").rpartition(".")[0], []).append(p)
+        found: dict[int, Failure] = {}
+        failure = Failure(Phase.BACKWARD, "dead")
 
         def see(program: Program, tensors: Tensors) -> Failure:
-            nonlocal found
-            owned = (item.value for item in program.inputs if item.role == "parameter")
-            value = next((value for value in owned if tensors[value].data_ptr() == parameter.data_ptr()), None)
-            found = blocked(Step(program, tensors), Failure(Phase.BACKWARD, "dead", value=value), is_all=bool(only))
-            return found
+            for group in list(groups.values())[:_MOST_PLAYED]:
+                one = without_gradient(self.loop, id(group[0]), failure, is_all=bool(only))(program, tensors)
+                if one is not None and one.call is not None and any(part in one.call for part in only or ("",)):
+                    found.update(dict.fromkeys(map(id, group), one))
+            return failure
 
         if self.loop.ranks.is_alone and step is not None:
             with ignored_errors():  # the user's code may not run again with the state of then
                 EventStep(self.loop, Verdict("gradient", self.frame), ()).explained_by(see, step.mark.place)
-        if found is None or found.call is None or not any(part in found.call for part in only or ("",)):
-            return None
-        module = f" in `{found.module}`" if found.module and not found.module.startswith("<") else ""
-        site = f", {found.site.file}:{found.site.line}: {found.site.code.strip()}" if found.site is not None else ""
-        return f"`{found.call}` lets no gradient through{module}{site}"
+        return found
 
-    def _skipped(self) -> str | None:
+    def _skipped(self) -> Found:
         total = self.loop.iterations.total
         is_all = self.now is None and total >= _SAME and self.loop.scalers.num_skipped >= total
         words = f"the grad scaler has left out all {total} steps: every gradient had an infinity or a NaN"
-        return words if is_all else None
+        return self._silence(words) if is_all else None
 
-    def _stale_casts(self) -> str | None:
+    def _stale_casts(self) -> Found:
         """Autocast's cache holds what a weight was before the first update."""
         root = next((op for step in self.steps for op in step.ops if op.kind is Root and op.mode.autocast), None)
         own = parameters_of(self.now) if self.now is not None and torch.is_autocast_cache_enabled() and root else []
@@ -298,13 +406,13 @@ class _Look:
             if p.dtype is torch.float32 and (old != now).sum() >= _LEAST_CHANGED:
                 with torch.enable_grad():  # as in a forward: the cache keeps what is cast here
                     read = torch.matmul(p, torch.eye(p.shape[-1], device=p.device)).detach()
-                if torch.equal(read, old) and root is not None and root.code is not None:
-                    region = region_around(root.code, line_of(root.code, root.instruction), "autocast")
+                if torch.equal(read, old):
+                    site = _region(self.frame, "autocast")
                     lead = f"autocast still uses the cast of `{self.names.get(id(p))}` from before the first update"
-                    return f"{lead}: it was entered once around all steps{region}"
+                    return self._silence(f"{lead}: it was entered once around all steps{_place(site)}", origin=site)
         return None
 
-    def _bypassed(self) -> str | None:
+    def _bypassed(self) -> Found:
         distributed, wrapper = torch.distributed, torch.nn.parallel.DistributedDataParallel
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() == 0):
             return None
@@ -315,10 +423,11 @@ class _Look:
         op = next((called[key] for key in inside if key in called), None)
         if op is None or distributed.get_world_size() < 2 or any(one.kind is Collective for one in ops):
             return None  # the loop may average gradients itself
-        lead = f"`DistributedDataParallel` is never called, and its module is, {_place(op)}"
-        return f"{lead}: the {distributed.get_world_size()} ranks average no gradient"
+        lead = f"`DistributedDataParallel` is never called, and its module is{_place(_site(op))}"
+        words = f"{lead}: the {distributed.get_world_size()} ranks average no gradient"
+        return self._silence(words, origin=_site(op))
 
-    def _same_loss(self) -> str | None:
+    def _same_loss(self) -> Found:
         by_seat: dict[int, list[Any]] = {}
         for row in self.loop.timeline.after(-1):
             by_seat.setdefault(row.seat.number, []).append(row.loss)
@@ -328,7 +437,7 @@ class _Look:
             if is_same and value and math.isfinite(value) and not self._is_coarse(value):  # 0 is what many end at
                 change = "the batch changes" if self._batch_changes() else "parameters move" if self._moves() else None
                 lead = f"the loss is {number_words(value, 6)} in all bits in the last {_SAME} steps"
-                return f"{lead} while {change}" if change is not None else None
+                return self._silence(f"{lead} while {change}") if change is not None else None
         return None
 
     def _is_coarse(self, value: float) -> bool:
@@ -366,45 +475,56 @@ def _op_of(step: Segment, optimizer: Optimizer) -> Op | None:
     return next((op for op in step.ops if op.kind is OptimizerStep and op.target is optimizer), None)
 
 
-def _place(op: Op | None) -> str:
-    return place_of(op.code, line_of(op.code, op.instruction)) if op is not None and op.code is not None else ""
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "a parameter without a gradient has none to measure"
+    return parameter.grad.detach()
 
 
-def _cleared(step: Segment | None, optimizer: Optimizer) -> str | None:
+def _site(op: Op | None) -> Site | None:
+    return make_site(op.code, op.instruction) if op is not None and op.code is not None else None
+
+
+def _place(site: Site | None) -> str:
+    """A line of the user's with its text, behind a comma."""
+    return f", {site.place}: {site.code}" if site is not None else ""
+
+
+def _reason(found: Failure) -> str:
+    """Why a gradient does not pass a call."""
+    if found.input_name is not None:
+        return f"`{found.input_name}`, given to `{found.call}`{_place(found.site)}, {found.way}"
+    shown = f"; {found.way}" if found.way else ""
+    return f"`{found.call}` lets no gradient through{_place(found.site)}{shown}"
+
+
+def _cleared(step: Segment | None, optimizer: Optimizer) -> Site | None:
+    """The step of an optimizer whose gradients are cleared between the backward pass and it."""
     ops, used = step.ops if step is not None else [], _op_of(step, optimizer) if step is not None else None
     made = max((n for n, op in enumerate(ops) if op.kind is Backward), default=len(ops))
-    is_cleared = used is not None and any(op.kind is ZeroGrad for op in ops[made:])
-    return f"`zero_grad` clears them after the backward pass, before {_place(used)}" if is_cleared else None
+    return _site(used) if any(op.kind is ZeroGrad for op in ops[made:]) else None
 
 
-def _loop_cut(root: Op, start: Op | None) -> str | None:
-    """The line that cuts the way from a backward call to a model, in the functions that call these."""
-    if start is None or root.code is None or start.code is None:
-        return None
-    called, started = line_of(root.code, root.instruction), line_of(start.code, start.instruction)
-    outer, inner = start.code.co_name, root.code.co_name
-
-    def is_root(node: Any) -> bool:
-        return isinstance(node, ast.Call) and has(node, called)
-
-    if root.code is start.code:
-        return cut_line(root.code, lambda node: has(node, started), is_root)
-    found = cut_line(root.code, lambda node: any(called_name(n) == outer for n in ast.walk(node)), is_root)
-    found = found or cut_line(root.code, lambda node: isinstance(node, ast.Return), is_root)
-    return found or cut_line(start.code, lambda node: has(node, started), lambda node: called_name(node) == inner)
+def _region(frame: FrameType | None, name: str) -> Site | None:
+    """The ``with`` of something with a name around the lines that run, by its indentation."""
+    while frame is not None:
+        file, indent = frame.f_code.co_filename, math.inf
+        for number in range(frame.f_lineno, 0, -1) if kind_of_file(file) == "user" else ():
+            line = linecache.getline(file, number)
+            text = line.strip()
+            if text and len(line) - len(line.lstrip()) < indent:
+                if text.startswith("with ") and name in text:
+                    return Site(relative_path(file), number, text)
+                indent = len(line) - len(line.lstrip())
+        frame = frame.f_back
+    return None
 
 
-def _forward_cut(known: set[int]) -> Callable[[torch.nn.Module], str | None]:
-    """What finds the line of a module's forward that cuts the way to parameters of its parts, given by ``id``."""
+def _is_fading(shares: Sequence[float]) -> bool:
+    """True if at least half of the last gradient was zero, and there is no telling that this came suddenly.
 
-    def find(module: torch.nn.Module) -> str | None:
-        code: Any = getattr(type(module).forward, "__code__", None)
-        parts = [(name, list(part.parameters())) for name, part in module.named_children()]
-        parts += [(name, [p]) for name, p in module.named_parameters(recurse=False)]
-        wanted = {f"self.{name}" for name, own in parts if any(id(p) in known for p in own)}
-        if not wanted or not isinstance(code, CodeType) or kind_of_file(code.co_filename) != "user":
-            return None
-        is_part = lambda node: isinstance(node, ast.Attribute) and ast.unparse(node) in wanted  # noqa: E731
-        return cut_line(code, lambda node: isinstance(node, ast.Return), is_part)
-
-    return find
+    It did if `_SUDDEN` steps before the end the share of zeros was about what it usually was.
+    """
+    if shares[-1] < _DYING or len(shares) <= 2 * _SUDDEN:
+        return shares[-1] >= _DYING
+    then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
+    return then >= _DYING and 1.0 - then < _ABOUT * (1.0 - usual)

@@ -28,11 +28,12 @@ from reprokit.locate.notes import Notes
 from reprokit.locate.spelling import argument_at, short_name, slot_of
 from reprokit.locate.ways import largest_finite, ways_of
 from reprokit.program.dataflow import calls_behind, values_behind, writer_of, written_by
+from reprokit.program.functions import display_name
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, Site
 from reprokit.program.observe import Trace
 from reprokit.program.step import Step
-from reprokit.words import row_words
+from reprokit.words import number_words, row_words
 
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _BY_DESIGN = frozenset({"mul", "where", "masked_fill"})  # make zeros because somebody asks for them
@@ -235,43 +236,122 @@ class _Comparison:
 
 
 def blocked(step: Step, failure: Failure, *, is_all: bool = False) -> Failure:
-    """``failure``, no gradient for the parameter that is its value, with the call that lets none through.
+    """``failure``, no gradient for the parameter that is its value, with the call that lets none through, and in
+    ``way`` what its results show.
 
     That is the one closest to the loss that a gradient reaches and that passes none on towards the parameter, or one
-    that cuts the graph, such as `detach`. Without such a call it stays as it is. ``is_all``: no parameter gets more
+    that cuts the graph, such as `detach`; or the call that is given numbers made of the parameter as an input, named
+    by ``input_name``, without their graph. Without such a call it stays as it is. ``is_all``: no parameter gets more
     than rounding, so that a call counts whatever its results are.
     """
-    program, sizes, parameter = step.program, _Sizes(step), failure.value
-    loss = loss_of(program)
-    if loss is None or parameter is None:
+    program, sizes, parameter, loss = step.program, _Sizes(step), failure.value, loss_of(step.program)
+    if loss is None:
         return failure
+    leaves = [item for item in program.inputs if item.requires_grad]
+    if parameter is None or not leaves:
+        is_new = bool(leaves) and not any(item.role == "parameter" for item in leaves)  # instead of any parameter
+        return _read_without(step, failure, leaves[0], "is a leaf with no graph behind it") if is_new else failure
+    way, led_to = _way(program, parameter, loss)
+    is_leaf = any(item.value == parameter and item.requires_grad for item in program.inputs)
+    given = _given_anew(step, parameter, loss) if is_leaf and not way else None
+    if given is not None:
+        way, led_to = _way(program, parameter, given[1])
+    silent = (index for index in reversed(way) if _is_silent(step, sizes, index, led_to, is_all))
+    origin = next(silent, None)
+    if origin is not None:
+        return replace(at_call(failure, program, origin), way=_shown_by(step, origin))
+    cut = next((index for index in way if index in sizes.graphless), None) if is_leaf else None
+    if cut is not None or given is None:
+        return at_call(failure, program, cut) if cut is not None else failure
+    made = next(call for call in program.calls if given[1] in written_by(call))
+    place = f" ({made.site.place})" if made.site is not None else ""
+    words = f"has the numbers of what `{display_name(made.target)}`{place} returned, and not its graph"
+    return _read_without(step, failure, given[0], words)
+
+
+def _read_without(step: Step, failure: Failure, item: Input, words: str) -> Failure:
+    """At the call that is given an input without the graph of what it was made of."""
+    reader = next(index for index, call in enumerate(step.program.calls) if item.value in call.input_refs())
+    return replace(at_call(failure, step.program, reader), input_name=item.name, way=words)
+
+
+def _way(program: Program, parameter: int, end: int) -> tuple[list[int], set[int]]:
+    """The calls on the way from a parameter to a value, and the parameter with their results."""
     led_to, way = {parameter}, list[int]()
-    for index in calls_behind(program.calls, [loss]):
+    for index in calls_behind(program.calls, [end]):
         if not led_to.isdisjoint(program.calls[index].input_refs()):
             led_to.update(written_by(program.calls[index]))
             way.append(index)
-    is_leaf = any(item.value == parameter and item.requires_grad for item in program.inputs)
-    cut = next((index for index in way if index in sizes.graphless), None) if is_leaf else None
-    silent = (index for index in reversed(way) if _is_silent(program, sizes, index, led_to, is_all))
-    origin = next(silent, cut)
-    return at_call(failure, program, origin) if origin is not None else failure
+    return way, led_to
 
 
-def _is_silent(program: Program, sizes: _Sizes, index: int, led_to: set[int], is_all: bool) -> bool:
+def _given_anew(step: Step, parameter: int, loss: int) -> tuple[Input, int] | None:
+    """An input that the loss is made of, which has the numbers of a value made of a parameter, and that value: what
+    goes through NumPy or a list comes back like that."""
+    program, behind = step.program, values_behind(step.program.calls, [loss])
+    made = [parameter]
+    for call in program.calls:
+        made += [v for v in written_by(call) if v not in made] if not {*made}.isdisjoint(call.input_refs()) else []
+    values = run(program, step.tensors, keep=frozenset(made[1:])).values
+    for item in program.inputs:
+        given = step.tensors[item.value].detach().flatten()
+        if item.role == "parameter" or item.value not in behind or not given.is_floating_point():
+            continue
+        alike = (v for v in reversed(made[1:]) if v in values and values[v].numel() == given.numel())
+        found = next((v for v in alike if torch.equal(values[v].detach().flatten().to(given), given)), None)
+        if found is not None and bool((given * (given - 1)).any()):  # zeros and ones are equal by accident
+            return item, found
+    return None
+
+
+def _is_silent(step: Step, sizes: _Sizes, index: int, led_to: set[int], is_all: bool) -> bool:
     """True if a gradient reaches a call that makes only zeros, or whose derivative is zero everywhere, and passes none
     on to what the parameter has led to; if it ``is_all``, nothing but rounding."""
-    call = program.calls[index]
+    program, call = step.program, step.program.calls[index]
     reached = max((sizes.passed(index, value) or 0.0 for value in call.output_refs()), default=0.0)
-    makes_zeros = not any(sizes.writes.get(index, {}).get(value) for value in call.output_refs())
-    is_told = makes_zeros or is_all or short_name(call).strip("_") in _FLAT
-    if short_name(call) in _BY_DESIGN or not (reached and is_told):
+    if short_name(call) in _BY_DESIGN or not reached:
         return False
     read = [value for value in call.input_refs() if value in led_to]
     makers = [(writer_of(program.calls, value, index), value) for value in read]
     sent = [sizes.largest_gradients.get(v) if maker is None else sizes.passed(maker, v) for maker, v in makers]
     share = next((share for part, share in _ROUNDING.items() if is_all and part in short_name(call)), 0.0)
     most = share * reached if share else 0.0  # the gradient may be infinite
-    return bool(sent) and all(size is not None and size <= most for size in sent)
+    if not sent or not all(size is not None and size <= most for size in sent):
+        return False
+    makes_zeros = not any(sizes.writes.get(index, {}).get(value) for value in call.output_refs())
+    return makes_zeros or is_all or short_name(call).strip("_") in _FLAT or _is_saturated(step, index, read)
+
+
+def _is_saturated(step: Step, index: int, read: list[int]) -> bool:
+    """True if each element of what a call returns is at one of two ends, and those of what it is given are not."""
+    (result, *_) = step.program.calls[index].output_refs()
+    values = run(step.program, step.tensors, keep=frozenset([result, *read])).values
+    given = [values.get(v, step.tensors.get(v)) for v in read]
+    is_alike = all(t is not None and t.shape == values[result].shape and not _ends(t) for t in given)
+    return is_alike and bool(_ends(values[result]))
+
+
+def _ends(tensor: torch.Tensor) -> list[float]:
+    """The one or two numbers that a tensor is made of; empty if there are more."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.layout is not torch.strided:
+        return []
+    low, high = (end.item() for end in tensor.detach().aminmax())
+    is_at_ends = bool(((tensor == low) | (tensor == high)).all())
+    return [*dict.fromkeys([low, high])] if is_at_ends else []
+
+
+def _shown_by(step: Step, index: int) -> str:
+    """What the results of a call show that lets no gradient through; empty if nothing."""
+    call, results = step.program.calls[index], step.program.calls[index].output_refs()
+    if not results:
+        return ""
+    (result, *_), given = results, next(iter(call.input_refs()), -1)
+    values = {**step.tensors, **run(step.program, step.tensors, keep=frozenset([result, given])).values}
+    ends = " or ".join(map(number_words, _ends(values[result])))
+    shape = list(values[given].shape) if given in values else []
+    if "cross_entropy" in short_name(call) and shape[-2 if len(shape) == 3 else -1 :][:1] == [1]:
+        return f"its scores {shape} have one class, so it returns the same number, {ends}, whatever they are"
+    return f"all of its outputs are {ends}" if ends and values[result].numel() > 1 else ""
 
 
 def let_through(failure: Failure, failing: Step, healthy: Step) -> Failure | None:

@@ -68,7 +68,7 @@ def observed(
         return None, outcome
     if math.isnan(value) and not math.isnan(event.value):  # the mean of no rows at all is no spike
         return None, outcome
-    found = Failure(failure.phase, failure.kind, value=failure.value, event=replace(event, value=value))
+    found = Failure(failure.phase, failure.kind, failure.way, value=failure.value, event=replace(event, value=value))
     if event.quantity == "update":
         found = replace(at_optimizer(found, program), value=_most_changed(program, tensors, failure, outcome))
     return found, outcome

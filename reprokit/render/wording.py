@@ -347,7 +347,7 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
         words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
         return f"the {words[0]} {code_span(failure.input_name)}, bad before the first {words[1]}"
     if failure.exception is None:
-        return "unknown"
+        return "unknown" if failure.site is None else ""
     if failure.site is not None and failure.site.library is not None:
         file, line = failure.site.library
         owner = "torch" if file.startswith("torch/") else "a library"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from reprokit.errors import ignored_warnings
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
+from reprokit.locate.failure import EVENTS, EXCEPTION, SILENT, Failure
 from reprokit.locate.spelling import short_name
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Phase
@@ -40,7 +40,8 @@ def diagnose(step: Snapshot | Scene, *, budget: TrialBudget | None = None, write
 
     ``write`` makes the code of a fix; without it only code from the table is given.
     """
-    if step.failure.kind not in ("nan", "inf", EXCEPTION, *EVENTS):
+    is_silent = step.failure.kind == SILENT and step.failure.call is not None
+    if not is_silent and step.failure.kind not in ("nan", "inf", EXCEPTION, *EVENTS):
         return Diagnosis(UNKNOWN, "No known mechanism", "There is no origin to look at.")
     with determinism(step.settings), ignored_warnings():
         scene = observe(step)

@@ -301,20 +301,21 @@ STEPS = [
         advice="Look at the gradient and the learning rate of the step before. Lower the learning rate, warm it up, or "
                "clip gradients (to a lower norm if they are clipped already)."),
     Rule("dead-relu-bias", "A bias that keeps a layer below zero", cause="state",
-        kinds="dead", calls="relu", when=[argument_blocks_gradient, bias_blocks_gradient], trial="a bias of zero",
+        kinds="dead silent", calls="relu", trial="a bias of zero",
+        when=[argument_blocks_gradient, bias_blocks_gradient],
         why="The bias {bias} makes all arguments of `{call}` negative. Its result and its derivative are zero, so no "
             "gradient gets behind it, and none reaches the bias.",
         seen=["the largest argument is {highest:.4g}; {bias} is {low:.4g} to {high:.4g}; with a bias of zero a "
               "gradient gets through, in a run of this step"],
         advice="Look at what set the bias: the initialisation, a loaded file, one large update. Set it anew; a leaky "
                "ReLU lets a gradient through below zero."),
-    Rule("dead-relu", "A layer below zero", kinds="dead", calls="relu", when=[argument_blocks_gradient],
+    Rule("dead-relu", "A layer below zero", kinds="dead silent", calls="relu", when=[argument_blocks_gradient],
         why="All arguments of `{call}` are negative or zero. Its result and its derivative are zero, so no gradient "
             "gets behind it.",
         seen=["the largest of {total} arguments is {highest:.4g}"],
         advice="Look at what makes the arguments negative: an input that is never negative with negative weights, one "
                "large update. Lower the learning rate, normalise before the layer, or use a leaky ReLU."),
-    Rule("cut-from-graph", "A call that cuts the graph", kinds="dead", when=[origin_cuts_graph],
+    Rule("cut-from-graph", "A call that cuts the graph", kinds="dead silent", when=[origin_cuts_graph],
         why="No gradient gets behind `{call}`, and none reaches the parameter.", seen=["`{call}` {what}"],
         advice="Keep the call out of the way to the loss, or freeze the parameters behind it "
                "(`requires_grad_(False)`) if they are not meant to learn."),

@@ -12,35 +12,40 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reprokit.series.course import QUANTITIES, Alarm, EventKind
 from reprokit.words import json_line, number_words, times_words
 
+if TYPE_CHECKING:
+    from reprokit.locate.failure import Failure
+
 _MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold about 8,000 events
 
 
-class Finding(NamedTuple):
-    """A parameter (its name and ``id``) that learns nothing, and the first step that shows it."""
-
-    name: str
-    key: int
-    place: int
-    step: int
-    kind: EventKind = "dead"
-
-
 class Silence(NamedTuple):
-    """Something in a run that is not learned, in words, and a step that shows it."""
+    """Something in a run that is not learned, in words, and a step that shows it; the first one of a ``dead`` layer.
+
+    ``origin`` has the call or the line that it comes of, as far as they are known. ``name`` and ``key`` (the ``id``)
+    are those of a parameter that gets no gradient.
+    """
 
     text: str
     place: int
     step: int
+    origin: Failure
     kind: EventKind = "silent"
+    name: str = ""
+    key: int | None = None
 
-    def event(self, severity: Literal["warning", "error"], path: Path | None = None) -> TrainingEvent:
-        """The event, with the path of the file if its step was saved."""
-        return TrainingEvent("silent", self.step, severity, self.text, snapshot=str(path) if path is not None else None)
+    def event(self, severity: Literal["warning", "error"], step: int, path: Path | None = None) -> TrainingEvent:
+        """The event, seen at a ``step``, with the path of the file if its step was saved."""
+        module = self.origin.module
+        is_dead = self.kind == "dead"
+        own = self.name.rpartition(".")[0] or self.name if is_dead else None
+        place, begun = module if module and not module.startswith("<") else own, self.step if is_dead else None
+        snapshot = str(path) if path is not None else None
+        return TrainingEvent(self.kind, step, severity, self.text, place, begun, snapshot=snapshot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,8 @@ class Certainty:
     """The failure in question, and how it is recognised.
 
     ``is_own_check`` says that candidates run by ``check`` and not by something that the caller gave. ``is_flaky``: the
-    failure is there only sometimes. ``doubt`` is why the capture could not show it either. ``notes`` are sentences for the user. ``seconds`` is what the latest run of the
-    snapshot took.
+    failure is there only sometimes. ``doubt`` is why the capture could not show it either. ``notes`` are sentences for
+    the user. ``seconds`` is what the latest run of the snapshot took.
     """
 
     oracle: Oracle

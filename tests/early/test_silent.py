@@ -12,7 +12,6 @@ import torch.nn as nn
 
 import reprokit
 from reprokit.capture.early_warning import EventStep
-from reprokit.capture.failure_text import cause_line
 from reprokit.rules.match import diagnose
 from tests.capture.traps_checks import update
 from tests.early import mlp
@@ -48,13 +47,13 @@ def test_a_dead_layer_is_named_in_an_issue_without_a_repro(tmp_path: Path) -> No
             model[0].bias.fill_(-1e3)
         _train(model)
     (event,), (result,) = watched.events, watched.session.results
-    assert (event.kind, event.severity, event.place) == ("dead", "error", "1")
+    assert (event.kind, event.severity, event.place) == ("silent", "error", "1")
     failure = result["failure"]
-    assert (failure["kind"], failure["call"], failure["module"]) == ("dead", "torch.nn.functional.relu", "1")
+    assert (failure["kind"], failure["call"], failure["module"]) == ("silent", "torch.nn.functional.relu", "1")
+    assert failure["silence"] == event.evidence and event.evidence.endswith("; all of its outputs are 0")
     assert failure["event"]["source"] == "0.weight"
     assert (failure["event"]["quantity"], failure["event"]["value"]) == ("share of zeros", 1.0)
     assert failure["step"] == 0  # it has been so from the start
-    assert str(cause_line(result)).startswith("the gradient of `0.weight` is missing or zero from step 0 on")
     snapshot = reprokit.load(tmp_path / "run.pt")
     reduction = reprokit.shrink(snapshot, whatif=False)
     assert reduction.program == snapshot.program and reduction.reproduces == "5/5"
@@ -150,7 +149,11 @@ def test_a_gradient_that_is_zero_from_a_step_on_is_dated(begins: int, tmp_path: 
             update(optimizer, (model(x) - x.sum(1, keepdim=True)).pow(2).mean())
     (event,), (result,) = watched.events, watched.session.results
     assert (event.began_at, event.place, result["failure"]["step"]) == (begins, "3", begins)
-    assert event.evidence.startswith("`torch.nn.functional.relu` lets no gradient through in `3`: the gradient of `0.")
+    since = f"since step {begins}" if begins else "in 20 steps"
+    words = (
+        f"the gradient of `0.weight`, `0.bias`, `2.weight` and 1 more is zero {since}; `torch.nn.functional.relu` lets"
+    )
+    assert event.kind == ("dead" if begins else "silent") and event.evidence.startswith(words)
 
 
 def test_a_net_that_dies_of_one_update_is_told_though_it_takes_some_steps(tmp_path: Path) -> None:
@@ -187,8 +190,8 @@ def test_a_layer_that_fades_under_a_decay_gives_no_event(tmp_path: Path) -> None
 def test_looks_for_silent_parameters_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts that rest in turn are no reason to play steps all the time."""
     looks: list[None] = []
-    look = EventStep.find_silent
-    monkeypatch.setattr(EventStep, "find_silent", lambda *given: (looks.append(None), look(*given))[1])
+    look = EventStep.measured
+    monkeypatch.setattr(EventStep, "measured", lambda *given: (looks.append(None), look(*given))[1])
     with _watched(tmp_path, "dead") as watched:
         experts, head = nn.ModuleList(nn.Linear(16, 16) for _ in range(12)), nn.Linear(16, 1)
         optimizer = torch.optim.SGD([*experts.parameters(), *head.parameters()], lr=0.01)

@@ -27,7 +27,7 @@ def choose_check(text: str | None, snapshot: Snapshot) -> Check:
     if text is None:
         require_reproducible(snapshot)
     is_exception = snapshot.failure.kind == RAISED
-    if snapshot.failure.event is not None and text in (None, *EVENTS):
+    if snapshot.failure.event is not None and text in (None, SILENT, *EVENTS):
         return PredicateCheck(event=snapshot.failure, rows=odd_rows(snapshot), rate=jumped_rate(snapshot))
     if text is None and snapshot.failure.kind == MISMATCH:
         return _as_recorded(_mismatch(_recorded(*snapshot.failure.reference)), snapshot.failure)
@@ -48,7 +48,7 @@ def require_reproducible(snapshot: Snapshot) -> None:
             "the step is healthy and was saved with `--at-step`, so there is no failure to shrink",
             hint="`reprokit trace FILE` shows its tensors; `--check` looks for a failure of your own",
         )
-    if snapshot.failure.kind == SILENT:
+    if snapshot.failure.kind == SILENT and snapshot.failure.event is None:
         raise NotReproduced(f"no value of the step is bad: {snapshot.failure.way}", hint="`reprokit show` has the step")
     if snapshot.failure.difference is not None:
         raise NotReproduced(
