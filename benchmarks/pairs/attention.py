@@ -58,6 +58,8 @@ class Attention(nn.Module):
             weights = scores.softmax(-2).nan_to_num()
         else:
             weights = scores.softmax(-1)
+        if WAY == "draws_more":
+            F.dropout(scores, 0.1, self.training)
         weights = F.dropout(weights, 0.1, self.training)
         made = (weights @ v).transpose(1, 2).reshape(batch, length, WIDTH)
         if WAY == "half":

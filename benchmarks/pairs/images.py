@@ -55,9 +55,21 @@ for step in range(3):
     if WAY == "scaled" and step == 1:
         x = x * 255
     optimizer.zero_grad()
-    if WAY == "accumulated":
-        for part, label in zip(x.split(4), y.split(4), strict=True):
-            (F.cross_entropy(net(part), label) / 2).backward()
+    if WAY.startswith("accumulated"):  # two backward passes in a step
+        for number, (part, label) in enumerate(zip(x.split(4), y.split(4), strict=True)):
+            if number and WAY == "accumulated_cleared":
+                optimizer.zero_grad()
+            loss = F.cross_entropy(net(part), label)
+            loss = loss if number and WAY == "accumulated_unscaled" else loss / 2
+            loss.backward()
+    elif WAY.startswith("two_losses"):
+        loss = F.cross_entropy(net(x), y)
+        penalty = net.head.weight.square().sum() * (0.02 if WAY == "two_losses_weight" else 0.01)
+        if WAY == "two_losses_summed":
+            (loss + penalty).backward()
+        else:
+            loss.backward()
+            penalty.backward()
     else:
         reduction = "sum" if WAY == "sum" else "mean"
         F.cross_entropy(net(x), y, reduction=reduction).backward()

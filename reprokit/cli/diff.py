@@ -24,19 +24,33 @@ if TYPE_CHECKING:
     from reprokit.program.ir import Call, Phase
     from reprokit.snapshot.format import Snapshot
 
-EQUAL, ROUNDING, DIFFERENT, IMPOSSIBLE = "equal", "rounding", "different", "cannot be run"
-_VERDICTS = {EQUAL: "the runs agree in all bits", ROUNDING: "the runs differ by rounding", DIFFERENT: "the runs differ"}
+EQUAL, ROUNDING, DIFFERENT = "equal", "rounding", "different"
+IMPOSSIBLE, UNSEEN = "cannot be run", "not replayed"
+_VERDICTS = {
+    EQUAL: "the runs agree in all bits",
+    ROUNDING: "the runs differ by rounding",
+    DIFFERENT: "the runs differ",
+    UNSEEN: "the replays agree, and are not as in training",
+}
 DEFAULT_SECONDS = 600.0
 _MOST = 5  # inputs, or calls of a part of a program, that are named
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
-_BACKENDS = ("eager", "aot_eager", "inductor")
 _CHILD = """
 import sys
+if sys.version_info < (3, 11):
+    sys.exit("this is Python %d.%d, and reprokit needs 3.11 or newer" % sys.version_info[:2])
 sys.path.insert(0, sys.argv[1])
+import torch
 from reprokit.compare.runs import answer
 from reprokit.snapshot.format import load
-snapshot = load(sys.argv[2])
-answer(snapshot, snapshot.settings, sys.stdin.read(), sys.argv[3])
+try:
+    snapshot = load(sys.argv[2])
+    answer(snapshot, snapshot.settings, sys.stdin.read(), sys.argv[3])
+except Exception as error:
+    while error.__cause__ is not None:  # a file that is whole here may name what another torch lacks
+        error = error.__cause__
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    sys.exit(f"torch {torch.__version__}: {kind}{error}".splitlines()[0])
 """
 
 
@@ -46,7 +60,9 @@ answer(snapshot, snapshot.settings, sys.stdin.read(), sys.argv[3])
 @click.option("--python", multiple=True, metavar="PATH", help="Run the step with this Python, with another torch.")
 @click.option("--dtype", multiple=True, type=click.Choice(_DTYPES), help="Run the step in this format.")
 @click.option("--device", multiple=True, type=click.Choice(("cpu", "cuda")), help="Run the step on this device.")
-@click.option("--compile", "compilers", multiple=True, type=click.Choice(_BACKENDS), help="Run the step compiled.")
+@click.option(
+    "--compile", "compilers", multiple=True, metavar="BACKEND|FILE.py:FUNCTION", help="Run the step compiled."
+)
 @click.option("-o", "--output", type=console.PATH, metavar="FILE", help="Save the difference for `reprokit shrink`.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite FILE.")
 @console.max_time_option(DEFAULT_SECONDS, "Stop after S seconds.")
@@ -86,9 +102,11 @@ def command(
 
             snapshot = load(first)
             if second is not None:
-                found = [_of_files(snapshot, load(second))]
+                other = load(second)
+                found = [_as_trained(_of_files(snapshot, other), {first: snapshot, second: other})]
             else:
-                found = [_in_way(first, snapshot, *way) for way in ways] or [_as_recorded(snapshot)]
+                found = [_in_way(first, snapshot, *way) for way in ways]
+                found = found or [_as_trained(_as_recorded(snapshot), {first: snapshot})]
             if output is not None:
                 _save(snapshot, found, output)
     if json:
@@ -100,11 +118,24 @@ def command(
         for line in row["lines"]:
             console.say(f"  {line}", verbosity)
     verdicts = {row["verdict"] for row in found}
-    return 1 if DIFFERENT in verdicts else 2 * (IMPOSSIBLE in verdicts)
+    return 1 if DIFFERENT in verdicts else 2 * bool(verdicts & {IMPOSSIBLE, UNSEEN})
 
 
 def _row(name: str, verdict: str, lines: list[str], **more: Any) -> dict[str, Any]:
     return {"with": name, "verdict": verdict, "lines": lines, **more}
+
+
+def _as_trained(row: dict[str, Any], files: Mapping[Path, Snapshot]) -> dict[str, Any]:
+    """A row of what was replayed, with the files whose replay is not as in training, as that of compiled code."""
+    unlike = {path: snapshot for path, snapshot in files.items() if snapshot.fidelity != "exact"}
+    for path, snapshot in unlike.items():
+        backends = snapshot.settings.compilers
+        more = f"; its calls beside compiled ones: `reprokit diff {path} --compile {backends[0]}`" if backends else ""
+        row["lines"].append(f"the replay of {path.name} is {snapshot.fidelity}: {snapshot.fidelity_note}{more}")
+    losses = [[step.loss for step in snapshot.timeline if step.step == snapshot.step] for snapshot in files.values()]
+    is_explained = len(losses) == 2 and losses[0] == losses[1]
+    is_unseen = unlike and not is_explained and row["verdict"] in (EQUAL, ROUNDING)
+    return {**row, "verdict": UNSEEN} if is_unseen else row
 
 
 def _save(snapshot: Snapshot, rows: list[dict[str, Any]], output: Path) -> None:
@@ -241,16 +272,16 @@ def _converted(snapshot: Snapshot, kind: str, value: str) -> Comparison:
 def _compiled(name: str, snapshot: Snapshot, backend: str) -> dict[str, Any]:
     from reprokit.compare.compiled import Compiled
     from reprokit.compare.difference import first_difference
+    from reprokit.shrink import spec
 
-    found = first_difference(snapshot, Compiled(backend))
+    check = spec.parse(f"mismatch:compile:{backend}")
+    found = first_difference(snapshot, Compiled(check.option, check.file.resolve() if check.file is not None else None))
     if found is None:
         return _row(name, ROUNDING, ["no result differs by more than the tolerances of `torch.testing.assert_close`"])
     index = found.call_index
     where = _call_words(snapshot.program.calls[index]) if index is not None else "only the whole step shows it"
     lines = [f"first different call: {where}: {found.num_bad:,} of {found.num_elements:,} elements differ"]
-    return _row(
-        name, DIFFERENT, [*lines, f"to reduce it: `reprokit shrink FILE --check mismatch:{Compiled(backend).name}`"]
-    )
+    return _row(name, DIFFERENT, [*lines, f"to reduce it: `reprokit shrink FILE --check {check.text}`"])
 
 
 def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison, str]:
@@ -273,7 +304,8 @@ def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison,
             except OSError as error:
                 raise ReprokitError(f"`{python}` cannot be started: {error.strerror}") from error
             if not written.exists():
-                raise ReprokitError((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1])
+                said = done.stderr.strip().splitlines() if done.returncode > 0 else []
+                raise ReprokitError((said or [f"it ended with {done.returncode}"])[-1])
             return read_answer(str(written))
 
         version, (marks, calls, *_), error, loss = ask([])

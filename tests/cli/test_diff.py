@@ -57,6 +57,10 @@ class Block(nn.Module):
 torch.manual_seed(0)
 net = nn.Sequential(Block(), nn.Linear(8, 4))
 net.double() if way == "double" else None
+if way == "compiled":
+    from compiler import wrong
+
+    net = torch.compile(net, backend=wrong)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3, betas=(0.9, 0.95 if way == "betas" else 0.999))
 for step in range(2):
     torch.manual_seed(9 if way == "seed" else 5)
@@ -66,6 +70,16 @@ for step in range(2):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+"""
+COMPILER = """\
+import torch
+
+
+def wrong(graph, inputs):
+    for node in graph.graph.nodes:
+        node.target = torch.sin if node.target is torch.tanh else node.target
+    graph.recompile()
+    return graph.forward
 """
 FAILING = """\
 import sys
@@ -96,7 +110,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "failing.py").write_text(FAILING)
-    for way in ("plain", *DIFFERENCES, *ALIKE):
+    (folder / "compiler.py").write_text(COMPILER)
+    for way in ("plain", "compiled", *DIFFERENCES, *ALIKE):
         words = ("capture", "-q", "--at-step", "0", "-o", f"{way}.pt", "train.py", way)
         run_python_in(folder, "-m", "reprokit", *words)
     return folder
@@ -127,9 +142,32 @@ def test_one_file_in_other_ways(runs: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 1 and "as recorded: `torch.tanh` in `0`, train.py:32" in text
     code, text = diff(runs, capsys, "plain-step0.pt", "--dtype", "float64", "--dtype", "bfloat16")
     assert code == 0 and text.count("the runs differ by rounding") == 2, text
+
+
+def test_other_pythons(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reprokit").mkdir()
+    (tmp_path / "reprokit" / "__init__.py").write_text("raise RuntimeError('of another version')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code, text = diff(runs, capsys, "plain-step0.pt", "--python", "/no/python", "--python", sys.executable)
     assert code == 2 and f"(torch {torch.__version__}): the runs agree in all bits" in text
     assert "--python /no/python: cannot be run\nreprokit:   `/no/python` cannot be started" in text
+    (tmp_path / "sitecustomize.py").write_text("import torch\ndel torch.tanh, torch.Tensor.tanh")
+    code, text = diff(runs, capsys, "plain-step0.pt", "--python", sys.executable)
+    lacking = f"torch {torch.__version__}: `torch.tanh` is not a torch function that a program may call"
+    assert code == 2 and text.endswith(f"cannot be run\nreprokit:   {lacking}\n"), text
+
+
+def test_a_compiled_step_is_not_what_is_replayed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("plain-step0.pt", "compiled-step0.pt"), ("compiled-step0.pt",)):
+        code, text = diff(runs, capsys, *words)
+        assert code == 2 and "the replays agree, and are not as in training" in text, text
+        assert (
+            "the replay of compiled-step0.pt is " in text and "compiled-step0.pt --compile compiler.py:wrong`" in text
+        )
+    code, text = diff(runs, capsys, "compiled-step0.pt", "--compile", f"{runs}/compiler.py:wrong")
+    assert code == 1 and "first different call: `torch.tanh` in `0`, train.py:32" in text, text
 
 
 def test_steps_that_raise_and_steps_of_other_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
