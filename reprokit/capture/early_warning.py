@@ -44,7 +44,6 @@ from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
 from reprokit.program.step import Step
-from reprokit.rules.steps import rate_jump
 from reprokit.series.cause import JUMP
 from reprokit.series.course import (
     HIGH,
@@ -168,8 +167,7 @@ class EarlyWarning:
             is_weak = not alarm.is_beyond
             may_stay = isinstance(course, Course) and path is None and not (is_weak and len(alarm.values) != LEVEL)
             is_level = course.is_level(alarm) if may_stay and isinstance(course, Course) else False
-            if is_level and rate_jump([row.plain for row in self._loop.timeline.after(-1)], alarm.step) is not None:
-                is_level = False  # a run resumed with another learning rate
+            is_level = is_level and not self._usual.has_moved(alarm.step)
             is_young = is_weak and self._seen < alarm.place + _NORMS_IN_A_ROW  # more may come of it
             if (is_level is None or is_young) and not is_last:
                 self._alarms.append((alarm, course))

@@ -346,7 +346,8 @@ class Tape:
         early, later = self.ops(0, end), self.ops(end)
         living = self.alive()
         graphs = {number for number, tensor in living.items() if tensor.requires_grad and tensor.grad_fn is not None}
-        graphs.update([number for op in later for number in op.ins])
+        trained = {number for number, tensor in living.items() if tensor.requires_grad and tensor.grad_fn is None}
+        graphs.update([number for op in later for number in op.ins if number not in trained])  # loaded, then clipped
         carried = makers_of(graphs, [*self.carried, *early])
         self.carried = carried if len(carried) <= _MOST_CARRIED else []
         self.log, self.marks = self.log[end * SLOTS :], self.marks[num_marks:]

@@ -37,6 +37,7 @@ _MOST_WORDS = 60  # characters of an expression
 _MOST_SETTINGS = 100_000
 _MOST_SEATS = 4  # optimizers that take turns in one iteration
 _MOST_READINGS, _MOST_ELEMENTS = 16, 2**24  # of a value that looks have read
+_ACTS_IN = 5  # steps, from a setting to the loss
 _LEAST_KEPT = 8  # steps that those from some step on are compared with
 _FREE_SECONDS, _SHARE = 3.0, 0.01  # of playing steps, in CPU time, which other processes do not change
 
@@ -75,6 +76,20 @@ class Usual:
         return found, self._odd_values(ops)
 
     # -- settings ------------------------------------------------------------------------------------------------
+
+    def has_moved(self, step: int) -> bool:
+        """True if an option of an optimizer is far from all that it was until a few steps before: a restart that sets
+        another learning rate, a weight decay in per cent. A schedule comes back to a rate that the run has had."""
+        before: dict[Key, list[Value]] = {}
+        for segment in self._loop.tape.segments():
+            options = {key: value for key, value in settings_of(segment.ops).items() if key[0] == "option" and value}
+            for key, value in options.items():
+                if segment.mark.step < step - _ACTS_IN:
+                    before.setdefault(key, []).append(value)
+                elif segment.mark.step == step and key in before:
+                    if all(one != value and setting(one, value, is_rate=key[-1] == "lr") for one in before[key]):
+                        return True
+        return False
 
     def _changes(self, changed: Set[Key], ops: list[Op], frame: FrameType | None) -> Iterator[Shift]:
         """Those settings that had one value up to some step, have another one since, and no plan explains it."""
@@ -193,7 +208,7 @@ class Usual:
             if one is not None and one[0] <= begin and (until is None or series.readings[one[0]].step >= until - 1):
                 sizes = [reading.size for reading in series.readings]
                 usual = max(median(sizes[: one[0]]), max(sizes[: one[0]]) / CLEARLY)
-                times = max(sizes[one[0] :]) / (usual or math.inf)
+                times = median(sizes[one[0] :]) / (usual or math.inf)
                 times = times if "float" in series.readings[-1].dtype or times > FAR else 0.0
                 name = f"`{slot_name(names, series, slot, spaces_of(frame))}`"
                 found.append(Shift(name, series.readings[one[0]].step, one[1], times=times))

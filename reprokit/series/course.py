@@ -168,7 +168,9 @@ class Course:
         """True if the number has jumped once and stays there, or is learned anew, as at another task; ``None`` as long
         as that cannot be known."""
         values = [value for value in self._window if value.place >= alarm.place]
-        off = list(takewhile(lambda value: value.number > self._limit, values))[:LEVEL]
+        is_log = alarm.usual > 0 and alarm.values[0].number < math.inf
+        between = math.sqrt(alarm.usual * alarm.values[0].number) if is_log else -math.inf  # a few odd batches end
+        off = list(takewhile(lambda value: value.number > max(self._limit, between), values))[:LEVEL]
         if len(off) < _LEAST_LEVEL:
             return None if len(off) == len(values) else False
         if len(off) == len(values) < LEVEL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import reprokit
+from reprokit.snapshot.format import load
 
 AT = 70  # the step of every change
 
@@ -115,22 +117,28 @@ def test_a_plan_is_left_alone(tmp_path: Path) -> None:
     assert not _events(tmp_path, _plan, 160)
 
 
-@pytest.mark.parametrize("is_unit", [True, False])
-def test_another_level_of_the_loss(is_unit: bool, tmp_path: Path) -> None:
-    """Another task has another loss, which is no error; labels in another unit are one."""
+@pytest.mark.parametrize("how", ["task", "unit", "decay"])
+def test_another_level_of_the_loss(how: str, tmp_path: Path) -> None:
+    """Another task has another loss, which is no error; labels in another unit are one, and an option that jumps is.
+    The weights are loaded, and their gradients clipped."""
     torch.manual_seed(0)
     body, heads = nn.Sequential(nn.Linear(8, 32), nn.ReLU()), nn.ModuleList([nn.Linear(32, 1), nn.Linear(32, 1)])
-    optimizer = torch.optim.Adam([*body.parameters(), *heads.parameters()], lr=3e-3)
+    truth = nn.Sequential(copy.deepcopy(body), nn.Linear(32, 1))
+    heads[0].load_state_dict(truth[1].state_dict())
+    optimizer = torch.optim.AdamW([*body.parameters(), *heads.parameters()], lr=3e-3)
     events: list[reprokit.TrainingEvent] = []
     with reprokit.capture(tmp_path / "run.pt", on=("early",), on_event=events.append, quiet=True) as session:
         for step in range(220):
-            x, is_late = torch.randn(32, 8), step >= 160
-            y = x[:, :1] + 0.3 * torch.randn(32, 1)
-            y = 10 * y if is_late and is_unit else 2 * x[:, 1:2] + 1.5 * torch.randn(32, 1) if is_late else y
-            loss = F.mse_loss((heads[1] if is_late and not is_unit else heads[0])(body(x)), y)
+            x, is_late = torch.randn(64, 8), step >= 160
+            y = 10 * truth(x).detach() + 0.3 * torch.randn(64, 1)
+            y = 10 * y if is_late and how == "unit" else y
+            y = 2 * x[:, 1:2] + 2.5 * torch.randn(64, 1) if is_late and how == "task" else y
+            optimizer.param_groups[0]["weight_decay"] = (1 + step / 500) * (80 if is_late and how == "decay" else 0.01)
+            loss = F.mse_loss((heads[1] if is_late and how == "task" else heads[0])(body(x)) * 10, y)
             optimizer.zero_grad()
             loss.backward()
+            nn.utils.clip_grad_norm_(body.parameters(), 5.0)
             optimizer.step()
-    severity = "error" if is_unit else "warning"
-    assert [(one.kind, one.severity, one.began_at) for one in events] == [("spike", severity, 160)]
-    assert bool(session.snapshots) == is_unit
+    told = [(one.kind, one.severity, one.began_at) for one in events if one.kind == "spike"]
+    assert told == [("spike", "warning" if how == "task" else "error", 160)], events
+    assert [load(path).fidelity for path in session.snapshots] == ([] if how == "task" else ["exact"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,3 +30,13 @@ def test_a_rise_is_found_whenever_it_comes(num_steps: int, rate: float, seed: in
     risen = [max(numbers) * 10**exponent] * 3
     found = _alarms(Course(), numbers + risen)
     assert [one.step for one in found] == [num_steps]
+
+
+@pytest.mark.parametrize("is_learned", [True, False])
+def test_a_few_odd_batches_are_no_other_level(is_learned: bool) -> None:
+    """What they have spoiled is learned anew, from much lower than what another task begins with."""
+    after = [6 * 0.9**n if is_learned else 0.01 * 1.2**n for n in range(20)]
+    course, alarms = Course(), list[Alarm]()
+    for step, number in enumerate([*_falling(200, 0.9, 1), 8.5, 8.3, 7.7, 7.1, 6.2, *after]):
+        alarms += filter(None, [course.add(step, step, number)])
+    assert course.is_level(alarms[0]) is is_learned
