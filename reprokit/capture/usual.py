@@ -81,15 +81,17 @@ class Usual:
         """True if an option of an optimizer is far from all that it was until a few steps before: a restart that sets
         another learning rate, a weight decay in per cent. A schedule comes back to a rate that the run has had."""
         before: dict[Key, list[Value]] = {}
+        now: dict[Key, Value] = {}
         for segment in self._loop.tape.segments():
             options = {key: value for key, value in settings_of(segment.ops).items() if key[0] == "option" and value}
-            for key, value in options.items():
-                if segment.mark.step < step - _ACTS_IN:
-                    before.setdefault(key, []).append(value)
-                elif segment.mark.step == step and key in before:
-                    if all(one != value and setting(one, value, is_rate=key[-1] == "lr") for one in before[key]):
-                        return True
-        return False
+            for key, value in options.items() if segment.mark.step < step - _ACTS_IN else ():
+                before.setdefault(key, []).append(value)
+            now.update(options if segment.mark.step == step else {})
+        pairs = ((key, [(was, now[key]) for was in known]) for key, known in before.items() if key in now)
+        return any(
+            all(one != is_now and setting(one, is_now, is_rate=key[-1] == "lr") for one, is_now in both)
+            for key, both in pairs
+        )
 
     def _changes(self, changed: Set[Key], ops: list[Op], frame: FrameType | None) -> Iterator[Shift]:
         """Those settings that had one value up to some step, have another one since, and no plan explains it."""
