@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ import torch
 from reprokit import torch_private
 from reprokit.compare.compiled import Compiled, CompiledProgram
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, compare, results_of
-from reprokit.errors import UsageError
+from reprokit.errors import UsageError, ignored_warnings
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.convert import default_dtype, in_dtype, on_device
@@ -185,8 +184,7 @@ class Trial:
 def trial_of(plain: Step, check: Check, key: str) -> Trial:
     """Run a step in a variant; whatever else goes wrong is a reason why the variant cannot be run."""
     variant = BY_KEY[key]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with ignored_warnings():
         try:
             changed = variant.change(plain)
             with variant.around():

@@ -294,11 +294,8 @@ class EarlyWarning:
         is_saved = self._saves_silences or (self._finds_silent and silence.key is not None)
         saved = path or (self._save(silence, frame) if is_saved else None)
         if path is not None or saved is None:
-            self._emit(silence.event("error" if path is not None else "warning", self._seen_at(silence), path))
+            self._emit(silence.event("error" if path is not None else "warning", path))
         return saved
-
-    def _seen_at(self, silence: Silence) -> int:
-        return max(self._loop.iterations.completed - 1, 0) if silence.kind == "dead" else silence.step
 
     def _save(self, alarm: Alarm | Silence, frame: FrameType | None) -> Path | None:
         """Save the step where an event began, and report it; ``None`` if that step was not kept."""
@@ -315,7 +312,7 @@ class EarlyWarning:
         failure, module = result["failure"], result["failure"]["module"]
         found = failure.get("event") or {}
         if isinstance(alarm, Silence):
-            event = alarm.event("error", self._seen_at(alarm))
+            event = alarm.event("error")
         else:
             layers = (chapter["module"] for chapter in result["story"])
             event = event_of(alarm)

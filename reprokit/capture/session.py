@@ -383,7 +383,7 @@ class Session:
                     self._on_numbers = None
 
     def _warn(self, silence: Silence, frame: FrameType | None, path: Path | None) -> None:
-        self.say(visible_line(silence.event("warning", silence.step).line()))
+        self.say(visible_line(silence.event("warning").line()))
 
     def say(self, text: str) -> None:
         """Print a line, unless all is to be quiet."""

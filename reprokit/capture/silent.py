@@ -190,8 +190,13 @@ class _Look:
             return None
         count = f"{len(gone)} of the {len(own)} parameters of {self._name(optimizer)} are none of the model"
         lead = f"{self._name(optimizer)} holds no parameter of the model that is trained" if is_all else count
-        since = f"; it has made no update of them since step {begun.step}" if (begun := self._since(gone)) else ""
-        return self._silence(f"{lead}, and no optimizer holds {self._listed(new)}, which have a gradient{since}", step)
+        text = f"{lead}, and no optimizer holds {self._listed(new)}, which have a gradient"
+        alive, ids, calls = self.loop.tape.alive(), set(map(id, new)), ((s, op) for s in self.steps for op in s.ops)
+        first = next((call for call in calls if any(id(alive.get(n)) in ids for n in call[1].ins)), None)
+        if first is None or first[0] is self.steps[0]:  # it may be older
+            return self._silence(text, step)
+        site = _site(first[1])
+        return self._silence(f"{text}, since step {first[0].mark.step}{_place(site)}", step, site)
 
     def _unscaled(self, optimizer: Optimizer, step: Segment | None) -> Found:
         own = [(one.ops, op) for one in self.steps if (op := _op_of(one, optimizer)) is not None]
@@ -259,7 +264,8 @@ class _Look:
                 text = f"the gradient of {self._listed(known)} is {what} "
                 text += f"since step {mark.step}" if is_dead else self.over
                 found = self._of(known[0], text, begun, reasons[id(known[0])])
-                return found._replace(kind="dead") if is_dead else found
+                seen = max(self.loop.iterations.completed - 1, 0)
+                return found._replace(kind="dead", seen=seen) if is_dead else found
         return None
 
     def _begun(self, wanted: Sequence[torch.Tensor], always: set[int]) -> list[tuple[Mark, bool, list[torch.Tensor]]]:
@@ -284,12 +290,6 @@ class _Look:
             if is_told and any(p is one for one in wanted):
                 found.setdefault(since[-1].place, (since[-1], bool(before), []))[2].append(p)
         return [entry for place, entry in sorted(found.items()) if place not in faded]
-
-    def _since(self, parameters: Sequence[torch.Tensor]) -> Mark | None:
-        """The first of the kept steps since which parameters have got no gradient that they had before."""
-        shares = [(one.mark, one.zeros[id(p)]) for p in parameters[:1] for one in self.measured if id(p) in one.zeros]
-        since = [mark for mark, _ in takewhile(lambda pair: pair[1] is None, reversed(shares))]
-        return since[-1] if 0 < len(since) < len(shares) else None
 
     @functools.cached_property
     def measured(self) -> list[Any]:

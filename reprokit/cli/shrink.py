@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import click
 
 from reprokit.capture.failure_text import shown_path
 from reprokit.cli import console
-from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
+from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError, ignored_warnings
 from reprokit.shrink import View
 from reprokit.shrink.spec import CHECKS, EXECUTORS, check_name, open_executor, parse
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE
@@ -79,8 +78,7 @@ def command(
     beside = file if os.path.isdir(file) else file.parent
     folder = output or (beside if is_result else default_folder(file))
     executors = open_executor(check_name(executor)) if executor is not None else contextlib.nullcontext((None, 1))
-    with warnings.catch_warnings(), executors as (pool, num_slots):
-        warnings.simplefilter("ignore")  # of calls in what is tried and rendered; training printed its own
+    with ignored_warnings(), executors as (pool, num_slots):  # of calls in what is tried; training printed its own
         from reprokit.render.verify import CleanProcesses
 
         with CleanProcesses([own] if own is not None else []) as processes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import click
 
 from reprokit.cli import console
 from reprokit.cli.shrink import open_view
-from reprokit.errors import UsageError
+from reprokit.errors import UsageError, ignored_warnings
 from reprokit.grammar import plain_of
 from reprokit.shrink import View
 from reprokit.snapshot.files import REDUCTION_FILE
@@ -41,8 +40,7 @@ def command(file: Path, max_time: float, keep: bool, json: bool, verbosity: cons
         opened = open_source(file)
         if keep and opened.reduction is None:
             raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the calls in the table
+        with ignored_warnings():  # of the calls in the table
             table = _table(opened, max_time, open_view(verbosity))
     if keep and opened.reduction is not None:
         replace(opened.reduction, whatif=table).save(file / REDUCTION_FILE if file.is_dir() else file)

@@ -11,7 +11,6 @@ import operator
 import os
 import runpy
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
@@ -22,7 +21,7 @@ import torch
 from torch import fx
 
 from reprokit import torch_private
-from reprokit.errors import UsageError
+from reprokit.errors import UsageError, ignored_warnings
 from reprokit.program.dataflow import copy_of
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Modes, Outcome, assign, bind_arguments, execute, run
@@ -183,8 +182,7 @@ class Compiled:
                 hint=f"give it as `--check mismatch:compile:FOLDER/{self.backend}`",
             )
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with ignored_warnings():
                 torch.compile(_own_code(lambda x: x + 1), backend=self.compiler)(torch.zeros(2))
         except Exception as error:  # a backend may fail in as many ways as there are compilers
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -289,15 +289,15 @@ def _given_anew(step: Step, parameter: int, loss: int) -> tuple[Input, int] | No
     """An input that the loss is made of, which has the numbers of a value made of a parameter, and that value: what
     goes through NumPy or a list comes back like that."""
     program, behind = step.program, values_behind(step.program.calls, [loss])
-    made = [parameter]
+    made = {parameter}
     for call in program.calls:
-        made += [v for v in written_by(call) if v not in made] if not {*made}.isdisjoint(call.input_refs()) else []
-    values = run(program, step.tensors, keep=frozenset(made[1:])).values
+        made.update(written_by(call) if not made.isdisjoint(call.input_refs()) else ())
+    values = run(program, step.tensors, keep=frozenset(made - {parameter})).values
     for item in program.inputs:
         given = step.tensors[item.value].detach().flatten()
         if item.role == "parameter" or item.value not in behind or not given.is_floating_point():
             continue
-        alike = (v for v in reversed(made[1:]) if v in values and values[v].numel() == given.numel())
+        alike = (v for v in sorted(values, reverse=True) if values[v].numel() == given.numel())
         found = next((v for v in alike if torch.equal(values[v].detach().flatten().to(given), given)), None)
         if found is not None and bool((given * (given - 1)).any()):  # zeros and ones are equal by accident
             return item, found
@@ -349,7 +349,7 @@ def _shown_by(step: Step, index: int) -> str:
     values = {**step.tensors, **run(step.program, step.tensors, keep=frozenset([result, given])).values}
     ends = " or ".join(map(number_words, _ends(values[result])))
     shape = list(values[given].shape) if given in values else []
-    if "cross_entropy" in short_name(call) and shape[-2 if len(shape) == 3 else -1 :][:1] == [1]:
+    if "cross_entropy" in short_name(call) and shape[:2][-1:] == [1]:
         return f"its scores {shape} have one class, so it returns the same number, {ends}, whatever they are"
     return f"all of its outputs are {ends}" if ends and values[result].numel() > 1 else ""
 

@@ -209,7 +209,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("line", wording.line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
         ("because of", cause(snapshot)),
-        ("event", event_words(snapshot)),
+        ("event", event_words(snapshot) if failure.kind != SILENT else ""),
         ("difference", wording.difference_words(failure)),
         ("not learned", failure.way if failure.kind == SILENT else ""),
         ("how much", how_much(snapshot)),

@@ -54,6 +54,8 @@ _REFERENCES = {
 
 def event_words(failure: Failure) -> str:
     """``the loss was 1.2e+09, 1e+08 times its median of 12.3; rows 0-7 of `y` ``, or nothing."""
+    if failure.kind == SILENT:
+        return failure.way
     return words.event_words(asdict(failure.event)) if failure.event is not None else ""
 
 
@@ -347,7 +349,7 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
         words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
         return f"the {words[0]} {code_span(failure.input_name)}, bad before the first {words[1]}"
     if failure.exception is None:
-        return "unknown" if failure.site is None else ""
+        return "unknown" if failure.kind != SILENT else ""
     if failure.site is not None and failure.site.library is not None:
         file, line = failure.site.library
         owner = "torch" if file.startswith("torch/") else "a library"

@@ -27,7 +27,7 @@ class Silence(NamedTuple):
     """Something in a run that is not learned, in words, and a step that shows it; the first one of a ``dead`` layer.
 
     ``origin`` has the call or the line that it comes of, as far as they are known. ``name`` and ``key`` (the ``id``)
-    are those of a parameter that gets no gradient.
+    are those of a parameter that gets no gradient. It was ``seen`` at another step, if that is given.
     """
 
     text: str
@@ -37,14 +37,15 @@ class Silence(NamedTuple):
     kind: EventKind = "silent"
     name: str = ""
     key: int | None = None
+    seen: int | None = None
 
-    def event(self, severity: Literal["warning", "error"], step: int, path: Path | None = None) -> TrainingEvent:
-        """The event, seen at a ``step``, with the path of the file if its step was saved."""
+    def event(self, severity: Literal["warning", "error"], path: Path | None = None) -> TrainingEvent:
+        """The event, with the path of the file if its step was saved."""
         module = self.origin.module
         is_dead = self.kind == "dead"
         own = self.name.rpartition(".")[0] or self.name if is_dead else None
         place, begun = module if module and not module.startswith("<") else own, self.step if is_dead else None
-        snapshot = str(path) if path is not None else None
+        step, snapshot = self.step if self.seen is None else self.seen, str(path) if path is not None else None
         return TrainingEvent(self.kind, step, severity, self.text, place, begun, snapshot=snapshot)
 
 

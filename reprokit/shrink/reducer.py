@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprokit.compare.compiled import Compiled
-from reprokit.errors import NotReproduced, ReprokitError
+from reprokit.errors import NotReproduced, ReprokitError, ignored_warnings
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import determinism
 from reprokit.program.sites import variables
@@ -94,8 +93,7 @@ def shrink(
     """
     origin = replace(origin_of(snapshot), check=check or "")
     view = view or View()
-    with warnings.catch_warnings(), determinism(snapshot.settings), _hint_of(snapshot):
-        warnings.simplefilter("ignore")
+    with ignored_warnings(), determinism(snapshot.settings), _hint_of(snapshot):
         chosen = choose_check(check, snapshot)
         is_foreign = observe is not None or isinstance(chosen, FunctionCheck)
         is_foreign = is_foreign or (isinstance(chosen, MismatchCheck) and isinstance(chosen.reference, Compiled))

@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import reprokit
+from reprokit.render import facts
 from tests.capture.traps_checks import update
 from tests.early import mlp
 
@@ -253,7 +254,7 @@ SILENT: list[tuple[Callable[[], None], str]] = [
     (cut_by_detach, "`torch.Tensor.detach` lets no gradient through"),
     (cut_by_data, "hidden = hidden.data"),
     (rounded, "of `optimizer` are zero; `torch.Tensor.round` lets no gradient through"),
-    (one_class, "are zero; `torch.nn.functional.cross_entropy` lets no gradient through"),
+    (one_class, "its scores [16, 1] have one class, so it returns the same number, 0, whatever they are"),
     (cancelled, "are only rounding (norm "),
     (
         one_element,
@@ -294,7 +295,10 @@ def test_what_is_never_learned_is_told_once(
     assert words in event.evidence
     (result,) = session.results
     assert (result["failure"]["kind"], result["failure"]["silence"]) == ("silent", event.evidence)
-    assert reprokit.load(tmp_path / "run.pt").failure.way == event.evidence
+    snapshot = reprokit.load(tmp_path / "run.pt")
+    shown = dict(facts.of_failure(snapshot))
+    assert shown["not learned"] == snapshot.failure.way == event.evidence and shown.get("origin") != "unknown"
+    assert ("line" in shown) == (".py:" in event.evidence)
 
 
 def rests_by_design() -> None:
@@ -356,6 +360,46 @@ def in_turns() -> None:
             update(for_generator, -critic(generator(torch.randn(16, 4))).mean())
 
 
+class _Zeros(nn.Module):
+    """Zeros that end: an adapter and a head that begin at zero, rows of a table, units of a ReLU, experts that take
+    rows in turn and get gradients of zeros meanwhile. Zeros that stay: a term that is switched off, a frozen critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.base, self.down, self.up = (
+            nn.Embedding(50, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 2),
+            nn.Linear(2, 8),
+        )
+        self.experts, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1)
+        self.aside, self.critic, self.gate = nn.Linear(8, 1), nn.Linear(1, 1), nn.Parameter(torch.zeros(()))
+        self.critic.requires_grad_(False)
+        for part in (self.up, self.head):
+            nn.init.zeros_(part.weight)
+            nn.init.zeros_(part.bias)
+        with torch.no_grad():
+            self.base.bias[:6] = -50.0
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor, turn: int) -> torch.Tensor:
+        hidden = x + self.table(rows)
+        hidden = hidden + self.up(self.down(hidden)) + self.gate * torch.relu(self.base(hidden))
+        chosen = [self.experts[n](hidden[:16] if n == turn else hidden[:0]) for n in range(3)]
+        return self.head(torch.cat(chosen)) + 0.0 * self.aside(hidden) + 0.1 * self.critic(self.head(hidden)).tanh()
+
+
+def zeros_by_design() -> None:
+    model = _Zeros()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    for step in range(3 * STEPS):
+        optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, step / 10)
+        x, y = _batch()
+        loss = F.mse_loss(model(x, torch.randint(0, 5, (16,)), step // 5 % 3), y)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+
+
 def scaled_by_hand() -> None:
     """The loop divides the gradients itself, and enters autocast anew for every whole step."""
     model, scaler = mlp(8, 16, 1), torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -371,7 +415,7 @@ def scaled_by_hand() -> None:
             optimizer.step()
 
 
-HEALTHY = (rests_by_design, floor_of_zero, converged, in_turns, scaled_by_hand)
+HEALTHY = (rests_by_design, zeros_by_design, floor_of_zero, converged, in_turns, scaled_by_hand)
 
 
 @pytest.mark.parametrize("run", HEALTHY, ids=lambda run: run.__name__)
@@ -422,5 +466,6 @@ def test_a_warning_of_the_user_is_shown_once(tmp_path: Path) -> None:
 
 def test_layers_that_were_replaced_are_not_filled_again(tmp_path: Path) -> None:
     bare, watched = _pruned(), list[torch.Tensor]()
-    _watched(lambda: watched.extend(_pruned()), tmp_path, on=("early",), quiet=True)
+    events, _ = _watched(lambda: watched.extend(_pruned()), tmp_path, on=("early",), quiet=True)
     assert all(map(torch.equal, bare, watched))
+    assert "since step 60, tests/early/test_not_learned.py:" in events[0].evidence

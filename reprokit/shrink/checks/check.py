@@ -5,7 +5,6 @@ No input may be bad that was not bad in the snapshot, or every search ends with 
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,6 +12,7 @@ from typing import Self
 
 import torch
 
+from reprokit.errors import ignored_warnings
 from reprokit.grammar import Line, Name, left_out
 from reprokit.locate.failure import EXCEPTION, Failure, wording_of
 from reprokit.locate.spelling import constant_ways
@@ -74,8 +74,7 @@ class Check(ABC):
 
     def __call__(self, step: Step) -> Failure | None:
         """Observe in silence and with gradients on."""
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
+        with ignored_warnings(), torch.enable_grad():
             return self.observe(step)
 
     def adopted(self, failure: Failure, whole: Step) -> Self:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from reprokit.errors import ignored_warnings
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import layer_class, symbol_named
 from reprokit.program.interpreter import Modes
@@ -62,8 +62,7 @@ class Layer:
     def build(self) -> torch.nn.Module:
         """The layer with its initial parameters."""
         arguments, options = _real(self.arguments), _real(dict(self.options))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with ignored_warnings():
             layer: torch.nn.Module = getattr(torch.nn, self.cls)(*arguments, **options)
         if self.suffix:
             layer = getattr(layer, self.suffix[1:-2])()
