@@ -151,7 +151,7 @@ class _Look:
             if other is not None:
                 self.told.add(self.loop)
                 yield other
-        waiting = [p for p in self.seen.resting if self.now is not None]
+        waiting = [p for p in self.seen.resting if self.now is not None and _is_plain(p)]
         norms = norms_of([p.detach() for p in waiting])
         self.idle.update({p: (norm, p._version) for p, norm in zip(waiting, norms, strict=True)})
 
@@ -295,7 +295,8 @@ class _Look:
     def measured(self) -> list[Any]:
         """The kept steps, played; empty if that is not possible."""
         with ignored_errors():  # `NotKept`, or of the user's code
-            return EventStep(self.loop, Verdict("gradient", self.frame), ()).measured(self.steps[:_PLAYED])
+            most = _PLAYED if self.seen.finds_dead else LEAST_SILENT
+            return EventStep(self.loop, Verdict("gradient", self.frame), ()).measured(self.steps[:most])
         return []
 
     def _rounding(self, optimizer: Optimizer, step: Segment | None) -> Found:
@@ -466,9 +467,13 @@ class _Look:
 
 def _is_idle(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """True if nothing is known of a gradient of a parameter that is to be trained."""
-    is_plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
-    is_trained = is_plain and parameter.requires_grad and not parameter.is_meta
+    is_trained = _is_plain(parameter) and parameter.requires_grad
     return is_trained and parameter.grad is None and not optimizer.state.get(parameter)
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    is_dense = type(parameter) in (torch.nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
+    return is_dense and not parameter.is_meta
 
 
 def _op_of(step: Segment, optimizer: Optimizer) -> Op | None:

@@ -240,7 +240,7 @@ def complaints(text: str) -> list[str]:
 
 
 ANNOUNCEMENTS = ("; replaying the step", "; going back to find the step that made it", "; going back to it")
-EVENT = re.compile("reprokit: ((error|warning): [a-z]+ at step [0-9]|`.*` learns nothing; replaying step [0-9]+$)")
+EVENT = re.compile("reprokit: ((error|warning): [a-z]+ at step [0-9]|something is not learned; saving step [0-9]+$)")
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
