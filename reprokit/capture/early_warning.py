@@ -384,7 +384,7 @@ class EventStep(Describing):
                     self.replayed(replace(case, explain=explain))
 
     def _silent(self, steps: list[Segment], number: int, silence: Silence) -> Made:
-        """A step which shows that something is not learned: whole, of a parameter without a gradient up to that."""
+        """A step which shows that something is not learned, up to its gradients."""
         failure = replace(silence.origin, kind=silence.kind, way=silence.text)
         plain = replace(failure, call=None, call_index=None, input_name=None)
         explain: Explain = lambda *_: plain  # noqa: E731
@@ -394,8 +394,7 @@ class EventStep(Describing):
             plain = replace(plain, event=event)
             explain = without_gradient(self.loop, silence.key, plain)
         try:
-            until, whole, of_key = self._until_seen, self.begun, silence.key is not None
-            with until(steps, number, "gradient norm") if of_key else whole(steps[: number + 1], number, 0) as case:
+            with self._until_seen(steps, number, "gradient norm") as case:
                 case.explain, case.mark.micro_step = explain, 0
                 return self.make(case)
         except Exception as error:

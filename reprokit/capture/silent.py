@@ -213,26 +213,18 @@ class _Look:
 
     def _without_gradient(self, optimizer: Optimizer, step: Segment | None) -> Found:
         trained = [p for p in parameters_of(optimizer) if p.requires_grad]
-        if optimizer is self.now:
-            resting = [p for p in trained if _is_idle(optimizer, p)]
-        else:
-            idle = [p for p in trained if self.now is None and p.grad is None]
-            resting = [p for p in idle if self._has_rested(optimizer, p)]
-        if resting and len(resting) == len(trained):
-            lead = f"no gradient has reached any of the {counted(len(resting), 'parameter')} of {self._name(optimizer)}"
-            site = _cleared(step, optimizer)
-            if site is not None:
-                cleared = "`zero_grad` clears them after the backward pass, before the step"
-                return self._silence(f"{lead} {self.over}; {cleared}{_place(site)}", step, site)
-            reasons = self._reasons(step, resting)
-            first = next((p for p in resting if id(p) in reasons), None)
-            text = f"{lead} {self.over}"
-            return self._of(first, text, step, reasons[id(first)]) if first is not None else self._silence(text, step)
-        reasons = self._reasons(step, resting) if resting and self.now is None else {}
-        cut = [p for p in resting if id(p) in reasons]
-        if not cut:
+        is_first = optimizer is self.now
+        resting = [p for p in trained if (_is_idle if is_first else self._has_rested)(optimizer, p) and p.grad is None]
+        if not resting or len(resting) < len(trained) or (self.now is not None and not is_first):
             return None
-        return self._of(cut[0], f"no gradient has reached {self._listed(cut)} {self.over}", step, reasons[id(cut[0])])
+        lead = f"no gradient has reached any of the {counted(len(resting), 'parameter')} of {self._name(optimizer)}"
+        text, site = f"{lead} {self.over}", _cleared(step, optimizer)
+        if site is not None:
+            cleared = "`zero_grad` clears them after the backward pass, before the step"
+            return self._silence(f"{text}; {cleared}{_place(site)}", step, site)
+        reasons = self._reasons(step, resting)
+        first = next((p for p in resting if id(p) in reasons), None)
+        return self._of(first, text, step, reasons[id(first)]) if first is not None else self._silence(text, step)
 
     def _has_rested(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
         """True if a parameter has not moved since the first look, in which it had no gradient either. A decay may have
@@ -244,14 +236,15 @@ class _Look:
         return is_still or (norm is not None and any(group.get("weight_decay") for group in optimizer.param_groups))
 
     def _ended(self, optimizer: Optimizer, step: Segment | None) -> Found:
-        """A gradient that is zero, since the first look, or zero or missing from a step on that is kept.
+        """A gradient that is zero or missing, since the first look, or from a step on that is kept.
 
         Kept steps are played once for each parameter: a part of a model may rest in turn with others, all the time.
         """
-        looks, own = self.seen.resting, [p for p in parameters_of(optimizer) if p in self.seen.resting]
-        new = [p for p in own if p not in self.seen.played and (self.is_last or looks[p] > 1)]
-        rested = (p for p in new if p.grad is not None and looks[p] == self.seen.num_looks)
-        always = {id(p) for p in rested if self._has_rested(optimizer, p)}
+        looks, num_looks = self.seen.resting, self.seen.num_looks
+        new = [p for p in parameters_of(optimizer) if p in looks and p not in self.seen.played]
+        if not self.is_last:  # an unused head is no reason to play steps all the time
+            new = [p for p in new if looks[p] > 1 and (p.grad is not None or looks[p] < num_looks)]
+        always = {id(p) for p in new if looks[p] == num_looks and self._has_rested(optimizer, p)}
         if self.now is not None or not (new if self.seen.finds_dead else always):
             return None
         self.seen.played.update({p: True for p in new})
@@ -260,9 +253,8 @@ class _Look:
             reasons = self._reasons(begun, parameters)
             known = [p for p in parameters if id(p) in reasons]
             if known:
-                what = "missing" if known[0].grad is None else "zero"
-                text = f"the gradient of {self._listed(known)} is {what} "
-                text += f"since step {mark.step}" if is_dead else self.over
+                over = f"since step {mark.step}" if is_dead else self.over
+                text = f"no gradient has reached {self._listed(known)} {over}"
                 found = self._of(known[0], text, begun, reasons[id(known[0])])
                 seen = max(self.loop.iterations.completed - 1, 0)
                 return found._replace(kind="dead", seen=seen) if is_dead else found

@@ -250,7 +250,7 @@ SILENT: list[tuple[Callable[[], None], str]] = [
     (chosen, "classes = model(x).argmax(1).float()"),
     (cut_by_numpy, "no gradient has reached `enc.weight` and `enc.bias` in 30 steps; `torch.Tensor.detach` lets no"),
     (cut_by_list, "has the numbers of what `torch.relu` (tests/early/test_not_learned.py:"),
-    (saturated, "the gradient of `hidden.weight` and `hidden.bias` is zero in "),
+    (saturated, "no gradient has reached `hidden.weight` and `hidden.bias` in "),
     (cut_by_detach, "`torch.Tensor.detach` lets no gradient through"),
     (cut_by_data, "hidden = hidden.data"),
     (rounded, "of `optimizer` are zero; `torch.Tensor.round` lets no gradient through"),

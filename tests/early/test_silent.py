@@ -151,7 +151,7 @@ def test_a_gradient_that_is_zero_from_a_step_on_is_dated(begins: int, tmp_path: 
     assert (event.began_at, event.place, result["failure"]["step"]) == (begins, "3", begins)
     since = f"since step {begins}" if begins else "in 20 steps"
     words = (
-        f"the gradient of `0.weight`, `0.bias`, `2.weight` and 1 more is zero {since}; `torch.nn.functional.relu` lets"
+        f"no gradient has reached `0.weight`, `0.bias`, `2.weight` and 1 more {since}; `torch.nn.functional.relu` lets"
     )
     assert event.kind == ("dead" if begins else "silent") and event.evidence.startswith(words)
 
