@@ -33,7 +33,7 @@ from reprokit.capture.fidelity import Made
 from reprokit.capture.meters import MeasuredStep, Meter, is_capturing
 from reprokit.capture.readings import Slot
 from reprokit.capture.replay import Case
-from reprokit.capture.save import Describing, NotKept, Verdict, why_not_played
+from reprokit.capture.save import Describing, NotKept, Raised, Verdict, why_not_played
 from reprokit.capture.tape import Op, Segment
 from reprokit.capture.usual import Usual
 from reprokit.compare.healthy import blocked, explained, let_through
@@ -89,6 +89,7 @@ _SEEN = {  # where a quantity shows
     "gradient norm": (Phase.BACKWARD, "gradient"),
     "update": (Phase.OPTIMIZER, "parameter"),
 }
+_WHOLE = Raised("", "", None, None, Phase.BACKWARD, is_call=True, is_deliberate=False)  # no call is left out
 Explain = Callable[[Program, Tensors], Failure | None]
 T = TypeVar("T")
 
@@ -369,19 +370,16 @@ class EventStep(Describing):
                 case.explain = explain
                 return self.make(case)
 
-    def explained_by(self, explain: Explain, place: int) -> None:
-        """Play the step at ``place`` up to its gradients, and have it explained; the first one up to the backward call,
-        if that raises: a loss may have been told to require a gradient, which no call has noted."""
+    def explained_by(self, explain: Explain, place: int, *, is_forward: bool) -> None:
+        """Play the step at ``place`` up to its gradients, and have it explained; if it ``is_forward``, only up to the
+        backward call, but with what no gradient depends on."""
         with self.kept() as steps:
             number = next(n for n, step in enumerate(steps) if step.mark.place == place)
-            try:
-                with self._until_seen(steps, number, "gradient norm") as case:
-                    self.replayed(replace(case, explain=explain))
-            except RuntimeError:  # in the first step already
-                with self._until_seen(steps, 0, "gradient norm") as case:
-                    last = max(n for n, op in enumerate(case.ops) if op.kind is Backward)
-                    case = replace(case, where="output", ops=case.ops[:last], pending=case.ops[last])
-                    self.replayed(replace(case, explain=explain))
+            with self._until_seen(steps, number, "gradient norm") as case:
+                last = max((n for n, op in enumerate(case.ops) if op.kind is Backward), default=None)
+                if is_forward and last is not None:
+                    case = replace(case, where="output", ops=case.ops[:last], pending=case.ops[last], raised=_WHOLE)
+                self.replayed(replace(case, explain=explain))
 
     def _silent(self, steps: list[Segment], number: int, silence: Silence) -> Made:
         """A step which shows that something is not learned, up to its gradients."""
@@ -486,6 +484,8 @@ def without_gradient(loop: Loop, key: int, failure: Failure, *, is_all: bool = F
     def explain(program: Program, tensors: Tensors) -> Failure:
         owned = (item.value for item in program.inputs if item.role == "parameter")
         value = next((value for value in owned if tensors[value].data_ptr() == address), None)
+        if value is None:  # no gradient depends on it
+            return replace(failure, event=None)
         found = blocked(Step(program, tensors), replace(failure, value=value), is_all=is_all)
         return replace(found, way=failure.way) if failure.way else found
 

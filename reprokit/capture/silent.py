@@ -165,8 +165,7 @@ class _Look:
     def _of(self, parameter: torch.Tensor, text: str, step: Segment | None, origin: Failure) -> Silence:
         """Of parameters that get no gradient, such as this one, with the call that keeps it back."""
         made = self._silence(f"{text}; {_reason(origin)}", step, origin)
-        is_in_step = origin.value is not None
-        return made._replace(name=self.names.get(id(parameter), ""), key=id(parameter) if is_in_step else None)
+        return made._replace(name=self.names.get(id(parameter), ""), key=id(parameter))
 
     def without_gradient(self) -> str:
         """For `--record`: the parameters, of those that fit its pattern, that have no gradient."""
@@ -222,7 +221,7 @@ class _Look:
         if site is not None:
             cleared = "`zero_grad` clears them after the backward pass, before the step"
             return self._silence(f"{text}; {cleared}{_place(site)}", step, site)
-        reasons = self._reasons(step, resting)
+        reasons = self._reasons(next((one for one in self.steps if _op_of(one, optimizer) is not None), None), resting)
         first = next((p for p in resting if id(p) in reasons), None)
         return self._of(first, text, step, reasons[id(first)]) if first is not None else self._silence(text, step)
 
@@ -379,7 +378,8 @@ class _Look:
 
         if self.loop.ranks.is_alone and step is not None:
             with ignored_errors():  # the user's code may not run again with the state of then
-                EventStep(self.loop, Verdict("gradient", self.frame), ()).explained_by(see, step.mark.place)
+                played = EventStep(self.loop, Verdict("gradient", self.frame), ())
+                played.explained_by(see, step.mark.place, is_forward=parameters[0].grad is None)
         return found
 
     def _skipped(self) -> Found:

@@ -245,12 +245,8 @@ def blocked(step: Step, failure: Failure, *, is_all: bool = False) -> Failure:
     than rounding, so that a call counts whatever its results are.
     """
     program, sizes, parameter, loss = step.program, _Sizes(step), failure.value, loss_of(step.program)
-    if loss is None:
+    if loss is None or parameter is None:
         return failure
-    leaves = [item for item in program.inputs if item.requires_grad]
-    if parameter is None or not leaves:
-        is_new = bool(leaves) and not any(item.role == "parameter" for item in leaves)  # instead of any parameter
-        return _read_without(step, failure, leaves[0], "is a leaf with no graph behind it") if is_new else failure
     way, led_to = _way(program, parameter, loss)
     is_leaf = any(item.value == parameter and item.requires_grad for item in program.inputs)
     given = _given_anew(step, parameter, loss) if is_leaf and not way else None
@@ -261,8 +257,13 @@ def blocked(step: Step, failure: Failure, *, is_all: bool = False) -> Failure:
     if origin is not None:
         return replace(at_call(failure, program, origin), way=_shown_by(step, origin))
     cut = next((index for index in way if index in sizes.graphless), None) if is_leaf else None
-    if cut is not None or given is None:
-        return at_call(failure, program, cut) if cut is not None else failure
+    if cut is not None:
+        return at_call(failure, program, cut)
+    if given is None:
+        behind = values_behind(program.calls, [loss])
+        leaves = [item for item in program.inputs if item.requires_grad and item.value in behind]
+        is_new = bool(leaves) and not any(item.role == "parameter" for item in leaves)  # in the place of the model
+        return _read_without(step, failure, leaves[0], "is a leaf with no graph behind it") if is_new else failure
     made = next(call for call in program.calls if given[1] in written_by(call))
     place = f" ({made.site.place})" if made.site is not None else ""
     words = f"has the numbers of what `{display_name(made.target)}`{place} returned, and not its graph"
