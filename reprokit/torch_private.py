@@ -95,7 +95,7 @@ HAS_TRANSFORMS = _LOST_TRANSFORMS not in LOST.values()
 # The iterators of loaders, which draw index batches.
 _SAMPLES = "the indices of the samples in a batch are not known"
 LoaderIterator = _look_up("torch.utils.data.dataloader._BaseDataLoaderIter", _SAMPLES, None)
-RESET, NEXT_INDEX = "_reset", "_next_index"
+RESET, NEXT_INDEX, COLLATE = "_reset", "_next_index", "_collate_fn"  # the last is of an instance
 for _name in (RESET, NEXT_INDEX):
     _look_up(f"torch.utils.data.dataloader._BaseDataLoaderIter.{_name}", _SAMPLES, None)
 HAS_INDICES = _SAMPLES not in LOST.values()

@@ -447,7 +447,9 @@ class Experiments:
                 yield _Plan(kind, f"{one.text}.", "", not is_over)
 
     def _with_rows(self, found: Unlike, series: Series) -> Unlike:
-        """With the rows of the odd batch that are unlike before, if these are some of them, and of a single tensor."""
+        """With the rows that are unlike before, if these are some of a single tensor, or with what made the batch."""
+        if found.words and (made := self._loop.samples.collate(series.numbers[found.since][0]())):
+            return replace(found, words=f"{found.words} (put into a batch by {made})")
         odd = [(n, value) for n, value in enumerate(series.values.get(found.since, ())) if _is_odd(value, found)]
         if found.role != "batch" or found.words or len(odd) != 1 or not odd[0][1].dim():
             return found

@@ -13,8 +13,7 @@ import re
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit import torch_private
-from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root
+from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, name_of
 from reprokit.capture.early_warning import EarlyWarning, EventStep
 from reprokit.capture.fidelity import Made, Place, has_origin
 from reprokit.capture.judge import Pending
@@ -49,7 +48,7 @@ from reprokit.series.course import QUANTITIES
 from reprokit.series.events import Silence
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.format import Snapshot
-from reprokit.words import user_path
+from reprokit.words import listed, user_path
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
@@ -161,8 +160,9 @@ class Failures:
         loop, recorder, judge = self._loop, self._loop.recorder, self._loop.judge
         raised = recorder.raised
         cause = cause_of(error, raised[0] if raised is not None else None)
-        place = innermost_user_place(cause) if cause is not None else None
-        frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
+        entries = tb_entries(cause.__traceback__) if cause is not None else ()
+        frames = [entry.tb_frame for entry in entries if kind_of_file(_file_of(entry)) == "user"]
+        frame = sys._getframe(2) if cause is None else frames[-1] if frames else None
         with recorder.paused():
             loop.ranks.part()
             is_cut = ends_training(error) and (raised is not None or is_inside_step(loop.tape))  # saved as that
@@ -233,9 +233,8 @@ class Failures:
         op = raised[1] if raised is not None and known is not None else loop.raising_step(error)
         if op is not None:
             loop.recorder.raised = (known or error, op)
-        steps = [one for one in loop.tape.ops() if one.kind is OptimizerStep] if op is not None else []
         with loop.recorder.paused():
-            described = describe(known or error, op, loop.world.modules, steps)
+            described = describe(known or error, op, loop)
         if op is not None:
             loop.tape.add(op.kind, op.target, op.args, op.kwargs, (), (op.code, op.instruction), op.mode, op.note)
         return self.save(Verdict("exception", frame, raised=described))
@@ -414,9 +413,9 @@ def cause_of(error: BaseException | None, last: BaseException | None) -> BaseExc
     return next((cause for cause in causes if isinstance(cause, Exception)), error)
 
 
-def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Module], steps: Sequence[Op] = ()) -> Raised:
-    """The facts about an exception; ``op`` is the call that raised it, if that was on the tape, ``steps`` are the
-    optimizers' steps before."""
+def describe(error: BaseException, op: Op | None, loop: Loop) -> Raised:
+    """The facts about an exception of the loop; ``op`` is the call that raised it, if that was on the tape."""
+    roots = loop.world.modules
     entries = list(tb_entries(error.__traceback__))
     kinds = [kind_of_file(_file_of(entry)) for entry in entries]
     own = [n for n, kind in enumerate(kinds) if kind == "user"]
@@ -427,11 +426,10 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
         line = relative_path(_file_of(entries[inside])), entries[inside].tb_lineno or 0
     site = make_site(place.tb_frame.f_code, place.tb_lasti, line) if place is not None else None
     phase = _PHASES.get(op.kind, Phase.FORWARD) if op is not None else Phase.FORWARD
-    files = [_raiser(cause) for cause in chain(error)]
-    is_deliberate = all(file and kind_of_file(file) == "user" for file in files)
+    is_deliberate = all(file and kind_of_file(file) == "user" for file in map(_raiser, chain(error)))
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    called = [frame.f_locals.get("self") for frame in frames if frame.f_code is torch_private.call_impl_code]
+    calls = [n for n, entry in enumerate(entries) if entry.tb_frame.f_code is torch_private.call_impl_code]
+    called = [entries[n].tb_frame.f_locals.get("self") for n in calls]
     module: str | None = None
     if called and called[-1] is not None:
         paths = (user_path(path) for root in roots for path, part in root.named_modules() if part is called[-1])
@@ -439,26 +437,45 @@ def describe(error: BaseException, op: Op | None, roots: Iterable[torch.nn.Modul
     facts: list[str] = []
     if place is not None and not is_deliberate:
         with ignored_errors():  # objects of the user's
-            names = {id(p): user_path(name) for root in roots for name, p in root.named_parameters()}
-            roots_called = [n for n, e in enumerate(entries) if e.tb_frame.f_code is torch_private.call_impl_code]
-            loop = [n for n in own if n < min(roots_called, default=0)]
-            for n in dict.fromkeys([max([own[-1], *library]), *loop[-1:]]):
-                told = operands_at(entries[n].tb_frame, entries[n].tb_lasti, names)
-                where = f"at {relative_path(_file_of(entries[n]))}:{entries[n].tb_lineno}"
-                facts += [f"{where} {', '.join(told)}"] if told else []
+            notes = {id(p): f"the parameter `{user_path(n)}`" for root in roots for n, p in root.named_parameters()}
+            notes |= _inference_notes(loop)
+            of_loop = [n for n in own if n < min(calls, default=0)]
+            for n in dict.fromkeys([max([own[-1], *library]), *of_loop[-1:]]):
+                told = operands_at(entries[n].tb_frame, entries[n].tb_lasti, notes)
+                told = [words for words in told if words not in "".join(facts)]
+                where = f"{relative_path(_file_of(entries[n]))}:{entries[n].tb_lineno}"
+                facts += [f"at {where} {', '.join(told)}"] if told else []
             if phase is Phase.BACKWARD:
                 facts = list(carried_by(roots)) if "a second time" in str(error) else []
-            facts += _optimizer_facts(op, steps, _file_of(place)) if op is not None and op.kind is OptimizerStep else []
+            if op is not None and op.kind is OptimizerStep:
+                facts += _optimizer_facts(op, loop.tape, [entries[n].tb_frame for n in own])
     return Raised(*causes[0], site, module, phase, op is not None, is_deliberate, causes, tuple(facts))
 
 
-def _optimizer_facts(op: Op, steps: Sequence[Op], file: str) -> list[str]:
-    """The options of an optimizer that changed their type since its step before, and gradients that are all zero."""
-    before = next((one for one in reversed(steps) if one.target is op.target), op)
-    facts = list(option_words(op.note.options, before.note.options, file))
+def _inference_notes(loop: Loop) -> dict[int, str]:
+    """The calls that made the tensors of inference mode, also views of them made later, by the ``id`` of the tensor."""
+    made, alive = dict[Number, str](), loop.tape.alive()
+    steps = [*((one.mark.step, one.ops) for one in loop.tape.segments()), (loop.running()[0], loop.tape.running())]
+    for step, op in ((step, op) for step, ops in steps for op in ops):
+        words = next((made[number] for number in op.ins if number in made), "")
+        if op.mode.inference and op.code is not None:
+            name, place = name_of(op) or type(op.target).__name__, make_site(op.code, op.instruction).place
+            words = f"made in inference mode by `{name.removeprefix('torch.')}` ({place}) in step {step}"
+        made |= dict.fromkeys(op.outs, words) if words else {}
+    return {id(alive[n]): words for n, words in made.items() if n in alive and alive[n].is_inference()}
+
+
+def _optimizer_facts(op: Op, tape: Tape, frames: Sequence[FrameType]) -> list[str]:
+    """The options of an optimizer that changed their type since its step before, and gradients that are all zero, with
+    the variables of the ``frames`` that are all zero too, such as the weights of a batch."""
+    before = next((one for one in reversed(tape.ops()) if one.target is op.target), op)
+    facts = list(option_words(op.note.options, before.note.options, frames[-1].f_code.co_filename))
     known = [p.grad for p in parameters_of(op.target) if p.grad is not None]
-    is_zero = not any(bool(part._values().any() if part.is_sparse else part.any()) for part in known)
-    return [*facts, *(["every gradient of the optimizer is zero"] if is_zero else [])]
+    if any(bool(part._values().any() if part.is_sparse else part.any()) for part in known):
+        return facts
+    items = [item for frame in frames for item in frame.f_locals.items() if type(item[1]) is torch.Tensor]
+    zeros = [f"`{name}`" for name, value in items if value.is_floating_point() and value.dim() and not value.any()]
+    return [*facts, f"every gradient of the optimizer is zero{f', and so is {listed(zeros)}' if zeros else ''}"]
 
 
 def _file_of(entry: TracebackType) -> str:
@@ -487,13 +504,6 @@ def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
             is_passed = any(op.kind is Root and op.mode.grad for op in running[made + 1 :])  # the loop went on
             return None if is_passed else (number, code, instruction)
     return None
-
-
-def innermost_user_place(error: BaseException) -> TracebackType | None:
-    """The innermost entry of a traceback whose frame is the user's; the frame's variables name tensors."""
-    entries = tb_entries(error.__traceback__)
-    own = [entry for entry in entries if kind_of_file(entry.tb_frame.f_code.co_filename) == "user"]
-    return own[-1] if own else None
 
 
 def _raiser(error: BaseException) -> str:

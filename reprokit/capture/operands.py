@@ -23,8 +23,8 @@ _MOST = 4  # operands of an expression, or of an assignment, that are printed
 _POSITION = ("lineno", "end_lineno", "col_offset", "end_col_offset")
 
 
-def operands_at(frame: FrameType, instruction: int, names: Mapping[int, str]) -> list[str]:
-    """The operands of the expression that a frame is at, in words, numbers first; ``names`` are those of parameters by
+def operands_at(frame: FrameType, instruction: int, notes: Mapping[int, str]) -> list[str]:
+    """The operands of the expression that a frame is at, in words, numbers first; ``notes`` are about tensors, by their
     ``id``."""
     file, found = frame.f_code.co_filename, list[tuple[bool, str]]()
     position = next(islice(frame.f_code.co_positions(), instruction // 2, None), (None,))
@@ -32,59 +32,50 @@ def operands_at(frame: FrameType, instruction: int, names: Mapping[int, str]) ->
     function = _function_at(tree, line)
     here = list(ast.walk(function))
     parts = [node for node in here if tuple(getattr(node, one, None) for one in _POSITION) == position]
-    for node in _operands(parts[:1]):
-        words, name = _words(node, frame, names), ast.unparse(node)
+    for node in _operands(part for part in parts[:1] if not hasattr(part, "body")):  # a loop has not begun its body
+        words, name = _words(node, frame, notes), ast.unparse(node)
         made = _assignment(tree if isinstance(node, ast.Attribute) else function, name, line) if words else None
         if made is not None:
             read = [one for one in _operands([made.value]) if ast.unparse(one) != name] if made in here else []
-            values = ", ".join([value for one in read if (value := _words(one, frame, names))][:_MOST])
+            values = ", ".join([value for one in read if (value := _words(one, frame, notes))][:_MOST])
             words += f" (assigned at {relative_path(file)}:{made.lineno}{f', where {values}' if values else ''})"
         found += [(isinstance(_value(node, frame), torch.Tensor), words)] if words else []
     return [words for _, words in sorted(found, key=lambda item: item[0])][:_MOST]
 
 
 def option_words(options: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], file: str) -> Iterator[str]:
-    """The options of an optimizer that are no real numbers and were in the step before, with the line that wrote them
-    if one line of a file does, and the power there: of a negative number it may be complex."""
-    tree = _tree(file)
+    """The options of an optimizer that are no real numbers any more, with the one line of a file that writes them."""
     for group, old in zip(options, before, strict=False):
-        for name, value in group.items():
-            if not isinstance(old.get(name), (int, float)) or isinstance(value, (int, float, torch.Tensor)):
-                continue
-            made = [one for one, target in _assignments(tree) if target.endswith(f"[{name!r}]")]
-            where = ""
+        numbers = [name for name, value in old.items() if isinstance(value, (int, float))]
+        for name in (name for name in numbers if not isinstance(group.get(name, 0), (int, float, torch.Tensor))):
+            made, where = [one for one, target in _assignments(_tree(file)) if target.endswith(f"[{name!r}]")], ""
             if len(made) == 1:
                 line, source = made[0].lineno, made[0].value
-                earlier = _assignment(_function_at(tree, line), ast.unparse(source), line)
-                walked = ast.walk(earlier.value if earlier is not None else source)
-                power = next((p for p in walked if isinstance(p, ast.BinOp) and isinstance(p.op, ast.Pow)), None)
+                earlier = _assignment(_function_at(_tree(file), line), ast.unparse(source), line)
+                nodes = ast.walk(earlier.value if earlier is not None else source)
+                power = next((p for p in nodes if isinstance(p, ast.BinOp) and isinstance(p.op, ast.Pow)), None)
                 of = f", from the power `{ast.unparse(power)}` in line {power.lineno}" if power is not None else ""
+                of += ", complex for a negative base" * bool(of)
                 where = f" (assigned at {relative_path(file)}:{line}{of})"
-            yield f"`{name}` of the optimizer is {_text(value)}, and was {_text(old[name])} before{where}"
+            yield f"`{name}` of the optimizer is {_text(group[name])}, and was {_text(old[name])} before{where}"
 
 
 def carried_by(roots: Iterable[torch.nn.Module]) -> Iterator[str]:
     """The attributes of modules that hold tensors with a graph and that their code reads, such as a hidden state."""
     for path, module in (item for root in roots for item in root.named_modules()):
+        file = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
+        nodes = [node for node in ast.walk(_tree(file)) if isinstance(node, ast.Attribute)]
         for name, value in list(vars(module).items()):
-            if not any(tensor.grad_fn is not None for tensor in iter_tensors(value)):
-                continue
-            file = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
-            tree, owner = _tree(file), f"`{name}` of the module `{path or type(module).__name__}`"
-            uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == name]
-            read = [node.lineno for node in uses if isinstance(node.ctx, ast.Load)]
-            made = [node.lineno for node in uses if isinstance(node.ctx, ast.Store)]
-            if read and made:
-                where = f"assigned at {relative_path(file)}:{made[-1]}, read in line {read[-1]}"
+            at = {type(node.ctx): node.lineno for node in nodes if node.attr == name}
+            if {ast.Load, ast.Store} <= at.keys() and any(one.grad_fn is not None for one in iter_tensors(value)):
+                where = f"assigned at {relative_path(file)}:{at[ast.Store]}, read in line {at[ast.Load]}"
+                owner = f"`{name}` of the module `{path or type(module).__name__}`"
                 yield f"{owner} ({where}) holds a graph, and may carry it from step to step"
 
 
 @functools.lru_cache(maxsize=4)
 def _tree(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.Module([], [])
+    return ast.parse("".join(linecache.getlines(file)))
 
 
 def _function_at(tree: ast.Module, line: int) -> ast.AST:
@@ -93,7 +84,7 @@ def _function_at(tree: ast.Module, line: int) -> ast.AST:
     return ([tree, *(node for node in functions if node.lineno <= line <= (node.end_lineno or 0))])[-1]
 
 
-def _operands(parts: Sequence[ast.AST]) -> Iterator[ast.expr]:
+def _operands(parts: Iterable[ast.AST]) -> Iterator[ast.expr]:
     """The names, attributes and items that expressions read, each once; not the functions that they call."""
     seen, waiting = set[str](), list(parts)
     while waiting:
@@ -125,7 +116,7 @@ def _value(node: ast.AST, frame: FrameType) -> Any:
     return {**(space.get("_parameters") or {}), **(space.get("_buffers") or {}), **space}[getattr(node, "attr", "")]
 
 
-def _words(node: ast.AST, frame: FrameType, names: Mapping[int, str]) -> str:
+def _words(node: ast.AST, frame: FrameType, notes: Mapping[int, str]) -> str:
     """An operand and its value: `` `den` is 0.0 ``; empty where the value is none that a sentence can hold."""
     try:
         value = _value(node, frame)
@@ -135,8 +126,9 @@ def _words(node: ast.AST, frame: FrameType, names: Mapping[int, str]) -> str:
     if type(value) in (list, tuple) and value:
         parts = [_text(part) for part in value[:_MOST]]
         words = f"{len(value)} items" + (f": {'; '.join(parts)}" if all(parts) else "")
-    known = f", the parameter `{names[id(value)]}`" if id(value) in names else ""
-    return f"`{ast.unparse(node)}` is {words}{known}" if words else ""
+    is_inference = isinstance(value, torch.Tensor) and value.is_inference()
+    known = notes.get(id(value), "made in inference mode, before the calls that are kept" if is_inference else "")
+    return f"`{ast.unparse(node)}` is {words}{f', {known}' if known else ''}" if words else ""
 
 
 def _text(value: Any) -> str:
@@ -150,18 +142,18 @@ def _text(value: Any) -> str:
         return f"{words} ({value.device}, {str(value.layout).removeprefix('torch.')})"
     is_zero = value.numel() > 1 and not bool(value.any())
     words += f", {value.item():.6g}" if value.numel() == 1 else ", all zeros" if is_zero else ""
-    return f"{words}, made in inference mode" if value.is_inference() else words
+    return words if value.is_contiguous() else f"{words}, not contiguous"
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.Assign | ast.AugAssign, str]]:
-    """The assignments in order of their lines, with each of their targets."""
-    made = [node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AugAssign))]
-    for one in sorted(made, key=lambda node: node.lineno):
-        yield from ((one, ast.unparse(t)) for t in (one.targets if isinstance(one, ast.Assign) else [one.target]))
+    """The assignments, with each of their targets."""
+    for one in ast.walk(tree):
+        if isinstance(one, (ast.Assign, ast.AugAssign)):
+            yield from ((one, ast.unparse(t)) for t in (one.targets if isinstance(one, ast.Assign) else [one.target]))
 
 
 def _assignment(tree: ast.AST, name: str, line: int) -> ast.Assign | ast.AugAssign | None:
     """The last assignment to a name above a line, else the last one below it, as in a loop."""
     found = [one for one, target in _assignments(tree) if target == name]
-    above = [one for one in found if (one.end_lineno or line) < line]
-    return next(reversed(above or [one for one in found if one.lineno > line]), None)
+    found = [one for one in found if not one.lineno <= line <= (one.end_lineno or line)]
+    return max(found, key=lambda one: (one.lineno < line, one.lineno), default=None)

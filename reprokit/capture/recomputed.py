@@ -19,9 +19,7 @@ from reprokit import torch_private
 from reprokit.capture.operands import operands_at
 from reprokit.capture.structure import tensors_in
 from reprokit.program.functions import name_of, replacing
-from reprokit.program.sites import find_frames, line_of, relative_path
-
-_Made = tuple[Any, ...]  # name, code and instruction of a call, and the shape of its first result
+from reprokit.program.sites import find_frames, relative_path
 
 
 class Recomputations(TorchFunctionMode):
@@ -31,10 +29,10 @@ class Recomputations(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found = ""
-        self._calls: dict[Any, list[_Made]] = {}  # in the forward pass, by the checkpoint's frame
-        self._running: list[_Made] = []
+        self._calls: dict[Any, list[str]] = {}  # in the forward pass, by the checkpoint's frame
+        self._running: list[str] = []
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}  # by forward passes
-        self._expected: list[_Made] | None = None
+        self._expected: list[str] | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,17 +44,15 @@ class Recomputations(TorchFunctionMode):
             self._made.update((id(one), weakref.ref(one)) for one in results)
         user = find_frames(sys._getframe(1))[0]
         if user is not None and results:
-            name = (name_of(func) or "").removeprefix("torch.")
-            made, place = (name, user.f_code, user.f_lasti, [*results[0].shape]), len(self._running)
+            name, file = (name_of(func) or "").removeprefix("torch."), relative_path(user.f_code.co_filename)
+            made, place = f"`{name}` ({file}:{user.f_lineno}) gives {[*results[0].shape]}", len(self._running)
             self._running.append(made)
             other = self._expected[place : place + 1] if self._expected is not None else [made]
             if other != [made] and not self.found:
-                self.found = f"when recomputed, {_words(made)} ({', '.join(operands_at(user, user.f_lasti, {}))})"
-                self.found += "".join(f"; in its place {_words(one)} in the forward pass" for one in other)
-                kept = [
-                    one for one in tensors_in(args) if (ref := self._made.get(id(one))) is not None and ref() is one
-                ]
-                self.found += "; it reads a tensor that the forward pass made, which something has kept" * bool(kept)
+                self.found = f"when recomputed, {made} ({', '.join(operands_at(user, user.f_lasti, {}))})"
+                self.found += "".join(f"; in its place {one} in the forward pass" for one in other)
+                if any(id(one) in self._made and self._made[id(one)]() is one for one in tensors_in(args)):
+                    self.found += "; it reads a tensor that the forward pass made, which something has kept"
         return result
 
     @contextlib.contextmanager
@@ -86,8 +82,3 @@ class Recomputations(TorchFunctionMode):
         names = torch_private.CHECKPOINT_HOOKS
         with replacing([(module, name, watched(getattr(module, name), name == names[1])) for name in names]):
             yield
-
-
-def _words(made: _Made) -> str:
-    name, code, instruction, shape = made
-    return f"`{name}` ({relative_path(code.co_filename)}:{line_of(code, instruction)}) gives {shape}"

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from reprokit import torch_private
 from reprokit.capture.structure import tensors_in
 from reprokit.capture.tape import Number, Op, Tape, version_of
 from reprokit.locate.samples import KEEP_ROWS, Samples
+from reprokit.program.sites import kind_of_file, relative_path
 
 _MOST_INDICES = 65_536  # of a batch; a larger one is no batch that a reader looks up
 
@@ -43,7 +45,7 @@ class SampleWatch:
         # Whether rows are samples, and the index batches without a batch yet; ``None`` for one of other keys than ints.
         self._iterators: weakref.WeakKeyDictionary[Any, tuple[bool, deque[_Batch | None]]]
         self._iterators = weakref.WeakKeyDictionary()
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Batch | None]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Batch | None, Any]] = {}
 
     def forget(self) -> None:
         """The hooks are gone: what iterators draw from here on is not seen."""
@@ -87,7 +89,7 @@ class SampleWatch:
                 # Also then: a tensor that no kept call uses gets a new number with its first use.
                 key = id(tensor)
                 gone = weakref.ref(tensor, lambda _, key=key: self._known.pop(key, None))  # type: ignore[misc]
-                self._known[key] = gone, version_of(tensor), batch
+                self._known[key] = gone, version_of(tensor), batch, getattr(args[0], torch_private.COLLATE, None)
         return data
 
     def of(self, number: Number) -> _Batch | None:
@@ -95,9 +97,16 @@ class SampleWatch:
         batch: _Batch | None = getattr(number, "batch", None)
         tensor = number()
         if batch is None and tensor is not None and id(tensor) in self._known:
-            known, version, batch = self._known[id(tensor)]
+            known, version, batch, _ = self._known[id(tensor)]
             return batch if known() is tensor and self._tape.stamps.get(number) == version else None
         return batch
+
+    def collate(self, tensor: torch.Tensor | None) -> str:
+        """The user's function that has put a tensor into a batch: `` `pad` (data.py:7) ``; else empty."""
+        known, *_, function = self._known.get(id(tensor), (lambda: None, None))
+        code = getattr(function, "__code__", None) if known() is tensor else None
+        is_own = code is not None and kind_of_file(code.co_filename) == "user"
+        return f"`{code.co_name}` ({relative_path(code.co_filename)}:{code.co_firstlineno})" if code and is_own else ""
 
     def samples(self, number: Number | None, name: str, num_rows: int) -> Samples | None:
         """The samples of a tensor with so many rows."""

@@ -407,7 +407,7 @@ class Describing:
                     is_loss = verdict.where == "loss" and verdict.is_late and verdict.together is None
                     if is_loss and finder.skipped and not replay.notes:
                         raise SkippedLoss(finder.skipped[0])
-                    return None, [*replay.notes, NOT_SHOWN]
+                    return None, [*replay.notes, NOT_SHOWN if verdict.raised is None else NOT_AGAIN]
                 case.frame = verdict.frame
                 made = loop.ranks.update_made(self, case) if loop.ranks.is_sharded else self.make(case)
                 if made.culprit is None and not made.is_shown:

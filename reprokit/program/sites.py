@@ -124,11 +124,8 @@ def _statements(source: str) -> Mapping[int, range]:
     Lines of texts over several lines are left out, because these change with their indentation.
     """
     found: dict[int, range] = {}
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return found
-    lines = source.splitlines()
+    statement = parsed.__wrapped__(source)  # which is large, and not kept
+    nodes, lines = list(ast.walk(statement.tree)) if statement is not None else [], source.splitlines()
     for node in nodes:  # from the outside to the inside
         if isinstance(node, ast.stmt):
             numbers = range(node.lineno, _last_line(node, lines) + 1)

@@ -92,11 +92,9 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
         expected = "The call returns, which needs as much free memory as the message says."
         remark = f"Why it needs so much memory is a question about {whom}."
     elif is_refusal(failure):
-        what, given = f"Arguments that {name} accepts", "these arguments"
-        if failure.phase == Phase.BACKWARD:
-            what, given = "A graph that this backward pass can go through", "such a graph"
+        what = f"Arguments that {name} accepts" if failure.phase != Phase.BACKWARD else "The backward pass goes through"
         expected = f"{what}. {as_defined}: it refuses, and says what is wrong."
-        remark = f"Why it is given {given} is a question about {whom}."
+        remark = f"Why it is given these values is a question about {whom}."
     else:
         expected = "A finite number in its place." if is_constant else wording.expected(failure)
         if rule is not None and rule.expected and not is_constant:

@@ -6,6 +6,7 @@ Values are redacted text in which code stands in backticks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -96,9 +97,10 @@ class Facts:
             words += [shorten_paths(f"{'at' if is_line else 'in'} {place}")] if place else []
         why = self.expectation.words
         if failure.kind == EXCEPTION and not why and self.operands:
-            more = " ..." if len(self.operands) > _MAX_SHAPES_IN_TITLE else ""
-            shapes = [str(list(found.shape)) for _, found in self.operands[:_MAX_SHAPES_IN_TITLE]]
-            why = f"given {listed(shapes)}{more}"
+            shapes = [str(list(found.shape)) for _, found in self.operands]
+            shapes = shapes if len(shapes) <= _MAX_SHAPES_IN_TITLE else list(dict.fromkeys(shapes))
+            more = " ..." if len(shapes) > _MAX_SHAPES_IN_TITLE else ""
+            why = f"given {listed(shapes[:_MAX_SHAPES_IN_TITLE])}{more}"
         in_training, now = _autocast(snapshot), _autocast(source)
         index = source.failure.call_index
         read = source.program.calls[index].input_refs() if index is not None else ()
@@ -123,6 +125,10 @@ class Facts:
         if self.snapshot.failure.kind != EXCEPTION or not self.operands:
             return ""
         shown = [f"{wording.code_span(name)} {list(found.shape)} {found.dtype}" for name, found in self.operands]
+        if len(shown) > _MAX_SHAPES:  # `torch.stack` of a batch: the one that differs may be the last
+            kinds = Counter(text.partition("` ")[2] for text in shown)
+            firsts = [(next(text for text in shown if text.endswith(kind)), num) for kind, num in kinds.items()]
+            shown = [f"{text} ({num} such)" if num > 1 else text for text, num in firsts]
         more = f" and {len(shown) - _MAX_SHAPES} more" if len(shown) > _MAX_SHAPES else ""
         return f"In training it was given {', '.join(shown[:_MAX_SHAPES])}{more}."
 

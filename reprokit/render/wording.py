@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
 
-_NAMED_ARGUMENT = re.compile(r"\bargument\b|['\"`]\w+['\"`]")
 _MAX_CODE, _MAX_MESSAGE = 160, 600  # both shapes of a recomputation are in the third line of its message
 _DEFINITIONS = {
     "update": "the norm of the change of all parameters over their norm before the step",
@@ -205,8 +204,7 @@ def message(failure: Failure) -> str:
 def expected(failure: Failure) -> str:
     """The expectation as a sentence, without a claim that was not checked."""
     if failure.kind == "exception":
-        is_named = failure.exception is not None and _NAMED_ARGUMENT.search(failure.exception[1]) is not None
-        return f"The call returns{'' if is_named else ', or the error says which of its arguments is wrong'}."
+        return "The call returns."
     if failure.kind == "function":
         return "The check does not hold."
     if failure.event is not None:
@@ -292,8 +290,7 @@ def phase_words(failure: Failure) -> str:
         return where if failure.site is not None else "the call is not known"
     if failure.is_of_whole_step and failure.event is None:
         return "in the forward pass" if failure.way == "other" else "over the whole step"
-    is_called = failure.kind == "exception" and failure.call is not None
-    if is_called and failure.phase == Phase.FORWARD and failure.module is None:
+    if failure.kind == "exception" and failure.phase == Phase.FORWARD and failure.module is None:
         return OUTSIDE
     is_custom = failure.phase == Phase.BACKWARD and failure.kind in ("nan", "inf") and not failure.is_derivative
     if is_custom and failure.call:
@@ -354,8 +351,7 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
         file, line = failure.site.library
         owner = "torch" if file.startswith("torch/") else "a library"
         return f"{owner}'s own code, {code_span(redact_text(f'{file}:{line}'))}"
-    owners = {Phase.OPTIMIZER: "optimizer", Phase.BACKWARD: "backward pass"}
-    return f"the {owners.get(failure.phase, 'training loop')}'s own code"
+    return "not known: no recorded call raises it"
 
 
 def code_of(site: Site | None) -> str:

@@ -83,26 +83,34 @@ def _watched(scene: Scene, near: int | None = None) -> _Watch:
     return watch
 
 
+_ADVICE = {  # by whether optimizers alone have written the value
+    False: "Use the operation out of place (`h = h + 1`, not `h += 1`), or write into a copy (`h = h.clone()`).",
+    True: "Call `step()` after the last backward pass through the old parameters, or run the forward pass again with "
+    "the new ones: a GAN whose discriminator has stepped computes `D(fake)` once more for the generator's loss.",
+}
+
+
 def written_since(scene: Scene) -> Numbers | None:
-    """The value that a call has saved for the backward pass, and the calls that have written into it since."""
-    found, calls, first = raises("modified by an inplace operation")(scene), scene.program.calls, None
-    if found is not None:
-        first = _watched(scene)
-    owner = first.owners.owner(first.last) if first is not None else None
-    if found is None or owner is None:
-        return found and {"seen": found["exception"]}
-    watch, message = _watched(scene, owner), found["exception"]
+    """The value that a call has saved for the backward pass, the calls that have written into it since, and advice."""
+    found = raises("modified by an inplace operation")(scene)
+    if found is None:
+        return None
+    calls, message, first = scene.program.calls, found["exception"], _watched(scene)
+    owner = first.owners.owner(first.last)
+    watch = _watched(scene, owner)
     shape = re.search(r"Tensor \[([\d, ]*)\]", message)
     sizes = sorted(map(int, re.findall(r"\d+", shape[1]))) if shape is not None else []
     saved = [value for value in watch.writers if _memory_of(watch.held[value][0]) in watch.saved]
     saved.sort(key=lambda value: sorted(watch.held[value][0].shape) != sizes)  # the message has the size of its own
-    if not saved:
-        return {"seen": message}
-    by = listed([*dict.fromkeys(place_of(calls[index]) for index in watch.writers[saved[0]])])
+    if owner is None or not saved:
+        return {"seen": message, "advice": " ".join(_ADVICE.values())}
+    writers = [calls[index] for index in watch.writers[saved[0]]]
+    by = listed([*dict.fromkeys(map(place_of, writers))])
     now = re.search(r"is at version (\d+); expected version (\d+)", message)
     versions = f" (version {now[2]} when it was saved, {now[1]} now)" if now is not None else ""
     name, saver = name_of(scene.program, saved[0], scene.index), place_of(calls[owner])
-    return {"seen": f"{name} was saved for the backward pass by {saver}, and written since by {by}{versions}"}
+    seen = f"{name} was saved for the backward pass by {saver}, and written since by {by}{versions}"
+    return {"seen": seen, "advice": _ADVICE[all(call.is_optimizer_step for call in writers)]}
 
 
 def freed_before(scene: Scene) -> Numbers | None:

@@ -64,7 +64,7 @@ def diagnose(step: Snapshot | Scene, *, budget: TrialBudget | None = None, write
         rule.why.format(**numbers),
         tuple(_said(line, numbers) for line in rule.seen),
         rule.confidence,
-        rule.advice,
+        rule.advice.format(**numbers),
         tuple(f"https://github.com/{place}" for place in rule.links.split()),
         tuple(_also(rule, others))[:MAX_ALSO],
         fix,
@@ -106,7 +106,7 @@ def numbers_of(rule: Rule, scene: Scene) -> Numbers | None:
     if rule.phases and _phases(failure).isdisjoint(rule.phases.split()):
         return None
     shown = call.target.removeprefix("torch.optim.") if call is not None and call.is_optimizer_step else name
-    numbers: Numbers = {"call": shown, "count": 0, "total": 0}
+    numbers: Numbers = {"call": f"{name}_" if call and call.name == f"{name}_" else shown, "count": 0, "total": 0}
     for predicate in rule.when:
         found = asked(predicate, scene)
         if found is None:

@@ -81,7 +81,7 @@ def outside(scene: Scene) -> Numbers | None:
     rows = scene.row_text(scene.recorded(slot), rows_where(bad)) if indexes.dim() else ""
     many = f" ({int(bad.sum())} of {bad.numel()} elements, in {rows})" if rows else ""
     what = "classes" if is_loss else "rows" if dim == 0 else f"elements in dimension {dim}"
-    most = f", and up to {int(indexes[bad].max())}" if int(bad.sum()) > 1 else ""
+    most = f", and up to {int(indexes[bad].max())}" if len(set(indexes[bad].tolist())) > 1 else ""
     return {"seen": f"{names[0]} is {indexes[tuple(first)]} at {first}{most}{many}, and {names[1]} has {size} {what}"}
 
 
@@ -204,13 +204,10 @@ STEPS = [
         expected="inputs at least as long as their targets with a blank between repeats, or `zero_infinity=True`",
         links="pytorch/pytorch/issues/31557",
         fixes=[Fix("pass zero_infinity=True to {call}", set_argument("zero_infinity", True))]),
-    Rule("index-outside", "An index, a label or a token outside of what it indexes", cause="data",
-        kinds="exception", is_shown=True, when=[outside],
-        why="`{call}` was asked for something that does not exist, such as a label that is none of the classes, or a "
-            "token or a position for which the embedding has no row.",
-        seen=["{seen}"],
-        advice="Compare the indexes with the size of what they index, where they are made. Map a label for padding to "
-               "`ignore_index`.",
+    Rule("index-outside", "An index outside of what it indexes", cause="data", kinds="exception", is_shown=True,
+        when=[outside], why="`{call}` was given an index that is outside of what it indexes.", seen=["{seen}"],
+        advice="Compare the indexes with the size of what they index, where they are made. Only losses skip a label "
+               "for padding (`ignore_index`); elsewhere put an index that exists in its place and mask the result.",
         links="pytorch/pytorch/issues/15508"),
     Rule("empty-sequence", "A sequence of length zero", kinds="exception", calls="_pack_padded_sequence", cause="data",
         when=[raises("samples has to be greater than 0"), has_empty_sequence],
@@ -228,8 +225,8 @@ STEPS = [
                "in half precision takes inputs in half precision, or `torch.autocast`.",
         links="pytorch/pytorch/issues/2138"),
     Rule("length-mismatch", "Sizes that do not go together", kinds="exception", confidence="likely",
-        when=[raises("batch_size|must match the size|shape mismatch|size mismatch|shapes cannot be multiplied|target "
-                     "size|same size")],
+        when=[raises("batch_size|must match the size|equal size|shape mismatch|size mismatch|shapes cannot be "
+                     "multiplied|target size|same size")],
         why="The arguments of `{call}` do not have sizes that go together.", seen=["`{call}` raises {exception}"],
         advice="Compare the shapes of both arguments; a last batch that is smaller, or a length of padding, is the "
                "usual reason."),
@@ -255,14 +252,8 @@ STEPS = [
     Rule("in-place-on-saved", "An in-place operation on a value that the backward pass needs",
         kinds="exception", when=[written_since], cause="state", is_shown=True,
         why="Autograd keeps the values that a derivative is computed from. One of them was written in place after the "
-            "forward pass read it: by an in-place operation, or by the `step()` of an optimizer before a backward "
-            "pass that needs the old parameters.",
-        seen=["{seen}"],
-        advice="Use the operation out of place (`h = h + 1` in place of `h += 1`), or write into a copy (`h = "
-               "h.clone()`). Call `step()` after the last backward pass through the old parameters, or run the "
-               "forward pass again with the new ones: a GAN whose discriminator has stepped computes `D(fake)` once "
-               "more for the generator's loss.",
-        links="pytorch/pytorch/issues/15803 pytorch/pytorch/issues/39141"),
+            "forward pass read it.",
+        seen=["{seen}"], advice="{advice}", links="pytorch/pytorch/issues/15803 pytorch/pytorch/issues/39141"),
     Rule("backward-twice", "A second backward pass through the same graph",
         kinds="exception", when=[freed_before], cause="state", is_shown=True,
         why="A backward pass frees the values that it was computed from. A later one goes through a part of the same "

@@ -119,8 +119,7 @@ def _other_contents(tensor: torch.Tensor, may_index: bool) -> Iterator[torch.Ten
             if constant_of(tensor) != number:
                 yield torch.full_like(tensor, number)
         for scale in (1.0, 10.0):
-            real = tensor.real.dtype if tensor.is_complex() else tensor.dtype
-            yield (torch.randn(tensor.shape, generator=random) * scale).to(tensor.device, real).to(tensor.dtype)
+            yield torch.empty_like(tensor).copy_(torch.randn(tensor.shape, generator=random) * scale)  # same strides
     elif tensor.layout is torch.strided and tensor.dtype is torch.bool:
         yield from (~tensor, torch.zeros_like(tensor), torch.ones_like(tensor))
     elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized:

@@ -114,28 +114,28 @@ class Excerpt:
 
         ``is_alone`` adds parameters and gradients as inputs; else a backward pass before the step leaves the gradients.
         """
-        call = self.program.calls[index]
+        call, names = self.program.calls[index], {item.value: item.name for item in self.program.inputs}
         content: dict[str, list[object]] = {"params": [], "grads": [], "options": [], "state": []}
         for params, grads, options, states in zip(*(call.kwargs[name] for name in content), strict=True):
             rows = []
             for ref, grad, state in zip(params, grads, states, strict=True):
                 if ref.value in parameters:
-                    rows.append((ref, self._parameter(index, ref, grad) if is_alone else None, dict(state)))
+                    name = names.get(ref.value, "parameter")
+                    rows.append((ref, self._parameter(index, ref, grad, name) if is_alone else None, dict(state)))
                     for key, other in ((key, other) for key, item in state.items() for other in iter_refs(item)):
-                        self.read(index, other.value, key, "state")
+                        self.read(index, other.value, names.get(other.value, key), "state")
             if rows:
                 content["options"].append(dict(options))
                 for name, column in zip(("params", "grads", "state"), zip(*rows, strict=True), strict=True):
                     content[name].append(list(column))
         self.calls.append(replace(call, args=(), kwargs=content, outputs=None))
 
-    def _parameter(self, index: int, ref: Ref, grad: Ref | None) -> Ref | None:
+    def _parameter(self, index: int, ref: Ref, grad: Ref | None, name: str) -> Ref | None:
         """Add a parameter and its gradient; the new value of the gradient."""
-        names = {item.value: item.name for item in self.program.inputs}
-        self.read(index, ref.value, names.get(ref.value, "parameter"), "parameter", True)
+        self.read(index, ref.value, name, "parameter", True)
         recorded = self.recording
         found = recorded.inputs.get((index, grad.value)) if grad else recorded.grads.get(ref.value)
-        return self._add(found, "grad") if found is not None else None
+        return self._add(found, f"{name}.grad") if found is not None else None
 
     def _add(self, gradient: torch.Tensor, name: str) -> Ref:
         value, self._next = self._next, self._next + 1

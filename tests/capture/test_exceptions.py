@@ -6,19 +6,25 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.data import DataLoader
 
 from reprokit.capture.save import NO_CHECKPOINT, NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.program.ir import BACKWARD
+from reprokit.render.facts import Facts
 from reprokit.render.findings import markdown, one_line, page
+from reprokit.render.issue import make_issue
+from reprokit.render.sources import reduction_script
 from reprokit.render.wording import origin
 from reprokit.rules.match import diagnose
 from reprokit.snapshot.format import Snapshot, load
+from reprokit.workflow import shrink
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
@@ -36,6 +42,7 @@ from tests.capture.traps_checks import (
     without_own_lines,
 )
 from tests.conftest import Run
+from tests.render.programs import VERIFIED
 
 
 def capture_raising(loop: Callable[[], None], error: type[BaseException], folder: Path) -> Snapshot:
@@ -195,7 +202,8 @@ def gradients_of_zero() -> None:
     model = nn.Linear(4, 3)
     optimizer = Scheduled(model.parameters(), total=100)
     for step, x, _ in batches():
-        update(optimizer, (model(x[:, :4]) * (0 if step == BAD_STEP else 1)).square().mean())
+        shares = torch.full((3,), float(step != BAD_STEP))
+        update(optimizer, (model(x[:, :4]) * shares).square().mean())
 
 
 class Bank(nn.Module):
@@ -370,6 +378,53 @@ def two_losses_of_one_graph() -> None:
         update(optimizer, second)
 
 
+def means_for_gaps(rows: Sequence[tuple[torch.Tensor, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    target = np.array([y for _, y in rows], dtype=np.float32)
+    gaps = np.isnan(target)
+    target = np.where(gaps, float(target[~gaps].mean()) * np.ones(1), target) if gaps.any() else target
+    return torch.stack([x for x, _ in rows]), torch.from_numpy(target)
+
+
+def doubles_in_place_of_gaps() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = [(torch.ones(4), float("nan") if n == 3 * BAD_STEP else n / 10) for n in range(3 * STEPS)]
+    for x, target in DataLoader(rows, batch_size=3, collate_fn=means_for_gaps):  # type: ignore[arg-type]
+        update(optimizer, F.huber_loss(model(x).squeeze(1), target))
+
+
+def samples_of_two_lengths() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = [torch.ones(5 if n == 8 * BAD_STEP + 6 else 4) for n in range(8 * STEPS)]
+    for x in DataLoader(rows, batch_size=8):  # type: ignore[arg-type]
+        update(optimizer, model(x).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("loop", "error", "says", "says_not"),
+    [
+        (decay_set_past_its_end, RuntimeError, ["value of `weight`, `weight.grad`, `bias` and `bias.grad` that"], []),
+        (gate_shifted_in_place, RuntimeError, ["Use the operation out of place"], ["`step()`", "Arguments that"]),
+        (critic_stepped_in_between, RuntimeError, ["Call `step()` after the last"], ["out of place"]),
+        (samples_of_two_lengths, RuntimeError, [
+            "\\[4\\] float32 (7 such), ", " \\[5\\] float32."], ["`x` is float32", "assigned at"]),
+    ],
+)  # fmt: skip
+def test_the_issue_says_no_more_than_is_known(
+    loop: Callable[[], None],
+    error: type[BaseException],
+    says: Sequence[str],
+    says_not: Sequence[str],
+    tmp_path: Path,
+) -> None:
+    """Names are of one tensor each, advice is for who wrote, and a loop that asks for data has not begun its body."""
+    snapshot = capture_raising(loop, error, tmp_path)
+    reduction = shrink(snapshot, fast=True)
+    text = make_issue(Facts(snapshot, reduction_script(reduction), VERIFIED, reduction)).text
+    assert ([one for one in says if one not in text], [one for one in says_not if one in text]) == ([], []), text[:3000]
+
+
 @pytest.mark.parametrize(
     ("loop", "error", "call", "says"),
     [
@@ -377,12 +432,13 @@ def two_losses_of_one_graph() -> None:
             "`rate` is", "j, a complex number (assigned at", "`self.done` is 3, `self.total` is 2)",
             "`p` is float32 [3, 4], the parameter `weight`"]),
         (gradients_of_zero, ZeroDivisionError, None, [
-            "`seen` is 0 (assigned at", "is float32 [3], all zeros); every gradient of the optimizer is zero."]),
+            "`seen` is 0 (assigned at", "is float32 [3], all zeros); every gradient of the optimizer is zero, and so ",
+            " is `shares`."]),
         (features_of_inference_mode, RuntimeError, "torch.Tensor.matmul", [
-            "`self.table` is float32 [", "made in inference mode (assigned at"]),
+            "`self.table` is float32 [", "made in inference mode by `nn.functional.linear` (", ") in step 3"]),
         (decay_set_past_its_end, RuntimeError, "torch.optim.AdamW.step", [
             "`weight_decay` of the optimizer is ", "j, a complex number, and was 0 before (assigned at ",
-            ", from the power `(1 - step / (BAD_STEP - 1)) ** 0.9` in line "]),
+            ", from the power `(1 - step / (BAD_STEP - 1)) ** 0.9` in line ", ", complex for a negative base)"]),
         (state_of_a_whole_batch, RuntimeError, None, [
             "`given` is float32 [2, 1, 4] (assigned at ", "`state` is float32 [1, 3, 3], all zeros (assigned at "]),
         (checkpoint_of_a_cache, CheckpointError, None, [
@@ -405,6 +461,8 @@ def two_losses_of_one_graph() -> None:
             ": `state` of step 0, made by `gru_cell` in `<GRUCell>` (", ", is used again, and the backward pass of "]),
         (state_kept_by_the_model, RuntimeError, None, [
             "`hidden` of the module `Remembering` (assigned at ", ") holds a graph, and may carry it from step"]),
+        (doubles_in_place_of_gaps, RuntimeError, BACKWARD, [
+            "`target` is float64 in step 3, and was float32 before (put into a batch by `means_for_gaps` ("]),
         (two_losses_of_one_graph, RuntimeError, BACKWARD, [
             ": `shared`, made by `Tensor.tanh` (", "is part of both graphs, and the backward pass of `first` ("]),
     ],

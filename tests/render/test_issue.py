@@ -171,7 +171,7 @@ def test_a_refusal_is_told_from_a_defect(exception: tuple[str, str], refuses: bo
     found = expect(replace(snapshot, failure=replace(snapshot.failure, exception=exception)))
     assert ("does what it is defined to do: it refuses" in found.expected) is refuses
     assert (
-        found.remark == "Why it is given these arguments is a question about the training code rather than PyTorch."
+        found.remark == "Why it is given these values is a question about the training code rather than PyTorch."
     ) is (refuses)
 
 
