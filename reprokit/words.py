@@ -197,28 +197,17 @@ def data_words(event: Mapping[str, Any]) -> str:
     return f"{what} is up to {value_words(event['largest'])} in magnitude, {usual}"
 
 
-def difference_words(
-    parameter: str,
-    num_parameters: int,
-    ranks: Sequence[int],
-    reference: int,
-    num_alike: int,
-    largest: float | None,
-    equal_after: int | None,
-    began_at: int,
-    is_exact: bool,
-    cause: str,
-    hashes: object,
-) -> str:
-    """A difference between ranks: ``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step 13: ...``.
-
-    Its ``hashes`` are not said.
-    """
+def difference_words(difference: Mapping[str, Any]) -> str:
+    """A difference between ranks as plain data: ``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step
+    13: ...``."""
+    ranks, equal_after, num_alike = difference["ranks"], difference["equal_after"], difference["num_alike"]
     subject = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} differ"
     others = f" and {counted(num_alike - 1, 'other')}" if num_alike > 1 else ""
-    more = f" and {counted(num_parameters - 1, 'more parameter')}" if num_parameters > 1 else ""
-    size = f", by up to {largest:.3g}" if largest is not None else ""
-    before = f"one of the steps {equal_after + 1} to" if equal_after is not None else "some step up to"
-    since = f"step {began_at}" if is_exact else f"{before} {began_at}"
-    why = f": {cause}" if cause else ""
-    return f"{subject} from rank {reference}{others} in `{parameter}`{more}{size}, since {since}{why}"
+    num_more = difference["num_parameters"] - 1
+    more = f" and {counted(num_more, 'more parameter')}" if num_more else ""
+    size = f", by up to {difference['largest']:.3g}" if difference["largest"] is not None else ""
+    before = f"one of the steps {equal_after + 1} to " if equal_after is not None else "some step up to "
+    since = f"{'step ' if difference['is_exact'] else before}{difference['began_at']}"
+    why = f": {difference['cause']}" if difference["cause"] else ""
+    place = f"from rank {difference['reference']}{others} in `{difference['parameter']}`"
+    return f"{subject} {place}{more}{size}, since {since}{why}"

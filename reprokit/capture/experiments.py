@@ -360,8 +360,6 @@ class Experiments:
         alive, modules, ops = self._loop.tape.alive(), self._loop.world.modules, self._segments[-1].ops
         return Names(alive, modules, self._roots, {}, ops, self._frame, [])
 
-    # -- what is tried -------------------------------------------------------------------------------------------
-
     def _plans(self, watch: InputWatch) -> Iterator[_Plan]:
         """Changes, likeliest first: of what is unlike the steps before, then of what may have driven the run away."""
         yield from self._odd_values(watch)

@@ -57,7 +57,7 @@ def event_words(result: Mapping[str, Any]) -> str:
     number that was as high before.
     """
     if "difference" in result["failure"]:
-        return words.difference_words(**result["failure"]["difference"])
+        return words.difference_words(result["failure"]["difference"])
     event = result["failure"]["event"]
     lead, before = f"began at step {event['began_at']}: ", _as_high_before(event, result["timeline"])
     if before is not None:  # a data set whose rows grow with each use: single steps are off before there are several

@@ -46,9 +46,6 @@ ONE_PROCESS = "one process cannot show that ranks differ; the snapshot holds the
 _DISTRIBUTED = os.path.join("torch", "distributed", "")
 
 
-# -- `fully_shard` -------------------------------------------------------------------------------------------------
-
-
 def made(describing: Describing, ops: list[Op], pending: Op | None) -> Made:
     """The failing step of a rank that holds a part of the model, as far as it can be recorded. Raises `NothingFound` if
     another rank has stopped the others."""
@@ -192,9 +189,6 @@ def _unseen(hook: Any, tracer: Tracer) -> Any:
             tracer.is_silent = False
 
     return unseen
-
-
-# -- ranks that differ ---------------------------------------------------------------------------------------------
 
 
 class _Comparison(PlayObserver):

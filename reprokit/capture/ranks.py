@@ -92,8 +92,6 @@ class Ranks:
         Ranks._runs += 1
         self._prefix = f"reprokit/{Ranks._runs}"
 
-    # -- who is there --------------------------------------------------------------------------------------------
-
     def meet(self) -> None:
         """A new root or optimizer was met: look at what is trained."""
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
@@ -136,8 +134,6 @@ class Ranks:
     def is_of_peer(self, error: BaseException) -> bool:
         """True for an exception of a collective whose other processes have gone: it says nothing about this one."""
         return self.rank is not None and isinstance(error, RuntimeError) and _OF_PEER.search(str(error)) is not None
-
-    # -- an update -----------------------------------------------------------------------------------------------
 
     def before_backward(self, is_bad: bool) -> None:
         """A backward call begins, from a start that may be bad."""
@@ -193,8 +189,6 @@ class Ranks:
         if self.meeting is not None and self._loop.tape.num_bytes > 2 * MOST_BYTES:
             self._loop.world.interrupt()
             self._loop.tape.forget()
-
-    # -- saving and stopping -------------------------------------------------------------------------------------
 
     def _fail_together(
         self, votes: Sequence[Vote] | None, where: str = "gradient", *, stops_alone: bool = False
@@ -282,8 +276,6 @@ class Ranks:
             loop.unseen.append(f"{NOT_ALL} ({reason})" if isinstance(reason, Parted) else str(reason))
         return path is not None or (not has_asked and is_ours(None))
 
-    # -- what is saved -------------------------------------------------------------------------------------------
-
     def together(self) -> Meeting | None:
         """Where all ranks play the steps since their copies; ``None`` if these are not those of the same steps."""
         with contextlib.suppress(Parted):
@@ -301,8 +293,6 @@ class Ranks:
     def gathered(self) -> dict[int, torch.Tensor]:
         """The whole parameters that units of `fully_shard` have, by the ``id`` of the spread ones."""
         return gathered(self._loop.world.modules) if self.is_sharded else {}
-
-    # -- copies at the same step ---------------------------------------------------------------------------------
 
     def check_together(self, started: float, *, is_end: bool = False) -> float:
         """All ranks check their state before they copy it, and go back if one is bad; ``started``, less the wait.
@@ -349,8 +339,6 @@ class Ranks:
         wanted = world.wanted_steps(now, since, loop.num_steps, loop.tape.num_bytes, MOST_BYTES)
         own = Vote(place, is_state_bad, *wanted, world.takes_copies, digest, is_bad)
         return [Vote(*json.loads(text)) for text in self._others.exchange(what, json.dumps(own), patience)]
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     def before_parting(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The process group is about to be destroyed: the last moment for going back together."""

@@ -264,9 +264,6 @@ def in_silence() -> Iterator[None]:
         yield
 
 
-# -- hooks ---------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def quiet_hooks(
     modules: Iterable[torch.nn.Module], leaves: Iterable[torch.Tensor], *, is_recorded: bool = False
@@ -322,9 +319,6 @@ def code_of(hook: Any) -> Any:
 def _is_users(hook: Any) -> bool:
     code = code_of(hook)
     return code is None or kind_of_file(code.co_filename) not in ("torch", "own")
-
-
-# -- recording -----------------------------------------------------------------------------------------------------
 
 
 class TracedPlayer(Player):
@@ -470,9 +464,6 @@ def needed_ops(ops: Sequence[Op], keep: Op | None = None) -> list[Op]:
             needed.update(op.ins)
             read |= buffers if is_root and not op.note.is_training else set()
     return kept[::-1]
-
-
-# -- the steps since a copy ----------------------------------------------------------------------------------------
 
 
 Describe = Callable[[Number | None, torch.Tensor], InputName | None]
@@ -715,9 +706,6 @@ class Replay:
             return True
         self._notes.append("playing the steps since the last copy did not lead to the parameters that training has")
         return False
-
-
-# -- the first bad step --------------------------------------------------------------------------------------------
 
 
 class Finder(PlayObserver):

@@ -166,9 +166,6 @@ class Slot(NamedTuple):
     captured: Given
 
 
-# -- the session ---------------------------------------------------------------------------------------------------
-
-
 class _HandingRecorder(Recorder):
     """Shows each outermost call to ``hand`` before it is made."""
 
@@ -253,8 +250,6 @@ class RetrySession(Session):
         self.leave()
         raise CaptureStop(self)
 
-    # -- the loop's own steps ------------------------------------------------------------------------------------
-
     def end_step(self) -> None:
         """A step is over: the captured one, else one of the loop's own."""
         if self.has_begun:
@@ -337,8 +332,6 @@ class RetrySession(Session):
                 raise OtherStep(f"`{name}` has other groups of parameters than the captured optimizer")
             optimizers.append((optimizer, groups))
         return modules, optimizers
-
-    # -- the captured step ---------------------------------------------------------------------------------------
 
     def _hand(self, frame: FrameType, name: str, given: Any, is_root: bool) -> None:
         """A call of the loop is about to be made: give it the captured inputs if it is the next that reads one."""
@@ -467,8 +460,6 @@ class RetrySession(Session):
         return ""
 
 
-# -- numbers and lines of a program --------------------------------------------------------------------------------
-
 Plain = float | bool
 Line = tuple[str, str, str, int]  # its code, the call there, the module, and which of the numbers there
 
@@ -516,9 +507,6 @@ def _text_of(program: Program) -> set[str | None]:
 def _constants(call: Call) -> Any:
     """The arguments of a call but for tensors."""
     return map_leaves((call.args, dict(call.kwargs)), lambda leaf: None if isinstance(leaf, Ref) else leaf)
-
-
-# -- the state -----------------------------------------------------------------------------------------------------
 
 
 def _state_of(captured: Snapshot) -> StateBefore:

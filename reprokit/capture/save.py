@@ -174,9 +174,6 @@ class Verdict:
     keep: Op | None = None
 
 
-# -- which step, and where it begins -------------------------------------------------------------------------------
-
-
 class Describing:
     """Finds the step of a verdict and describes it."""
 
@@ -372,8 +369,6 @@ class Describing:
         world = self.loop.world
         return self.loop.tape.segments()[world.copies[-1].num_marks if world.copies else 0 :]
 
-    # -- the steps since a copy ----------------------------------------------------------------------------------
-
     def from_the_past(self, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad step, or why there is none: of the one that made one of the ``ruined`` parts of
         the state nan or inf, else the first one with a bad loss, gradient or parameter."""
@@ -529,8 +524,6 @@ class Describing:
         with replay.going_back(), meter.watching(), in_silence():
             replay.play(meter)
         return [row for row in meter.rows if row.step >= began]
-
-    # -- replaying a step ----------------------------------------------------------------------------------------
 
     def make(self, case: Case) -> Made:
         """Replay a step and describe it.
@@ -764,9 +757,6 @@ def _found_by_rule(made: Made, cause: Cause | None, seconds: float) -> Cause | N
         budget = TrialBudget(seconds=seconds)
         found = diagnose(placed(made.snapshot, made.devices), budget=budget)
     return decided(cause, found, made.snapshot.failure)
-
-
-# -- the state before ----------------------------------------------------------------------------------------------
 
 
 def _state_before(

@@ -342,8 +342,6 @@ class World:
         self._cost = 0.0
         self._taken_at = time.perf_counter()
 
-    # -- what belongs to the state -------------------------------------------------------------------------------
-
     def meet_module(self, module: torch.nn.Module) -> bool:
         """A root is about to run; whether it is a new one. A new one is added to the last copy as it is now."""
         known = self._modules.get(id(module))
@@ -478,8 +476,6 @@ class World:
         """The ids of what a copy puts back."""
         return {id(tensor) for tensor in self.changing()}
 
-    # -- what has gone bad ---------------------------------------------------------------------------------------
-
     def newly_bad(self) -> torch.Tensor | None:
         """A parameter that is bad now and was not in the last copy."""
         trained = [tensor for tensor in self.changing() if self.is_trained(tensor)]
@@ -524,8 +520,6 @@ class World:
             if new_ways if counts else NAN in new_ways:
                 found.append((name, tensor))
         return found
-
-    # -- copies --------------------------------------------------------------------------------------------------
 
     @property
     def is_off(self) -> bool:

@@ -102,9 +102,6 @@ def read_steps(value: str | None, option: str) -> frozenset[int]:
     return frozenset(found)
 
 
-# -- what is printed --
-
-
 def say(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> None:
     """One line of the tool on stderr."""
     if verbosity is not Verbosity.QUIET:
@@ -132,9 +129,6 @@ def print_text(text: str) -> None:
 def print_json(result: Mapping[str, Any]) -> None:
     """A result as one line of JSON on stdout."""
     print_text(f"{json_line(result)}\n")
-
-
-# -- where results go --
 
 
 def check_file(path: Path, *, overwrite: bool, option: str = "-o") -> None:
@@ -186,9 +180,6 @@ def _written_by(path: Path, option: str) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"cannot write `{path}`: {reason}", hint=f"choose another name with {option}") from None
-
-
-# -- time --
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from torch import overrides
+
 from reprokit.locate.ways import MINUS, NAN, PLUS
 from reprokit.program.functions import UnknownFunction, display_name, function_named, is_in_place
 from reprokit.program.ir import Call, map_leaves
@@ -113,6 +115,30 @@ def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
         real = getattr(inspect.getmodule(function), f"_{target.rpartition('.')[2]}", None)
         return inspect.signature(real).parameters if inspect.isfunction(real) else {}
     return parameters
+
+
+@functools.cache
+def signature_of(target: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a torch function, those of a builtin as torch describes it; empty when unknown."""
+    if exact := exact_signature_of(target):
+        return exact
+    try:
+        function = function_named(target)
+    except UnknownFunction:
+        return {}
+    for described in (function, overrides.get_testing_overrides().get(function)):
+        try:
+            return inspect.signature(described).parameters if described is not None else {}
+        except (TypeError, ValueError):
+            continue
+    return {}
+
+
+def is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
+    """True if an argument says what the function would do anyway."""
+    default = parameter.default if parameter is not None else inspect.Parameter.empty
+    is_plain = isinstance(value, (bool, int, float, str, type(None)))
+    return is_plain and type(value) is type(default) and bool(value == default)
 
 
 def constant_ways(call: Call) -> set[str]:

@@ -102,8 +102,6 @@ class CustomFunctions:
                 found.append(Call(AUTOGRAD_BACKWARD, (list(starts), list(grads)), options, phase=Phase.BACKWARD))
         return found
 
-    # -- forward -------------------------------------------------------------------------------------------------
-
     def _forward(self, apply: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tracer = self._tracer
         if tracer.is_silent:
@@ -155,8 +153,6 @@ class CustomFunctions:
         tracer.record(replace(call, target="torch.Tensor.requires_grad_", args=(Ref(leaf),), outputs=Ref(leaf)))
         tracer.alias(result, leaf)
         return leaf
-
-    # -- backward ------------------------------------------------------------------------------------------------
 
     def _backward(self, run_backward: Any, node: Any, grads: tuple[Any, ...]) -> Any:
         application = self._applications.get(id(node))

@@ -116,8 +116,6 @@ class Tracer(TorchFunctionMode):
         self._borrowed: dict[int, list[int]] = {}
         self._count = -1
 
-    # -- the result ----------------------------------------------------------------------------------------------
-
     def program(self, outputs: tuple[int, ...] = ()) -> Program:
         """The program recorded so far."""
         return Program(tuple(self.calls), tuple(self.inputs), tuple(Ref(v) for v in outputs), dict(self.modules))
@@ -125,8 +123,6 @@ class Tracer(TorchFunctionMode):
     def value_of(self, tensor: torch.Tensor) -> int | None:
         """The value number of a tensor, or ``None`` if the program does not know it."""
         return self._values.get(id(tensor))
-
-    # -- calls ---------------------------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -291,8 +287,6 @@ class Tracer(TorchFunctionMode):
         outputs = tuple(Ref(self.value(item)) for item in made)
         self.calls.append(replace(self.make_call(OPAQUE, (), described), args=args, outputs=outputs))
 
-    # -- values --------------------------------------------------------------------------------------------------
-
     def encode(self, value: Any) -> Any:
         """Arguments as a program holds them; raises `CannotRecord`."""
 
@@ -400,8 +394,6 @@ class Tracer(TorchFunctionMode):
         number = self._names.get(name, 0)
         self._names[name] = number + 1
         return name if number == 0 else f"{name}_{number}"
-
-    # -- scopes --------------------------------------------------------------------------------------------------
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module was entered."""

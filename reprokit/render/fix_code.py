@@ -110,8 +110,6 @@ class _Change:
         no_grad = ["torch.no_grad()"] if mode.grad and not all(call.mode.grad for call in self._new) else []
         return [*(f'torch.autocast("{device}", enabled=False)' for device in devices), *no_grad]
 
-    # -- the user's statement ------------------------------------------------------------------------------------
-
     def _statement(self, site: Site, heads: Sequence[str]) -> list[str]:
         line = parsed(site.text)
         used = list[Call]()
@@ -187,8 +185,6 @@ class _Change:
 
     def _rebuilt(self, node: ast.AST) -> Any:
         return mapped(node, self._changed.get)
-
-    # -- the expressions alone -----------------------------------------------------------------------------------
 
     def _expressions(self) -> list[str]:
         """The new calls of the first module by the names of their operands, each inside of the one that reads it.

@@ -114,8 +114,6 @@ class _Writer:
         require_closed(text)
         return ModuleScript(text, sum(block.is_class for block in self._modules.values()), program.num_calls)
 
-    # -- the script ----------------------------------------------------------------------------------------------
-
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
         failure, calls = self._context.failure, self._context.program.num_calls
         yield f"{redact_text(headline(failure))} {phase_words(failure)} (torch {version})."
@@ -165,8 +163,6 @@ class _Writer:
     def _paths(self, inside: Key) -> dict[int, str]:
         paths = {value: self._tree.value_path(value, inside) for value in self._inputs if value in self._tree.owners}
         return {value: path for value, path in paths.items() if path is not None}
-
-    # -- classes and functions -----------------------------------------------------------------------------------
 
     def _define_class(self, block: Block) -> None:
         """The class of a module, innermost first; modules with the same text share one."""

@@ -145,9 +145,6 @@ class Tree:
             self.attributes.update(_names_of(block, taken))
 
 
-# -- the tree ------------------------------------------------------------------------------------------------------
-
-
 def _nested(calls: Sequence[Call], depth: int) -> Iterator[Call | Block]:
     """Calls grouped by the module they ran in, level by level."""
     for level, group in groupby(calls, key=lambda call: call.scope[: depth + 1]):
@@ -291,9 +288,6 @@ def _is_chain(block: Block) -> bool:
     follows = all(after.reads == (before.makes or before.reads) for before, after in pairwise(inner))
     is_plain = all(item.layer is None or not isinstance(item.layer.outputs, tuple) for item in inner)
     return follows and is_plain and len(inner) == len(block.items)
-
-
-# -- names ---------------------------------------------------------------------------------------------------------
 
 
 def as_word(text: str, instead: str, ending: str) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import inspect
 import itertools
 import keyword
 import re
@@ -23,10 +22,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import overrides
 
 from reprokit import torch_private
-from reprokit.program.functions import UnknownFunction, function_named, is_torch_function
+from reprokit.locate.spelling import signature_of
+from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
 from reprokit.program.sites import called_name, parts, variables
 from reprokit.snapshot.format import Snapshot
@@ -231,21 +230,6 @@ def names_for_parts(call: Call, count: int) -> list[str]:
         return [field.lower() for field in fields]
     word = call.name.strip("_")
     return [_PART_NOUNS.get(word) or identifier(word) or "part"] * count
-
-
-@functools.cache
-def signature_of(target: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a torch function, empty when unknown."""
-    try:
-        function = function_named(target)
-    except UnknownFunction:
-        return {}
-    for described in (function, overrides.get_testing_overrides().get(function)):
-        try:
-            return inspect.signature(described).parameters if described is not None else {}
-        except (TypeError, ValueError):
-            continue
-    return {}
 
 
 @functools.cache

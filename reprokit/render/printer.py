@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.spelling import exact_signature_of
+from reprokit.locate.spelling import exact_signature_of, is_default, signature_of
 from reprokit.program.functions import all_written, hidden_writes, is_in_place
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import (
@@ -36,7 +36,7 @@ from reprokit.program.ir import (
 )  # fmt: skip
 from reprokit.render import names, source
 from reprokit.render.literals import Literal, as_given, literal
-from reprokit.render.names import AUGMENTED, BINARY, REFLECTED, UNARY, Identifiers, match_of, schemas_of, signature_of
+from reprokit.render.names import AUGMENTED, BINARY, REFLECTED, UNARY, Identifiers, match_of, schemas_of
 from reprokit.render.source import Leaf, argument, assign, constant, fill, method, path, subscript
 from reprokit.shrink.plainness import seed_of
 
@@ -158,14 +158,14 @@ def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
     Of a builtin only the defaults that are ``None`` can be relied on, and the names on which all overloads agree.
     """
     exact, empty = exact_signature_of(call.target), inspect.Parameter.empty
-    known = exact or signature_of(call.target)
-    parameters = {n: p if exact or p.default is None else p.replace(default=empty) for n, p in known.items()}
-    keywords = {n: v for n, v in call.kwargs.items() if n != "_stacklevel" and not _is_default(v, parameters.get(n))}
+    known = signature_of(call.target).items()
+    parameters = {n: p if exact or p.default is None else p.replace(default=empty) for n, p in known}
+    keywords = {n: v for n, v in call.kwargs.items() if n != "_stacklevel" and not is_default(v, parameters.get(n))}
     arguments, positional = list(call.args), list(parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
         return arguments, keywords
     if call.name != "random_":  # `random_(1, None)` is not `random_(1)`
-        while 0 < len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
+        while 0 < len(arguments) <= len(positional) and is_default(arguments[-1], positional[len(arguments) - 1]):
             arguments.pop()
     count = len(arguments)
     first = next((place for place, value in enumerate(arguments) if place and isinstance(value, bool)), count)
@@ -179,12 +179,6 @@ def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
     if len(names) != 1:
         return arguments, keywords
     return arguments[:first], {**dict(zip(names.pop()[first:], arguments[first:], strict=True)), **keywords}
-
-
-def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
-    if parameter is None or parameter.default is inspect.Parameter.empty or type(value) is not type(parameter.default):
-        return False
-    return isinstance(value, (bool, int, float, str, type(None))) and bool(value == parameter.default)
 
 
 def write_step(call: Call, leaf: Leaf, opt: str, tensors: Tensors) -> Iterator[ast.stmt]:
@@ -383,8 +377,6 @@ class _Printer:
         load = fill(_LOAD) if self.side else []
         return Code((*load, *inputs), tuple(under_modes(self.lines)), self.names.as_dict(), self.expressions, self.side)
 
-    # -- inputs --------------------------------------------------------------------------------------------------
-
     def _input(self, item: Input) -> ast.stmt | None:
         """The line that makes an input, ``None`` when it reads best where it is used."""
         found = literal(self.tensors[item.value]) if item.value not in self.aside else None
@@ -412,8 +404,6 @@ class _Printer:
             return False
         user = next(call for call in self.program.calls if value in call.input_refs())
         return (user.is_differentiation or user.is_optimizer_step) and value not in self.plain_params
-
-    # -- calls ---------------------------------------------------------------------------------------------------
 
     def _call(self, index: int, call: Call) -> None:
         mode = needed_mode(call)
@@ -507,8 +497,6 @@ class _Printer:
         if value in self.nouns and not reader.is_differentiation:
             return False
         return len(source.text(written)) <= (_MAX_INLINE_IN_LINE if is_one_line(call, reader) else MAX_INLINE)
-
-    # -- results -------------------------------------------------------------------------------------------------
 
     def _target(self, index: int, call: Call) -> ast.expr | None:
         """What stands left of the equals sign, ``None`` if nothing needs to."""

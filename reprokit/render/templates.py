@@ -117,7 +117,7 @@ def find_template(wanted: str) -> Template:
 
 def fence(text: str) -> str:
     """A fence one backtick longer than any inside."""
-    return "`" * max(3, wording.longest_run(text, "`") + 1)
+    return "`" * max(3, wording.longest_run(text) + 1)
 
 
 def tidied(text: str) -> str:

@@ -152,9 +152,6 @@ def begin(
     return script
 
 
-# -- the piece of the model ----------------------------------------------------------------------------------------
-
-
 def piece_of(reduction: Reduction, snapshot: Snapshot | None) -> ModuleScript | str:
     """The context as a script that shows the failure of the minimum, or the reason why there is none."""
     context = reduction.context
@@ -198,9 +195,6 @@ def write_piece(found: tuple[ModuleScript, VerifyResult], reduction: Reduction, 
         "ordinary": reduction.context is not None and reduction.context.is_ordinary,
         "verified": result.verified,
     }
-
-
-# -- one text ------------------------------------------------------------------------------------------------------
 
 
 def render_one(
@@ -296,9 +290,6 @@ def _verified(
         return processes.begin(script, times).result()
     with CleanProcesses() as own:
         return own.begin(script, times).result()
-
-
-# -- handing over --------------------------------------------------------------------------------------------------
 
 
 def write_zip(path: Path, script: Script, issue: Issue, *, context: str = "", with_data: bool = False) -> Path:

@@ -60,7 +60,7 @@ def event_words(failure: Failure) -> str:
 
 def difference_words(failure: Failure) -> str:
     """``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step 13``, or nothing."""
-    return words.difference_words(**plain_of(failure.difference)) if failure.difference is not None else ""
+    return words.difference_words(plain_of(failure.difference)) if failure.difference is not None else ""
 
 
 def kind_words(failure: Failure) -> str:
@@ -300,7 +300,7 @@ def phase_words(failure: Failure) -> str:
 
 def code_span(text: str) -> str:
     """Inline code, with more backticks around it than it holds in a row."""
-    ticks = "`" * (longest_run(text, "`") + 1)
+    ticks = "`" * (longest_run(text) + 1)
     padding = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{ticks}{padding}{' '.join(text.split())}{padding}{ticks}"
 
@@ -364,5 +364,6 @@ def _shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
-def longest_run(text: str, character: str) -> int:
-    return max((len(run) for run in re.findall(re.escape(character) + "+", text)), default=0)
+def longest_run(text: str) -> int:
+    """The most backticks in a row."""
+    return max(map(len, re.findall("`+", text)), default=0)

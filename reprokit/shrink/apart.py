@@ -455,7 +455,8 @@ class Isolation:
         ``tasks`` are in place of `task`, one for each. Raises `ReprokitError` if the executor fails.
         """
         started = time.monotonic()
-        if len(candidates) == 1 and self._may_run_here(candidates[0]):
+        is_risky = len(candidates) > 1 or self.is_wary or trusts_arguments(candidates[0].program)
+        if len(candidates) == 1 and not (is_risky and _has_process_groups()):
             found = iter([(tasks[0] if tasks else self.task).report(candidates[0])])
         elif self.executor is None:
             found = self._in_children(candidates, tasks or [self.task] * len(candidates))
@@ -477,18 +478,11 @@ class Isolation:
         if self.limits is not None and self.limits.seconds is not None:
             self.limits = replace(self.limits, seconds=runs * self.limits.seconds)
 
-    def forget_limits(self) -> None:
-        """Let them follow from the next run: what ran so far was smaller than what comes."""
-        self.limits = None
-
     def close(self) -> None:
         """End all children."""
         for child in self._spawned:
             child.close()
         self._spawned.clear()
-
-    def _may_run_here(self, candidate: Step) -> bool:
-        return not _has_process_groups() or not (self.is_wary or trusts_arguments(candidate.program))
 
     def _in_children(self, candidates: Sequence[Step], tasks: Sequence[Task]) -> Generator[Report, None, None]:
         if can_fork():

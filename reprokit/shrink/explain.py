@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
 
 from reprokit.grammar import Count, Name, left_out
+from reprokit.locate.spelling import signature_of
 from reprokit.locate.ways import place_of
 from reprokit.program.dataflow import contents
 from reprokit.program.ir import Call, Input
 from reprokit.program.step import Step, is_number
 from reprokit.shrink.checks.check import Ruling
-from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
+from reprokit.shrink.leaves import Path, leaves, with_leaf
 from reprokit.shrink.oracle import OutOfBudget
 from reprokit.shrink.plainness import constant_of, shortened
 from reprokit.shrink.problem import Problem
@@ -157,7 +158,7 @@ def _argument_name(call: Call, path: Path) -> str:
     words = [word for word in path[1:] if isinstance(word, str)]
     if words:
         return words[-1]
-    names = parameters_of(call.target)
+    names = list(signature_of(call.target))
     place = path[1]
     return names[place] if place < len(names) else f"argument {place + 1}"
 
@@ -221,26 +222,19 @@ class _Trials:
 
 
 def _varied(place: ProgramPart, free: bool | None) -> VariedPart:
-    return VariedPart(*_fields(place), free=bool(free), tried=False if free is None else None)
-
-
-def _fields(
-    place: ProgramPart,
-) -> tuple[Name | None, tuple[Count, ...] | None, Name | None, Name | None, Number | None]:
-    return place.input, place.element, place.call, place.argument, place.value
+    return VariedPart(**asdict(place), free=bool(free), tried=False if free is None else None)
 
 
 def _constants(best: Step) -> list[Part]:
     """The first numbers in arguments that decide what is computed."""
     calls = enumerate(best.program.calls)
     found = ((n, path, leaf) for n, call in calls if not call.is_differentiation for path, leaf in leaves(call))
-    numbers = [place for place in found if _decides(best.program.calls[place[0]], *place[1:])]
+    numbers = [
+        (n, path, leaf)
+        for n, path, leaf in found
+        if type(leaf) is float or (type(leaf) is int and _argument_name(best.program.calls[n], path) in _DECIDING)
+    ]
     return [_constant_part(_constant_change(best, *place)) for place in numbers[:_MAX_CONSTANTS]]
-
-
-def _decides(call: Call, path: Path, leaf: object) -> bool:
-    is_whole = isinstance(leaf, int) and not isinstance(leaf, bool)
-    return isinstance(leaf, float) or (is_whole and _argument_name(call, path) in _DECIDING)
 
 
 def _nearest(trials: _Trials, parts: list[Part]) -> Nearest | None:
@@ -248,7 +242,7 @@ def _nearest(trials: _Trials, parts: list[Part]) -> Nearest | None:
     for change in (change for part in parts for change in part.changes):
         target = next((number for number in _targets(change) if trials.passes(change, number)), None)
         if target is not None:
-            return Nearest(*_fields(change.place), from_=change.old, to=_nearer(trials, change, target))
+            return Nearest(**asdict(change.place), from_=change.old, to=_nearer(trials, change, target))
     return None
 
 

@@ -5,15 +5,13 @@ A path starts with 0 for positional and 1 for keyword arguments and goes down th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import overrides
 
-from reprokit.program.functions import UnknownFunction, function_named
+from reprokit.locate.spelling import exact_signature_of, is_default, signature_of
 from reprokit.program.ir import Call, Input, Ref, Slice, iter_refs
 
 Path = tuple[Any, ...]
@@ -58,21 +56,8 @@ def with_changed_indexes(call: Call, changed: range, numbers: torch.Tensor) -> C
 
 def without_defaults(call: Call) -> Call:
     """The call without keyword arguments that say what the function would do anyway."""
-    defaults = _defaults(call.target)
-    kwargs = {
-        name: value
-        for name, value in call.kwargs.items()
-        if not (name in defaults and type(value) is type(defaults[name]) and value == defaults[name])
-    }
-    return replace(call, kwargs=kwargs)
-
-
-def _defaults(target: str) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function_named(target)).parameters
-    except (UnknownFunction, TypeError, ValueError):
-        return {}
-    return {name: item.default for name, item in parameters.items() if item.default is not inspect.Parameter.empty}
+    parameters = exact_signature_of(call.target)
+    return replace(call, kwargs={n: v for n, v in call.kwargs.items() if not is_default(v, parameters.get(n))})
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -117,15 +102,6 @@ def parameter_of(call: Call, value: int) -> str | None:
             return name
     for place, argument in enumerate(call.args):
         if any(ref.value == value for ref in iter_refs(argument)):
-            parameters = parameters_of(call.target)
+            parameters = list(signature_of(call.target))
             return parameters[place] if place < len(parameters) else None
     return None
-
-
-def parameters_of(target: str) -> list[str]:
-    """What the function calls its parameters; empty if it does not say."""
-    try:
-        function = function_named(target)
-        return list(inspect.signature(overrides.get_testing_overrides().get(function, function)).parameters)
-    except (UnknownFunction, TypeError, ValueError):
-        return []

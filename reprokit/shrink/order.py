@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -45,7 +45,9 @@ def size_key(step: Step) -> Key:
         step.num_calls,
         step.num_elements,
         num_settings(step.program, step.tensors),
-        sum(tensor.dim() + sum(tensor.shape) for tensor in shown) + sum(_integers(step.program)),
+        # the integers in arguments are sizes themselves more often than not
+        sum(tensor.dim() + sum(tensor.shape) for tensor in shown)
+        + sum(abs(leaf) for call in step.program.calls for _, leaf in leaves(call) if isinstance(leaf, int)),
     )
 
 
@@ -91,12 +93,6 @@ def weight(value: Any) -> int:
 def round_number(number: float) -> float:
     """The number with at most three significant digits."""
     return float(f"{number:.3g}")
-
-
-def _integers(program: Program) -> Iterator[int]:
-    """The sizes of the integers in arguments, which are sizes themselves more often than not."""
-    for call in program.calls:
-        yield from (abs(leaf) for _, leaf in leaves(call) if isinstance(leaf, int))
 
 
 def _plainness(item: Input, tensor: torch.Tensor) -> float:

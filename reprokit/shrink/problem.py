@@ -252,15 +252,12 @@ def _scores(candidate: Step, group: Class, sign: float | None) -> torch.Tensor:
     for member in group.axes:
         tensor = candidate.tensors[member.value]
         if tensor.is_floating_point() and tensor.numel():
-            scores += _sizes_along(tensor.abs() if sign is None else sign * tensor, member, group.size)
+            sized = (tensor.abs() if sign is None else sign * tensor).detach().to_dense().double()
+            rows = sized.movedim(member.axis, 0).reshape(group.size, -1)
+            largest = rows.nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")).amax(dim=1)
+            # the logarithm of the largest element, with its sign; an infinity outweighs everything
+            scores += (largest.sign() * largest.abs().log1p()).clamp(-1e6, 1e6)
     return scores
-
-
-def _sizes_along(tensor: torch.Tensor, member: InputAxis, size: int) -> torch.Tensor:
-    """The logarithm of the largest element at each index, with its sign; an infinity outweighs everything."""
-    rows = tensor.detach().to_dense().double().movedim(member.axis, 0).reshape(size, -1)
-    largest = rows.nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")).amax(dim=1)
-    return (largest.sign() * largest.abs().log1p()).clamp(-1e6, 1e6)
 
 
 def _pointed_to(candidate: Step, group: Class) -> set[int]:

@@ -14,6 +14,7 @@ from reprokit.program.dataflow import copy_of
 from reprokit.program.interpreter import run
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Input, Phase, Program, Ref, iter_refs
 from reprokit.program.step import Step
+from reprokit.shrink.leaves import unique_name, without_defaults
 
 
 @dataclass
@@ -96,6 +97,31 @@ class Excerpt:
         """The finished candidate."""
         refs = tuple(map(Ref, outputs))
         return Step(Program(tuple(self.calls), tuple(self.inputs), refs, self.program.modules), self.tensors)
+
+    def keep(
+        self,
+        indexes: Iterable[int],
+        roles: Container[str],
+        wants_grad: Container[tuple[int, int]] = frozenset(),
+        words: Mapping[int, str] | None = None,
+    ) -> None:
+        """Add calls. What they read and did not make becomes inputs: those of the program keep their names and some
+        ``roles``, others get one of the ``words`` by value; ``wants_grad`` lists the leaves by call and value."""
+        known, made = {item.value: item for item in self.program.inputs}, set[int]()
+        for index in indexes:
+            call = self.program.calls[index]
+            for value in call.input_refs():
+                if value not in made and value not in self.tensors:
+                    old = known.get(value, Input(value, (words or {}).get(value, "")))
+                    name = old.name or unique_name(call, value, self.inputs)
+                    role = old.role if old.role in roles else "batch"
+                    self.read(index, value, name, role, (index, value) in wants_grad)
+            made.update(call.output_refs())
+            self.calls.append(without_defaults(call))
+
+    def differentiate_nowhere(self) -> None:
+        """Let all calls run with gradients on where nothing depends on it: one block less in the repro."""
+        self.calls = [replace(call, mode=replace(call.mode, grad=True, inference=False)) for call in self.calls]
 
     def read(self, index: int, value: int, name: str, role: str, requires_grad: bool = False) -> None:
         """Add an input: a value as call ``index`` read it."""

@@ -213,7 +213,7 @@ class _Run:
         candidate, failure = sliced
         report = certainty.isolation.report(candidate)
         if report.error is not None or certainty.check.judge(report.found) is not Ruling.SAME:
-            certainty.isolation.forget_limits()  # those of the slice are too tight for the whole step
+            certainty.isolation.limits = None  # those of the slice are too tight for the whole step
             return whole, []
         certainty.failure = failure
         return candidate, [report.found]

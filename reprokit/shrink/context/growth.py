@@ -148,9 +148,6 @@ def _around_parameter(step: StepGraph, failure: Failure, update: int) -> Iterato
         yield StepSlice(step, tuple(sorted(kept)), is_differentiated=True, update=update)
 
 
-# -- what a piece keeps, and edits that no pass of the minimum makes -----------------------------------------------
-
-
 def own_calls(whole: StepGraph, origin: int) -> Callable[[Step], list[int]]:
     """What gives the calls of the origin's own module in a candidate; without the layers of a large one."""
     place = whole.place(origin)

@@ -6,14 +6,13 @@ The graph says who makes and who reads each value, in which module a call runs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from reprokit.program.functions import GRAD_WRITES, is_in_place
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Program, Scope, iter_refs
 from reprokit.program.step import Step
 from reprokit.shrink.context.layers import Scopes, is_container, layer_scope
-from reprokit.shrink.leaves import unique_name, without_defaults
 from reprokit.shrink.recording import Excerpt, Recording, record
 
 Place = tuple[tuple[Scope, ...], str]
@@ -176,10 +175,12 @@ class StepSlice:
         """The slice on recorded values; ``subject`` is the value that is bad. ``None`` when it cannot be built."""
         wanted = frozenset((*self.kept, *(() if self.update is None else (self.update,))))
         recording = self.step.recording(wanted, is_differentiated=self.is_differentiated)
-        excerpt = self._excerpt(recording)
+        excerpt = Excerpt(self.step.program, recording)
+        wants_grad = recording.needs_grad if self.is_differentiated else ()
+        excerpt.keep(self.kept, {item.role for item in self.step.program.inputs}, wants_grad, self.step.words)
         if not self.is_differentiated:
             if all(not call.mode.grad for call in excerpt.calls):
-                excerpt.calls = [replace(c, mode=replace(c.mode, grad=True, inference=False)) for c in excerpt.calls]
+                excerpt.differentiate_nowhere()
             return excerpt.candidate(self._shown(subject))
         leaves = [item.value for item in excerpt.inputs if item.requires_grad]
         if not excerpt.differentiate(self.outlets()) or not leaves:
@@ -212,17 +213,6 @@ class StepSlice:
             if reader not in kept and calls[reader].target not in GRAD_WRITES
         }
         return [value for value in made if value in outer or value not in inner]
-
-    def _excerpt(self, recording: Recording) -> Excerpt:
-        excerpt, known = Excerpt(self.step.program, recording), {item.value: item for item in self.step.program.inputs}
-        for value, index in self.boundary().items():
-            old, call = known.get(value), self.step.program.calls[index]
-            role = old.role if old is not None else "batch"
-            new_name = self.step.words.get(value) or unique_name(call, value, excerpt.inputs)
-            needs_grad = self.is_differentiated and (index, value) in recording.needs_grad
-            excerpt.read(index, value, old.name if old is not None else new_name, role, needs_grad)
-        excerpt.calls += [without_defaults(self.step.program.calls[index]) for index in self.kept]
-        return excerpt
 
     def _shown(self, subject: int | None) -> list[int]:
         """The value that is bad; if it is inside one of torch's layers, what the layer returns."""

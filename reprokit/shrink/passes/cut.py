@@ -15,18 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from reprokit.locate.failure import ACCUMULATION, EXCEPTION, Failure
-from reprokit.program.dataflow import BACKWARDS, needed_calls
+from reprokit.program.dataflow import BACKWARDS, calls_after, calls_behind, needed_calls
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import (
-    Call,
-    Input,
-    Phase,
-    Program,
-    Ref,
-    iter_refs,
-)
+from reprokit.program.ir import Input, Phase, Program, Ref, iter_refs
 from reprokit.program.step import Step
-from reprokit.shrink.context.step import StepGraph, written
+from reprokit.shrink.context.step import StepGraph
 from reprokit.shrink.leaves import unique_name, without_defaults
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.recording import Excerpt, Recording, record
@@ -92,18 +85,8 @@ def _way_to_drop(program: Program, failure: Failure) -> list[int]:
     """The calls from the origin to the one that drops the NaN values, which is the last."""
     if failure.drop is None or failure.call_index is None:
         return []
-    end = failure.drop.call_index
-    reached, led_to = [], set(program.calls[failure.call_index].output_refs())
-    for index in range(failure.call_index + 1, end + 1):
-        if led_to.intersection(program.calls[index].input_refs()):
-            reached.append(index)
-            led_to |= written(program.calls[index])
-    needed, kept = set(program.calls[end].input_refs()), [end]
-    for index in reversed(reached[:-1]):
-        if needed & written(program.calls[index]):
-            kept.append(index)
-            needed.update(program.calls[index].input_refs())
-    return kept[::-1]
+    end, reached = failure.drop.call_index, set(calls_after(program.calls, failure.call_index))
+    return [*sorted(reached.intersection(calls_behind(program.calls, program.calls[end].input_refs(), end))), end]
 
 
 def _neighbourhoods(step: StepGraph, origin: int, downstream: Sequence[int] = ()) -> Iterator[tuple[int, ...]]:
@@ -145,23 +128,10 @@ def _excerpt(
 ) -> Excerpt:
     """The kept calls; of what they read and did not make, ``wants_grad`` lists the leaves."""
     excerpt = Excerpt(candidate.program, recording)
-    known = {item.value: item for item in candidate.program.inputs}
-    made: set[int] = set()
-    for index in kept:
-        call = candidate.program.calls[index]
-        for value in call.input_refs():
-            if value not in made and value not in excerpt.tensors:
-                old = known.get(value, Input(value, ""))
-                name = old.name or unique_name(call, value, excerpt.inputs)
-                excerpt.read(index, value, name, "rng" if old.role == "rng" else "batch", (index, value) in wants_grad)
-        made.update(call.output_refs())
-        excerpt.calls.append(_plain_mode(without_defaults(call), bool(wants_grad)))
+    excerpt.keep(kept, {"rng"}, wants_grad)
+    if not wants_grad:
+        excerpt.differentiate_nowhere()
     return excerpt
-
-
-def _plain_mode(call: Call, differentiable: bool) -> Call:
-    """With gradients on where nothing depends on it: one block less in the repro."""
-    return call if differentiable else replace(call, mode=replace(call.mode, grad=True, inference=False))
 
 
 def _forward(

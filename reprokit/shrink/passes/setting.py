@@ -129,7 +129,7 @@ def _simplify_randomness(problem: Problem) -> None:
 
     A call that draws keeps a seed even if others do as well: later edits would make it a matter of luck.
     """
-    if not has_state(problem.best):
+    if not any(item.role == "rng" for item in problem.best.program.inputs):
         return
     problem.consider(without_idle_states(problem.best), "no generator state")
     states = [problem.best.tensors[item.value] for item in problem.best.program.inputs if item.role == "rng"]
@@ -227,30 +227,21 @@ def _simplify_optimizer(problem: Problem, index: int) -> None:
         consider("options", [{k: v for k, v in g.items() if k != name} for g in groups], f"default `{name}`")
 
 
-def has_state(candidate: Step) -> bool:
-    """True if any call starts from a recorded state of the generator."""
-    return any(item.role == "rng" for item in candidate.program.inputs)
-
-
 def with_seeds(candidate: Step, seeds: range) -> Iterator[tuple[str, Step]]:
     """The candidate with every generator started from a small seed instead, for each of the seeds."""
     states = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs if item.role == "rng"}
     for seed in seeds if states else ():
-        yield (
-            f"seed {seed}",
-            candidate.with_tensors({v: state_of_seed(seed, state.numel()) for v, state in states.items()}),
-        )
+        seeded = {value: state_of_seed(seed, state.numel()) for value, state in states.items()}
+        yield f"seed {seed}", candidate.with_tensors(seeded)
 
 
 def without_idle_states(candidate: Step) -> Step:
     """The candidate without states for calls that draw no numbers, seen in one run."""
     watch = _Draws()
     run(candidate.program, candidate.tensors, observer=watch, keep=frozenset())
-    calls = tuple(
-        call if index in watch.drawing else replace(call, mode=replace(call.mode, rng=None))
-        for index, call in enumerate(candidate.program.calls)
-    )
-    return candidate.with_calls(calls).pruned()
+    calls = enumerate(candidate.program.calls)
+    plain = (c if n in watch.drawing else replace(c, mode=replace(c.mode, rng=None)) for n, c in calls)
+    return candidate.with_calls(plain).pruned()
 
 
 @dataclass

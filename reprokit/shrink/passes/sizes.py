@@ -125,8 +125,9 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
     """Keep these indexes; with recorded numbers, then with plain ones, which are tried once for the same shapes."""
     if _try_slice(problem, kept, change):
         return True
-    kind = problem.failure.kind
-    may_be_large = kind == "inf" or _holds_large(problem.best)
+    kind, numbers = problem.failure.kind, [problem.best.tensors[item.value] for item in problem.best.number_inputs]
+    # a number is so large that an overflow may be near
+    may_be_large = kind == "inf" or any(largest_of(one) > _LARGE.get(one.dtype, 1e3) for one in numbers)
     for smaller in (candidate.pruned() for candidate in _slices(problem, kept)):
         outline = _outline(smaller)
         fits = problem.oracle.verdict_without_a_run(smaller) is not Ruling.INVALID
@@ -230,12 +231,6 @@ def _chosen(candidate: Step, values: list[int], factors: list[float] | None) -> 
     tensors = [candidate.tensors[value] for value in values]
     numbers = factors and [factor * ladder(tensor.dtype)[-1] for factor, tensor in zip(factors, tensors, strict=True)]
     return {v: filled(t, number) for v, t, number in zip(values, tensors, numbers or [1.0] * len(values), strict=True)}
-
-
-def _holds_large(candidate: Step) -> bool:
-    """True if any number is so large that an overflow may be near."""
-    tensors = [candidate.tensors[item.value] for item in candidate.number_inputs]
-    return any(largest_of(tensor) > _LARGE.get(tensor.dtype, 1e3) for tensor in tensors)
 
 
 def simplify_recurrent(problem: Problem) -> None:

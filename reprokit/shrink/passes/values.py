@@ -34,18 +34,16 @@ def plainer_contents(tensor: torch.Tensor, role: str, kind: str = "") -> Iterato
         for number in (1.0, 0.0) if role == "gradient" else (0.0, 1.0):
             yield filled(tensor, number)
         if kind == "inf" and not tensor.is_complex() and constant_of(tensor) is None:
-            yield from (_with_one(tensor, number) for number in ladder(tensor.dtype)[1:])
+            # zeros, and one number in the place of the largest element: a spread, where a constant has none
+            place = contents(tensor).abs().nan_to_num(posinf=0.0).argmax()
+            for number in ladder(tensor.dtype)[1:]:
+                chosen = torch.zeros_like(tensor).reshape(-1)
+                chosen[place] = number
+                yield torch.where(tensor.isinf(), tensor, chosen.reshape(tensor.shape))
         yield from _plainer_numbers(tensor)
     elif not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() > _MAX_KEPT_INDEXES:
         yield torch.zeros_like(tensor)
         yield torch.ones_like(tensor)
-
-
-def _with_one(tensor: torch.Tensor, number: float) -> torch.Tensor:
-    """Zeros, and one number in the place of the largest element: a spread, where a constant has none."""
-    chosen = torch.zeros_like(tensor).reshape(-1)
-    chosen[contents(tensor).abs().nan_to_num(posinf=0.0).argmax()] = number
-    return torch.where(tensor.isinf(), tensor, chosen.reshape(tensor.shape))
 
 
 def _plainer_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
