@@ -43,27 +43,8 @@ from reprokit.errors import pass_on
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
-from reprokit.series.cause import (
-    EVENTS,
-    JUMP,
-    SMALLER_RATES,
-    TENTH,
-    Cause,
-    Intervention,
-    Unlike,
-    changed,
-    course,
-    decay,
-    divergence,
-    drift,
-    emptied_state,
-    growth,
-    rate_words,
-    resized,
-    rewritten,
-    sign,
-    usual_limits,
-)
+from reprokit.series import cause
+from reprokit.series.cause import EVENTS, JUMP, SMALLER_RATES, TENTH, Cause, Intervention, Unlike
 from reprokit.series.story import failing_series
 from reprokit.series.timeline import parameters_of
 from reprokit.words import counted, number_words, row_words, user_path
@@ -105,7 +86,7 @@ def rewritten_inputs(loop: Loop, segment: Segment, frame: FrameType | None) -> I
             rows = list(bad_rows(differs))
             values = [part[rows] if rows else part for part in (now, then)]
             name = found.name if found is not None else UNNAMED
-            yield rewritten(
+            yield cause.rewritten(
                 name, segment.mark.step, rows, *((float(part.amin()), float(part.amax())) for part in values)
             )
 
@@ -231,7 +212,7 @@ class Experiments:
         losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
         if is_exception and snapshot.failure.cause is None:
             losses = []  # a high loss raises nothing
-        self._diverged, self._limits = divergence(losses), usual_limits(losses)
+        self._diverged, self._limits = cause.divergence(losses), cause.usual_limits(losses)
         self._deadline = time.monotonic() + seconds
         self._longest = 0.0
         self._began = snapshot.settings.began_at or 0  # steps before are another model's
@@ -285,7 +266,7 @@ class Experiments:
             counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
             num = int(max(counts, default=0))
             if 0 < num < len(played):
-                says = f"{emptied_state(type(optimizer).__name__, played[-num]).text}."
+                says = f"{cause.emptied_state(type(optimizer).__name__, played[-num]).text}."
                 states: States = {parameter: {} for parameter in parameters_of(optimizer)}
                 plan = _Plan("state", says, "the state of the optimizer kept", states=states, since=played[-num])
                 again = self._play(plan, _Changing(plan, self._deadline))
@@ -372,7 +353,7 @@ class Experiments:
         yield from self._added_gradients()
         yield from self._smaller_rate(watch) if self._diverged is not None else ()
         yield from self._odd_state(watch)
-        for keys, one in _grouped(watch.settings, course):
+        for keys, one in _grouped(watch.settings, cause.course):
             if one.name == "lr" and self._diverged is None:  # a warm-up: a model that does not train never fails
                 continue
             yield _setting_plan(watch, keys, one, one.first, is_odd=False)
@@ -413,7 +394,7 @@ class Experiments:
         rates = [group["lr"] for op in steps for group in op.note.options if _is_number(group.get("lr"))]
         update = max(watch.updates[-_RECENT:], default=0.0) if not self._is_event else 0.0
         if rates and (self._diverged is not None or update > _LARGE_UPDATE):
-            says = rate_words(self._diverged, update, min(rates), max(rates))
+            says = cause.rate_words(self._diverged, update, min(rates), max(rates))
             for text, factor in SMALLER_RATES.items():
                 if text != TENTH and self._diverged is None:
                     continue
@@ -458,7 +439,7 @@ class Experiments:
 
     def _odd_settings(self, watch: InputWatch) -> Iterator[_Plan]:
         """Settings that have jumped, as they were before."""
-        for keys, one in _grouped(watch.settings, changed):
+        for keys, one in _grouped(watch.settings, cause.changed):
             is_raised = max(map(abs, one.now)) > max(map(abs, one.before))  # many runs lower a rate at times
             yield _setting_plan(watch, keys, one, one.since, is_odd=is_raised)
 
@@ -466,10 +447,10 @@ class Experiments:
         """Parts of the state that grow, fall or drift: as they were first."""
         found = []
         for part in watch.followed:
-            odd, unlike = None, drift(part.name, "state", part.readings) if part.tensor.numel() == 1 else None
+            odd, unlike = None, cause.drift(part.name, "state", part.readings) if part.tensor.numel() == 1 else None
             if not part.is_stepped:  # a bias drifts in many runs, and goes anywhere in one that has diverged
-                odd = growth(part.name, "state", part.readings) or decay(part.name, "state", part.readings)
-                unlike = odd or unlike or sign(part.name, "state", part.readings)
+                odd = cause.growth(part.name, "state", part.readings) or cause.decay(part.name, "state", part.readings)
+                unlike = odd or unlike or cause.sign(part.name, "state", part.readings)
             found += [(part, unlike, odd is not None)] if unlike is not None else []
         for part, unlike, is_odd in sorted(found, key=lambda item: not item[2])[:_MOST_OF_A_KIND]:
             is_single = part.tensor.numel() == 1
@@ -501,7 +482,7 @@ class Experiments:
             name = f"`{slot_name(names, one, slot, spaces)}`"
             seen = [value.shape for n in before for value in one.values.get(n, ())]
             steps = f"steps {before[0]}-{before[-1]}" if len(before) > 1 else f"step {before[0]}"
-            sizes[name] = resized(name, seen, one.values[last][0].shape, f"step {last}", steps)
+            sizes[name] = cause.resized(name, seen, one.values[last][0].shape, f"step {last}", steps)
             for now in later:
                 if not all(map(torch.equal, one.values[now], one.values[step])):
                     found = zip(one.numbers[now], one.values[step], strict=True)

@@ -602,11 +602,7 @@ class Replay:
         return list(leaves.values())
 
     def play(
-        self,
-        observer: PlayObserver | None = None,
-        end: tuple[int, int] | None = None,
-        *,
-        to_next_loss: bool = False,
+        self, observer: PlayObserver | None = None, end: tuple[int, int] | None = None, *, to_next_loss: bool = False
     ) -> bool:
         """Play on to the call at ``end`` (a step and an index), or all; true if the ``observer`` has stopped it, or the
         next loss was seen."""

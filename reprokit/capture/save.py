@@ -76,14 +76,7 @@ from reprokit.series.events import Silence
 from reprokit.series.story import LayerNumbers, failing_series
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.environment import collect_environment
-from reprokit.snapshot.format import (
-    CaptureSettings,
-    OptimizerGroup,
-    Snapshot,
-    StateBefore,
-    is_state_value,
-    storable,
-)
+from reprokit.snapshot.format import CaptureSettings, OptimizerGroup, Snapshot, StateBefore, is_state_value, storable
 from reprokit.snapshot.source import describe_source
 from reprokit.words import in_root
 

@@ -343,10 +343,7 @@ def _pace(context: click.Context, param: click.Parameter, value: str | None) -> 
     help="The share of the script's CPU time that watching may take; a long run that exceeds it notes fewer steps.",
 )
 @click.option(
-    "--from-step",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Note no step before step N, and all from there on.",
+    "--from-step", type=click.IntRange(min=0), metavar="N", help="Note no step before step N, and all from there on."
 )
 @click.option(
     "--at-step",

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
 @click.argument("file", type=console.PATH, metavar="(FILE | DIR)")
 @click.option(
-    "--as",
-    "kind",
-    type=click.Choice(KINDS),
-    help="What to write: the repro, unless an option below is about an issue.",
+    "--as", "kind", type=click.Choice(KINDS), help="What to write: the repro, unless an option below is about an issue."
 )
 @click.option(
     "--template",

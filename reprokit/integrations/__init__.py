@@ -34,6 +34,5 @@ def find_framework(*names: str) -> ModuleType:
                 raise
     package = names[0].partition(".")[0]
     raise MissingFramework(
-        f"`{package}` is not installed",
-        hint=f"pip install {package}; `reprokit capture` needs no callback",
+        f"`{package}` is not installed", hint=f"pip install {package}; `reprokit capture` needs no callback"
     )

@@ -54,28 +54,21 @@ class CustomFunctions:
         self._applications: dict[int, _Application] = {}
         self._passages: list[_Passage] = []
         self._read: set[int] = set()
-        self._depth = 0
-
-    @property
-    def is_inside_backward(self) -> bool:
-        """True if a user's backward is running; it sees new objects for tensors that its forward had saved."""
-        return self._depth > 0
+        self.depth = 0  # of the user's backwards that run; these see new objects for tensors that a forward had saved
 
     def watching(self) -> AbstractContextManager[None]:
         """Put our own functions in the place of torch's that run a forward and a backward."""
         apply = torch.autograd.Function.__dict__["apply"]
         run_backward = BackwardCFunction.apply
 
+        @classmethod  # type: ignore[misc]
         def apply_and_watch(cls: type, *args: Any, **kwargs: Any) -> Any:
             return self._forward(apply.__get__(None, cls), cls, args, kwargs)
 
-        def run_backward_and_watch(node: Any, *grads: Any) -> Any:
+        def backward(node: Any, *grads: Any) -> Any:
             return self._backward(run_backward, node, grads)
 
-        ours: Any = classmethod(apply_and_watch)
-        return replacing(
-            [(torch.autograd.Function, "apply", ours), (BackwardCFunction, "apply", run_backward_and_watch)]
-        )
+        return replacing([(torch.autograd.Function, "apply", apply_and_watch), (BackwardCFunction, "apply", backward)])
 
     @contextlib.contextmanager
     def differentiation(self) -> Iterator[list[_Passage]]:
@@ -145,7 +138,7 @@ class CustomFunctions:
         if not result.requires_grad:
             return None
         value = tracer.value(result)
-        if is_opaque and tracer.is_leaf_input(value):
+        if is_opaque and any(item.value == value and item.requires_grad for item in tracer.inputs):
             return value
         leaf = tracer.new_value()
         call = tracer.make_call("torch.Tensor.detach")
@@ -162,7 +155,7 @@ class CustomFunctions:
         self._passages.append(passage)
         calls, tracer.calls = tracer.calls, passage.calls
         phase, tracer.phase = tracer.phase, Phase.BACKWARD
-        self._depth += 1
+        self.depth += 1
         try:
             modes = map(torch_private.mode_at, range(torch_private.num_modes()))
             with contextlib.nullcontext() if tracer in modes else tracer:
@@ -171,14 +164,14 @@ class CustomFunctions:
                 with torch.DisableTorchFunction():
                     for leaf, grad in zip(application.leaves, grads, strict=False):
                         if leaf is not None and _is_tensor(grad) and (len(grads) == 1 or bool(grad.any())):
-                            value = self._tracer.new_value()
-                            self._tracer.alias(grad, value)
+                            value = tracer.new_value()
+                            tracer.alias(grad, value)
                             reads.append((leaf, value))
                 passage.reads = reads
                 result = run_backward(node, *grads)
                 passage.handed_on = self._handed_on(application, result)
         finally:
-            self._depth -= 1
+            self.depth -= 1
             tracer.calls, tracer.phase = calls, phase
         return result
 

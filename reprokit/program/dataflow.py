@@ -121,17 +121,15 @@ class _Memory:
         self._parents: dict[int, int] = {}
         for call in calls:
             together = list(iter_refs(call.args)) if call.target in DATA_WRITES else []
-            self._join([*call.output_refs(), *bases(call), *(ref.value for ref in together)])
+            first, *others = *call.output_refs(), *bases(call), *(ref.value for ref in together), -1
+            for value in others[:-1]:
+                self._parents[self.place(value)] = self.place(first)
 
     def place(self, value: int) -> int:
         """The group of a value."""
         while (parent := self._parents.get(value, value)) != value:
             self._parents[value] = value = self._parents.get(parent, parent)
         return value
-
-    def _join(self, values: Sequence[int]) -> None:
-        for value in values[1:]:
-            self._parents[self.place(value)] = self.place(values[0])
 
 
 Node = Any  # torch.autograd.graph.Node

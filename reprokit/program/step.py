@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from reprokit.program import plain
 from reprokit.program.dataflow import contents, raw_bytes
-from reprokit.program.ir import Call, Input, Mode, Program, Ref, substitute
+from reprokit.program.ir import Call, Input, Mode, Program, Ref
 
 
 class HasProgram(Protocol):
@@ -94,11 +94,7 @@ class Step:
         change = given or {}
         calls = [call for index, call in enumerate(self.program.calls) if index not in gone]
         if change:  # also in outputs, as an in-place call returns what it was given
-            parts = (substitute((call.args, dict(call.kwargs), call.outputs), change) for call in calls)
-            changed = zip(calls, parts, strict=True)
-            calls = [
-                replace(call, args=args, kwargs=kwargs, outputs=outputs) for call, (args, kwargs, outputs) in changed
-            ]
+            calls = [call.substituted(change, outputs=True) for call in calls]
         outputs = tuple(change.get(ref.value, ref) for ref in self.program.outputs)
         return self.with_calls(calls, outputs=outputs).pruned()
 

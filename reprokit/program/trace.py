@@ -315,7 +315,7 @@ class Tracer(TorchFunctionMode):
     def value(self, tensor: torch.Tensor) -> int:
         """The value number of a tensor; one that is not known yet becomes an input."""
         known = self._values.get(id(tensor))
-        if known is None and self.functions.is_inside_backward:
+        if known is None and self.functions.depth:
             # The value that has the same memory, for a tensor that autograd had saved and gave back as another object
             with torch.DisableTorchFunction():
                 place = _place(tensor)
@@ -327,10 +327,6 @@ class Tracer(TorchFunctionMode):
     def tensor_of(self, value: int) -> torch.Tensor | None:
         """A tensor that stands for a value number."""
         return next((tensor for tensor in reversed(self._alive) if self._values[id(tensor)] == value), None)
-
-    def is_leaf_input(self, value: int) -> bool:
-        """True if the value is an input that gets gradients."""
-        return any(item.value == value and item.requires_grad for item in self.inputs)
 
     def alias(self, tensor: torch.Tensor, value: int) -> None:
         """Let a second tensor object stand for a value."""
@@ -459,11 +455,9 @@ def current_mode() -> Mode:
     """The thread's torch settings of now."""
     if not torch_private.is_any_autocast_enabled():
         return _PLAIN_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-    autocast = []
-    for name in _DEVICES:
-        if torch.is_autocast_enabled(name):
-            autocast.append((name, str(torch.get_autocast_dtype(name))))
-    return Mode(torch.is_grad_enabled(), tuple(autocast), torch.is_inference_mode_enabled())
+    enabled = filter(torch.is_autocast_enabled, _DEVICES)
+    autocast = tuple((name, str(torch.get_autocast_dtype(name))) for name in enabled)
+    return Mode(torch.is_grad_enabled(), autocast, torch.is_inference_mode_enabled())
 
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")

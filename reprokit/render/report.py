@@ -39,14 +39,7 @@ _SERIES = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning ra
 
 def write_report(facts: Facts) -> str:
     """The report's HTML."""
-    snapshot, reduction, script, found = facts.snapshot, facts.reduction, facts.script, facts.survey
-    shown_frames, frames_left_out = frames(found)
-    texts = {
-        "output": facts.output,
-        "log": facts.log,
-        "collect_env": snapshot.environment.collect_env,
-        "diff": snapshot.source.diff,
-    }
+    snapshot, reduction, found = facts.snapshot, facts.reduction, facts.survey
     tables = reduction.whatif if reduction is not None else WhatIfResult()
     steps = sorted({row.step for row in snapshot.layers or ()})
     layers = []
@@ -55,41 +48,27 @@ def write_report(facts: Facts) -> str:
         if len(steps) > 1 and series:
             layers.append((f"{name[:1].upper()}{name[1:]}", list(heat_map(series, steps))))
     error = found.error
-    inputs = wording.shown_names(reduction, script.names) if reduction is not None else {}
     content = {
-        "title": facts.title,
-        "headline": wording.headline(snapshot.failure),
+        "facts": facts,
+        "rows": rows,
+        "wording": wording,
         "story": sentences(facts),
-        "facts": rows.of_failure(snapshot),
-        "step": snapshot.step,
-        "script": script,
-        "rate": facts.rate,
         "trouble": redact_text(f"{type(error).__name__}: {error}".splitlines()[0]) if error is not None else "",
         "ways": ways(found, facts.names),
-        "exception": snapshot.failure.exception[0] if snapshot.failure.exception is not None else "",
-        "operands": sorted(facts.operands, key=lambda pair: not pair[1].is_bad)[:MAX_OPERANDS],
-        "operands_left_out": max(0, len(facts.operands) - MAX_OPERANDS),
-        "positions": found.positions,
+        "operands": sorted(facts.operands, key=lambda pair: not pair[1].is_bad),
+        "most_operands": MAX_OPERANDS,
         "way_classes": _CLASSES,
         "layers": layers,
         "layer_steps": steps,
         "timeline": list(_timeline(snapshot)),
-        "frames": shown_frames,
-        "frames_left_out": frames_left_out,
-        "reduction": reduction if reduction is not None and not reduction.no_repro else None,
-        "diagnosis": facts.diagnosis,
+        "frames": frames(found),
         "whatif_programs": list(tables.tables or {}),
-        "whatif_rows": findings.rows(tables, script.names),
-        "environment": [*rows.versions(snapshot.environment), *rows.settings(snapshot.environment)],
-        "source": rows.source(snapshot),
-        "texts": {name: cut(redact_text(text), MAX_TEXT) for name, text in texts.items()},
-        "num_variables": len(snapshot.environment.variables),
+        "whatif_rows": findings.rows(tables, facts.script.names),
+        "shown": lambda text: cut(redact_text(text), MAX_TEXT),
         "range_text": range_text,
         "with_code": with_code,
         "num_elements": Step.of(reduction).num_elements if reduction is not None else 0,
-        "verdicts": verdict_words(reduction.verdicts) if reduction is not None else "",
-        "explained": wording.explained(reduction, inputs) if reduction is not None else [],
-        "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
+        "verdict_words": verdict_words,
     }
     return render_template(TEMPLATE, **content)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.program.step import Step
-from reprokit.render import KINDS
+from reprokit.render import KINDS, sources
 from reprokit.render.facts import Facts
 from reprokit.render.gate import require_test
 from reprokit.render.issue import Issue, make_issue, write_summary
@@ -25,16 +25,6 @@ from reprokit.render.literals import MAX_LITERALS
 from reprokit.render.module import MAX_LINES, MODULE_FILE, ModuleScript
 from reprokit.render.report import write_report
 from reprokit.render.script import Script, require_repro, require_whole, unverified
-from reprokit.render.sources import (
-    Opened,
-    context_script,
-    is_minimum_again,
-    open_source,
-    reduction_script,
-    snapshot_script,
-    without_data,
-    without_source,
-)
 from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
 from reprokit.render.wording import headline
@@ -74,7 +64,7 @@ def render_all(
         if processes is None:
             processes = stack.enter_context(CleanProcesses([check] if check is not None else []))
         script = begin(reduction, snapshot, out_dir, processes, times, source=source, no_data=no_data, check=check)
-        reduction = without_data(reduction) if no_data else reduction
+        reduction = sources.without_data(reduction) if no_data else reduction
         piece: ModuleScript | str = ""
         try:
             piece = piece_of(reduction, snapshot) if not fast else ""
@@ -94,7 +84,7 @@ def render_all(
     beside, reason = ("", found) if isinstance(found, str) else (found[0].text, "")
     if reason:
         on_reason(reason)
-    snapshot, reduction = private(snapshot, source), without_source(reduction, source)
+    snapshot, reduction = private(snapshot, source), sources.without_source(reduction, source)
     facts = Facts(snapshot, script, result, reduction)
     texts = {SUMMARY_FILE: write_summary(facts, reason)}
     if not fast:
@@ -118,7 +108,7 @@ def write_given(snapshot: Snapshot, out_dir: Path, *, source: Source = "all") ->
     for name in (*RESULTS, REDUCTION_FILE):
         (out_dir / name).unlink(missing_ok=True)
     snapshot = private(snapshot, source)
-    script = snapshot_script(snapshot)
+    script = sources.snapshot_script(snapshot)
     facts = Facts(snapshot, script, _verified(script))
     write_text(out_dir / SUMMARY_FILE, write_summary(facts))
     write_text(out_dir / ISSUE_FILE, make_issue(facts).text)
@@ -140,8 +130,8 @@ def begin(
 
     The files of the earlier result go first: beside this repro they would be taken for a part of it.
     """
-    reduction = without_data(reduction) if no_data else reduction
-    script = reduction_script(reduction, private(snapshot, source))
+    reduction = sources.without_data(reduction) if no_data else reduction
+    script = sources.reduction_script(reduction, private(snapshot, source))
     for name in RESULTS:
         (out_dir / name).unlink(missing_ok=True)
     if check is not None:
@@ -157,14 +147,14 @@ def piece_of(reduction: Reduction, snapshot: Snapshot | None) -> ModuleScript | 
     context = reduction.context
     if context is None:
         return "no part of the model was found that fails by itself" if reduction.failure.kind in ("nan", "inf") else ""
-    if is_minimum_again(reduction):
+    if sources.is_minimum_again(reduction):
         return "it would be `repro.py` again"
     # By the same rule as the minimum: the spread of nothing is not that of one element.
     is_there = (context.failure.call_index or 0) < len(context.program.calls)  # a file may name a call that is not
     rule, shown = reduction.failure.rule, (context, reduction)
     if not is_there or len({with_rule(item.failure, Step.of(item), rule).key() for item in shown}) > 1:
         return "the part of the model that was found fails in another way than `repro.py`"
-    script = context_script(reduction, snapshot)
+    script = sources.context_script(reduction, snapshot)
     if script is None:
         return "it would need more recorded numbers than a repro may hold"
     if script.num_lines > MAX_LINES:
@@ -209,7 +199,7 @@ def render_one(
     """One text from a snapshot, a reduction or a folder of results: its path if written to ``out``, else itself."""
     if kind not in KINDS:
         raise UsageError(f"cannot render as `{kind}`", hint=f"one of {', '.join(KINDS)}")
-    opened = open_source(source, snapshot).private(policy, no_data=no_data)
+    opened = sources.open_source(source, snapshot).private(policy, no_data=no_data)
     script = opened.script()
     if kind in ("repro", "test"):
         require_repro(script)
@@ -253,17 +243,17 @@ def prepare_issue(
     """The issue about a snapshot, a reduction or a folder of results."""
     if template is not None:
         find_template(template)  # reports a mistake in it before any work
-    opened = open_source(source, snapshot).private(policy, no_data=no_data)
+    opened = sources.open_source(source, snapshot).private(policy, no_data=no_data)
     opened.whole(source)  # raises before any work
     return _issue(opened, source, opened.script(), template)
 
 
-def _facts(opened: Opened, source: Path, script: Script) -> Facts:
+def _facts(opened: sources.Opened, source: Path, script: Script) -> Facts:
     require_whole(script)
     return Facts(opened.whole(source), script, _verified(script), opened.reduction)
 
 
-def _issue(opened: Opened, source: Path, script: Script, template: str | None = None) -> PreparedIssue:
+def _issue(opened: sources.Opened, source: Path, script: Script, template: str | None = None) -> PreparedIssue:
     facts = _facts(opened, source, script)
     found = verified_piece(piece_of(opened.reduction, facts.snapshot)) if opened.reduction is not None else ""
     context, reason = (found[0].text, "") if not isinstance(found, str) else ("", found)

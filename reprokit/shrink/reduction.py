@@ -20,14 +20,7 @@ from reprokit.rules.diagnosis import Diagnosis
 from reprokit.shrink.checks.check import Signed
 from reprokit.shrink.context.finder import Context
 from reprokit.shrink.explain import Nearest, VariedPart
-from reprokit.snapshot.format import (
-    Snapshot,
-    StoredProgram,
-    StoredTensors,
-    read_content,
-    storable,
-    write_file,
-)
+from reprokit.snapshot.format import Snapshot, StoredProgram, StoredTensors, read_content, storable, write_file
 from reprokit.words import counted
 
 KIND = "reduction"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import operator
 import os
 import platform
 import subprocess
@@ -142,11 +141,6 @@ def _collect_env_elsewhere(timeout: float) -> str:
     return ""
 
 
-def _backend_switch(name: str) -> Callable[[], Any]:
-    """A question for a switch that not every torch from 2.6 on has."""
-    return lambda: operator.attrgetter(name)(torch.backends)
-
-
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
     "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
@@ -156,10 +150,11 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn_tf32": lambda: torch.backends.cudnn.allow_tf32,
     "matmul_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
     "matmul_precision": torch.get_float32_matmul_precision,
-    "fp32_precision": _backend_switch("fp32_precision"),
-    "fp32_precision_cuda_matmul": _backend_switch("cuda.matmul.fp32_precision"),
-    "fp32_precision_cudnn_conv": _backend_switch("cudnn.conv.fp32_precision"),
-    "fp32_precision_mkldnn_matmul": _backend_switch("mkldnn.matmul.fp32_precision"),
+    # Not every torch from 2.6 on has these.
+    "fp32_precision": lambda: torch.backends.fp32_precision,  # type: ignore[attr-defined]
+    "fp32_precision_cuda_matmul": lambda: torch.backends.cuda.matmul.fp32_precision,
+    "fp32_precision_cudnn_conv": lambda: torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+    "fp32_precision_mkldnn_matmul": lambda: torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
     "num_threads": torch.get_num_threads,
     "default_dtype": lambda: str(torch.get_default_dtype()),
     "flush_denormal": _flushes_denormals,

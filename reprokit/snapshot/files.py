@@ -32,7 +32,9 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             yield device
         return
     given, path = path, Path(os.path.realpath(path))
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
+    umask = os.umask(0)
+    os.umask(umask)
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~umask
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:_KEPT]}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -53,12 +55,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file with `replaced`."""
     with replaced(path) as file:
         file.write(text.encode())
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 REDUCTION_FILE = "reduction.pt"

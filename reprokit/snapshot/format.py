@@ -214,16 +214,12 @@ class Snapshot:
             "num_elements": failure.num_elements,
             **({"bad_rows": self.bad_rows} if self.bad_rows else {}),
             "shows_cause": not is_vacuous(failure, self.program),
-            "cause": self._describe_cause(cause) if cause is not None else None,
+            "cause": cause and {**self._describe_origin(cause), "is_initial": self.is_initial(cause)},
             **({"event": plain_of(failure.event)} if failure.event is not None else {}),
             **({"silence": failure.way} if failure.kind == SILENT else {}),
             **({"departure": failure.departure} if failure.departure is not None else {}),
             **(_describe_difference(failure.difference) if failure.difference is not None else {}),
         }
-
-    def _describe_cause(self, cause: Failure) -> dict[str, Any]:
-        """The origin of the bad value that made a call raise."""
-        return {**self._describe_origin(cause), "is_initial": self.is_initial(cause)}
 
     def _describe_origin(self, failure: Failure) -> dict[str, Any]:
         site = failure.site
@@ -327,15 +323,11 @@ def storable_together(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Te
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
     """A plain CPU tensor with storage of its own, so that a view does not drag its base into the file."""
-    plain_tensor = tensor.detach()
-    if type(plain_tensor) is not torch.Tensor:
-        plain_tensor = plain_tensor.as_subclass(torch.Tensor)
-    plain_tensor = plain_tensor.cpu()
-    if plain_tensor.layout is torch.strided:
-        storage = plain_tensor.untyped_storage()
-        if storage.nbytes() != plain_tensor.numel() * plain_tensor.element_size():
-            plain_tensor = plain_tensor.clone(memory_format=torch.preserve_format)
-    return plain_tensor
+    found = tensor.detach()
+    found = (found if type(found) is torch.Tensor else found.as_subclass(torch.Tensor)).cpu()
+    if found.layout is not torch.strided or found.untyped_storage().nbytes() == found.numel() * found.element_size():
+        return found
+    return found.clone(memory_format=torch.preserve_format)
 
 
 def write_file(path: Path | str, kind: str, content: Any) -> None:
@@ -365,19 +357,15 @@ def read_file(path: Path | str, kind: str) -> dict[str, Any]:
         )
     found = _word(content.get("kind"))
     if found != kind:
-        raise NotASnapshot(f"`{target}` is a {found}, not a {kind}", hint=_hint_for_kind(content, kind))
+        origin = content.get("origin")  # of a reduction, which may know the name of its snapshot
+        name = _word(origin.get("file")) if isinstance(origin, dict) else ""
+        hint = f"give the {kind} that it was made from, `{name}`" if name else f"give a {kind} file"
+        raise NotASnapshot(f"`{target}` is a {found}, not a {kind}", hint=hint)
     return content
 
 
 def _again(kind: str) -> str:
     return "capture it again" if kind == "snapshot" else "shrink the snapshot again"
-
-
-def _hint_for_kind(content: Mapping[str, Any], kind: str) -> str:
-    """The hint for a file of another kind; a reduction may know the name of its snapshot."""
-    origin = content.get("origin")
-    name = _word(origin.get("file")) if isinstance(origin, dict) else ""
-    return f"give the {kind} that it was made from, `{name}`" if name else f"give a {kind} file"
 
 
 def _word(value: Any) -> str:

@@ -66,13 +66,11 @@ def get_rng_state() -> Generators:
         name: tuple(device.get_rng_state(index).cpu() for index in range(device.device_count()))
         for name, device in _started_accelerators().items()
     }
-    numpy = sys.modules.get("numpy")
-    return Generators(
-        PythonState(*random.getstate()),
-        torch.get_rng_state(),
-        _numpy_state(numpy) if numpy is not None else None,
-        **accelerators,
-    )
+    numpy, numpy_state = sys.modules.get("numpy"), None
+    if numpy is not None:
+        algorithm, words, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        numpy_state = NumpyState(algorithm, tuple(words.tolist()), int(position), int(has_gauss), float(gauss))
+    return Generators(PythonState(*random.getstate()), torch.get_rng_state(), numpy_state, **accelerators)
 
 
 def set_rng_state(states: Generators) -> None:
@@ -89,21 +87,10 @@ def set_rng_state(states: Generators) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
-def _numpy_state(numpy: Any) -> NumpyState:
-    algorithm, words, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    return NumpyState(algorithm, tuple(words.tolist()), int(position), int(has_gauss), float(gauss))
-
-
 def _started_accelerators() -> dict[str, Any]:
     """The device modules in use by name; a device that was never started has drawn nothing."""
-    started: dict[str, Any] = {}
-    for name in ("cuda", "xpu"):
-        device = getattr(torch, name, None)
-        if device is not None and device.is_initialized():
-            started[name] = device
-    if torch.backends.mps.is_available():
-        started["mps"] = SimpleNamespace(  # it has a single generator
-            device_count=lambda: 1,
-            get_rng_state=lambda index: torch.mps.get_rng_state(),
-        )
+    devices = ((name, getattr(torch, name, None)) for name in ("cuda", "xpu"))
+    started: dict[str, Any] = {name: device for name, device in devices if device and device.is_initialized()}
+    if torch.backends.mps.is_available():  # it has a single generator
+        started["mps"] = SimpleNamespace(device_count=lambda: 1, get_rng_state=lambda _: torch.mps.get_rng_state())
     return started

@@ -15,18 +15,7 @@ from reprokit.grammar import Count
 from reprokit.locate.failure import Failure
 from reprokit.program.step import Step
 from reprokit.shrink.checks.check import Ruling
-from reprokit.shrink.context.growth import (
-    chosen_slice,
-    ending_earlier,
-    extraordinary,
-    full_rows,
-    is_mask,
-    is_written,
-    keeps_biases,
-    own_calls,
-    without_randomness,
-    without_unused,
-)
+from reprokit.shrink.context import growth
 from reprokit.shrink.context.layers import initial, layers_in
 from reprokit.shrink.context.step import StepGraph
 from reprokit.shrink.oracle import Oracle, OutOfBudget
@@ -75,19 +64,19 @@ def find_context(
     """
     started, graph, start = time.monotonic(), StepGraph(whole, words or {}), None
     with contextlib.suppress(OutOfBudget), oracle.at_most(0.5):
-        for better in chosen_slice(graph, failure, oracle):
+        for better in growth.chosen_slice(graph, failure, oracle):
             start = better
     if start is None:
         return None
     search = _Search(Problem(start, oracle, max_stretches=_STRETCHES))
     if failure.call_index is not None:
-        search.problem.fixed = own_calls(graph, failure.call_index)
+        search.problem.fixed = growth.own_calls(graph, failure.call_index)
     with contextlib.suppress(OutOfBudget):
         search.run()
     best = search.problem.best
     tensors = {item.value: best.tensors[item.value] for item in best.program.inputs}
-    seconds = time.monotonic() - started
-    return Context(best.program, tensors, search.problem.failure, not extraordinary(best), oracle.checks, seconds)
+    is_ordinary, seconds = not growth.extraordinary(best), time.monotonic() - started
+    return Context(best.program, tensors, search.problem.failure, is_ordinary, oracle.checks, seconds)
 
 
 class _Search:
@@ -96,17 +85,17 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         start = problem.best
-        known = set(extraordinary(start))
-        masks = {i.value for i in start.program.inputs if i.role == "buffer" and is_mask(start.tensors[i.value])}
-        rows = full_rows(start, masks)
+        known = set(growth.extraordinary(start))
+        masks = {i.value for i in start.program.inputs if i.role == "buffer" and growth.is_mask(start.tensors[i.value])}
+        rows = growth.full_rows(start, masks)
         self.given: set[int] = set()  # parameters that are as their layers make them
         problem.accepts = lambda piece: (
-            known.issuperset(extraordinary(piece))
-            and full_rows(piece, masks) <= rows
-            and keeps_biases(piece)
+            known.issuperset(growth.extraordinary(piece))
+            and growth.full_rows(piece, masks) <= rows
+            and growth.keeps_biases(piece)
             and all(piece.tensors.get(value) is self._best.tensors.get(value) for value in self.given)
         )
-        problem.keeps = is_written
+        problem.keeps = growth.is_written
 
     def run(self) -> None:
         """Everything in turn."""
@@ -131,7 +120,7 @@ class _Search:
         self._end_earlier(in_sum=False)
         origin = self.problem.failure.call_index
         if origin is not None and not self.problem.failure.is_of_whole_step:
-            self._try(without_unused(self._best, origin), "without unused calls")
+            self._try(growth.without_unused(self._best, origin), "without unused calls")
 
     @property
     def _best(self) -> Step:
@@ -149,14 +138,14 @@ class _Search:
         """Differentiate what comes soon after the origin, without what only later calls use."""
         origin = self.problem.failure.call_index
         if origin is not None:
-            shorter = ending_earlier(self._best, origin, in_sum=in_sum)
+            shorter = growth.ending_earlier(self._best, origin, in_sum=in_sum)
             any(self._try(candidate, "a gradient of less") for candidate in shorter)
 
     def _drop_randomness(self) -> None:
         """Let values pass random calls unchanged, as with a dropout of 0."""
         for call in self._best.program.calls:
             if call in self._best.program.calls:
-                candidate = without_randomness(self._best, self._best.program.calls.index(call))
+                candidate = growth.without_randomness(self._best, self._best.program.calls.index(call))
                 if candidate is not None:
                     self._try(candidate, f"without the randomness of {call.name}")
 

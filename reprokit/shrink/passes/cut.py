@@ -135,11 +135,7 @@ def _excerpt(
 
 
 def _forward(
-    candidate: Step,
-    failure: Failure,
-    kept: Sequence[int],
-    recording: Recording,
-    wants_grad: frozenset[tuple[int, int]],
+    candidate: Step, failure: Failure, kept: Sequence[int], recording: Recording, wants_grad: frozenset[tuple[int, int]]
 ) -> Step:
     excerpt = _excerpt(candidate, kept, recording, wants_grad)
     outputs = excerpt.calls[-1].output_refs()
