@@ -74,17 +74,13 @@ class Kind:
 
 @dataclass(slots=True)
 class FunctionNote:
-    """What else is known of the call of a function; most need none.
+    """What else is known of the call of a function; most need none."""
 
-    ``is_write``: it changes something. ``writes_state``: parameters or buffers. ``library`` is the line of a library
-    that made it, if it was not the user's line itself. ``outcome`` is what a random function has written.
-    """
-
-    is_write: bool = False
-    writes_state: bool = False
+    is_write: bool = False  # it changes something
+    writes_state: bool = False  # parameters or buffers
     rng: Rng | None = None
-    outcome: torch.Tensor | None = None
-    library: tuple[str, int] | None = None
+    outcome: torch.Tensor | None = None  # what a random function has written
+    library: tuple[str, int] | None = None  # the line of a library that made it, if that was not the user's line itself
     generators: dict[str, Any] | None = None
     attributes: Noted | None = None
 
@@ -268,15 +264,11 @@ def _watching_updates(recording: TracedPlayer) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class BackwardNote:
-    """What a backward call started from, as numbers or tensors; ``None`` unless it is a single number.
+    """What a backward call started from, and what else is known of it."""
 
-    ``has_stepped``: optimizers stepped inside of it. ``averaged`` pairs the numbers of parameters with the gradients
-    that all processes averaged, where a replay has computed these.
-    """
-
-    losses: list[float | torch.Tensor] | None = None
-    has_stepped: bool = False
-    averaged: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    losses: list[float | torch.Tensor] | None = None  # ``None`` unless it is a single number
+    has_stepped: bool = False  # optimizers stepped inside of it
+    averaged: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # with gradients of all processes
 
 
 class Backward(Kind):

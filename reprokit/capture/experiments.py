@@ -93,26 +93,20 @@ def rewritten_inputs(loop: Loop, segment: Segment, frame: FrameType | None) -> I
 
 @dataclass(frozen=True)
 class _Plan:
-    """A change, in words and as what is done, which shows a cause of the class ``kind`` if it removes the failure.
-
-    ``edit`` changes the calls before they are played, ``values`` stand in the place of tensors, ``held`` are parts of
-    the state that keep a value from the step ``since`` on, ``norm`` is the one that gradients are clipped to.
-    ``clears``: gradients begin with nothing from that step on. ``states`` are those of optimizers before their update
-    of that step. ``is_wide``: what is half precision is in float32.
-    """
+    """A change, in words and as what is done, which shows a cause of the class ``kind`` if it removes the failure."""
 
     kind: str
     says: str
     text: str
     is_odd: bool = True  # what it changes is worth telling if nothing removes the failure
-    edit: Callable[[Op, Mark], Op] | None = None
-    values: Mapping[Number, torch.Tensor] = field(default_factory=dict)
-    held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    edit: Callable[[Op, Mark], Op] | None = None  # changes the calls before they are played
+    values: Mapping[Number, torch.Tensor] = field(default_factory=dict)  # stand in the place of tensors
+    held: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # parts of the state with values from ``since`` on
     since: int = 0
-    norm: float | None = None
-    clears: bool = False
-    states: States = field(default_factory=dict)
-    is_wide: bool = False
+    norm: float | None = None  # that gradients are clipped to
+    clears: bool = False  # gradients begin with nothing from ``since`` on
+    states: States = field(default_factory=dict)  # of optimizers, before their update of the step ``since``
+    is_wide: bool = False  # what is half precision is in float32
 
 
 @dataclass(frozen=True)

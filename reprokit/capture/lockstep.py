@@ -192,14 +192,11 @@ def _unseen(hook: Any, tracer: Tracer) -> Any:
 
 
 class _Comparison(PlayObserver):
-    """Compares the ranks before every step that a replay plays.
-
-    ``difference`` is the first one, ``number`` the position of the step that made it, ``-1`` if the copies differ.
-    """
+    """Compares the ranks before every step that a replay plays."""
 
     def __init__(self, describing: Describing) -> None:
-        self.difference: RankDifference | None = None
-        self.number = -1
+        self.difference: RankDifference | None = None  # the first one
+        self.number = -1  # of the step that made it, -1 if the copies differ
         self._describing = describing
 
     def look(self) -> bool:

@@ -51,29 +51,22 @@ _FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in
 
 
 class Vote(NamedTuple):
-    """What a rank says before all copy their states, and over a failure.
+    """What a rank says before all copy their states, and over a failure."""
 
-    ``place`` is that of its last copy and the step since, empty if it cannot go back. ``wanted`` are the steps to the
-    next copy by what a copy costs, ``most`` those that memory allows. ``holds``: it takes copies. ``digest`` is that
-    of its parameters, if they are compared. ``is_bad``: its running step is, and the loop has not skipped it.
-    """
-
-    place: str
+    place: str  # of its last copy, and the step since; empty if it cannot go back
     is_state_bad: bool
-    wanted: int
-    most: int
-    holds: bool
-    digest: str
-    is_bad: bool
+    wanted: int  # steps to the next copy by what a copy costs
+    most: int  # steps that memory allows
+    holds: bool  # it takes copies
+    digest: str  # of its parameters, if they are compared
+    is_bad: bool  # its running step is, and the loop has not skipped it
 
 
 class Ranks:
     """The state of the other processes as seen from this one.
 
     Gradients are averaged over all of them (``is_parallel``), or parameters spread by `fully_shard` (``is_sharded``) or
-    in another way (``is_apart``). At the ``meeting`` the ranks copy their state together, next after ``due_at`` steps,
-    until one does not come; all of them hold copies if the training ``goes_back``. ``replicas`` are there where ranks
-    are to be compared.
+    in another way (``is_apart``). All ranks hold copies of their state if the training ``goes_back``.
     """
 
     _runs = 0
@@ -81,10 +74,10 @@ class Ranks:
     def __init__(self, loop: Loop) -> None:
         self.is_parallel = self.is_sharded = self.is_apart = self.goes_back = False
         self.is_alone = True  # this process trains by itself
-        self.meeting: Meeting | None = None
-        self.due_at = _FIRST_COPY
+        self.meeting: Meeting | None = None  # where the ranks copy their state together, until one does not come
+        self.due_at = _FIRST_COPY  # steps, of the next copies
         self.rank: int | None = None
-        self.replicas: Replicas | None = None
+        self.replicas: Replicas | None = None  # where ranks are to be compared
         self._loop = loop
         self._is_manual = False  # the loop itself averages
         self._size = 1

@@ -69,14 +69,7 @@ _ROUNDED = "the transform of `{}` was replayed by plain calls, whose results dif
 
 
 class Player:
-    """Plays calls. ``env`` maps numbers to the tensors that stand for those of the loop now, ``numbers`` is the inverse
-    by ``id``; ``made`` are the numbers of what was made here.
-
-    ``mismatches`` says in words what is known to differ from what the loop did. ``contents`` are values that earlier
-    steps have left, ``state`` the ids of tensors that are put back as a whole, whoever wrote them, ``stand_ins`` are
-    used in the place of other tensors, by the ``id`` of these. ``together``: all ranks play the same, and gradients
-    are averaged again.
-    """
+    """Plays calls."""
 
     def __init__(
         self,
@@ -87,16 +80,16 @@ class Player:
         stand_ins: Mapping[int, torch.Tensor] | None = None,
         together: Meeting | None = None,
     ) -> None:
-        self.mismatches: list[str] = []
-        self.together = together
-        self.env: dict[Number, torch.Tensor] = {}
-        self.numbers: dict[int, Number] = {}
-        self.made: set[Number] = set()
+        self.mismatches: list[str] = []  # what is known to differ from what the loop did, in words
+        self.together = together  # all ranks play the same, and gradients are averaged again
+        self.env: dict[Number, torch.Tensor] = {}  # the tensors that stand for those of the loop now
+        self.numbers: dict[int, Number] = {}  # the inverse, by ``id``
+        self.made: set[Number] = set()  # of what was made here
         self.alive = tape.alive()
         self._tape = tape
-        self._state = state
-        self._contents = dict(contents or {})
-        self._stand_ins = dict(stand_ins or {})
+        self._state = state  # the ids of tensors that are put back as a whole, whoever wrote them
+        self._contents = dict(contents or {})  # values that earlier steps have left
+        self._stand_ins = dict(stand_ins or {})  # for other tensors, by the ``id`` of these
         self._values: dict[Number, torch.Tensor] = {}
         self.states: dict[int, tuple[Any, torch.Tensor, str]] = {}  # where optimizers keep tensors, by ``id``
 
@@ -472,31 +465,23 @@ Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class Case:
-    """A step to record: its calls, of which ``pending`` is not to be performed, and what is known of it.
-
-    ``is_now``: it begins with the live parameters, with buffers as they were; else the state is there already.
-    ``contents`` are values that earlier steps have left. ``keep`` is a call that belongs to the failure even if no
-    backward pass depends on it. ``gradients`` are those of training, if they are known and not the live ones.
-    ``stand_ins`` are whole parameters in the place of those that are spread over processes, by the ``id`` of these.
-    ``explain`` finds the failure in the place of `locate`. ``together``: all ranks record their steps at once.
-    ``number`` is its position among the steps that were played to find it.
-    """
+    """A step to record: its calls, of which ``pending`` is not to be performed, and what is known of it."""
 
     where: str
     ops: list[Op]
     pending: Op | None
     mark: Mark
-    is_now: bool = False
+    is_now: bool = False  # it begins with the live parameters and buffers as they were; else the state is there already
     frame: FrameType | None = None
-    contents: dict[Number, torch.Tensor] = field(default_factory=dict)
+    contents: dict[Number, torch.Tensor] = field(default_factory=dict)  # values that earlier steps have left
     raised: Raised | None = None
-    keep: Op | None = None
+    keep: Op | None = None  # a call of the failure even if no backward pass depends on it
     notes: list[str] = field(default_factory=list)
-    gradients: Gradients | None = None
-    stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    explain: Callable[[Program, Tensors], Failure | None] | None = None
-    together: Meeting | None = None
-    number: int = -1
+    gradients: Gradients | None = None  # those of training, if they are known and not the live ones
+    stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by ``id``: whole for spread parameters
+    explain: Callable[[Program, Tensors], Failure | None] | None = None  # in the place of `locate`
+    together: Meeting | None = None  # all ranks record at once
+    number: int = -1  # among the steps that were played to find it
 
     @property
     def all_ops(self) -> list[Op]:
@@ -523,17 +508,16 @@ class PlayObserver:
 class Replay:
     """Plays ``segments``, the steps since a ``copy``, in the context `going_back`, in which the live state is borrowed.
 
-    Every loss is compared with the one of training; ``other_losses`` says which differed. The next call to play is the
-    one at ``index`` in the step ``number``. ``together``: all ranks play at once.
+    Every loss is compared with the one of training.
     """
 
     def __init__(
         self, world: World, tape: Tape, segments: Sequence[Segment], copy: Copy, *, together: Meeting | None = None
     ) -> None:
         self.segments = _with_carried(tape, segments)
-        self.together = together
-        self.number = self.index = 0
-        self.other_losses: list[str] = []
+        self.together = together  # all ranks play at once
+        self.number = self.index = 0  # the step of the next call to play, and its index there
+        self.other_losses: list[str] = []  # which differed, in words
         self.world = world
         self.player: Player
         self.live_gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -708,9 +692,7 @@ class Finder(PlayObserver):
     """Stops at the call that makes one of the ``ruined`` parts of the state nan or inf, if there are any; else at the
     first bad loss, gradient or parameter.
 
-    ``start`` is the state that the step begins with. ``skipped`` are the numbers of steps with a bad loss of which no
-    update was made; with ``takes_skipped`` they are failures like any other. ``expected`` is a backward call from a bad
-    start of which the loop is about to make an update behind the last step.
+    ``expected`` is a backward call from a bad start of which the loop is about to make an update behind the last step.
     """
 
     def __init__(
@@ -721,8 +703,8 @@ class Finder(PlayObserver):
         takes_skipped: bool = False,
         expected: Op | None = None,
     ) -> None:
-        self.start = Copy()
-        self.skipped: list[int] = []
+        self.start = Copy()  # the state that the step begins with
+        self.skipped: list[int] = []  # steps with a bad loss of which no update was made
         self.num_other_losses = 0  # before the step
         self._judge = Judge(replay.leaves, lambda: replay.world.parameters)
         self._ruined, self._takes_skipped, self._expected = ruined, takes_skipped, expected

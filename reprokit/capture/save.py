@@ -118,20 +118,17 @@ class NothingFound(Exception):
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that ended a step. ``is_call`` says whether it came out of something on the tape, at which ``phase``
-    and in which ``module`` it was. ``is_deliberate``: a ``raise`` or ``assert`` of the user's code made it.
-    ``causes`` are type and message of the exception and of those it came from, ``facts`` the operands of the
-    expression that raised, in words."""
+    """An exception that ended a step."""
 
     type: str
     message: str
     site: Site | None
     module: str | None
-    phase: Phase
-    is_call: bool
-    is_deliberate: bool
-    causes: tuple[tuple[str, str], ...] = ()
-    facts: tuple[str, ...] = ()
+    phase: Phase  # where it came out
+    is_call: bool  # it came out of something on the tape
+    is_deliberate: bool  # a ``raise`` or ``assert`` of the user's code made it
+    causes: tuple[tuple[str, str], ...] = ()  # types and messages, also of those it came from
+    facts: tuple[str, ...] = ()  # the operands of the expression that raised, in words
 
     def alike(self, kind: str, message: str) -> tuple[str, str] | None:
         """Type and message in training of an exception in a replay, where versions may be others; ``None`` for another
@@ -147,24 +144,20 @@ def _constant(message: str) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What failed: the kind of tensor it was seen ``where``, the frame of the loop, the backward call from a bad start
-    (``op``), which may have been performed, or the exception.
+    """What failed: the kind of tensor it was seen ``where``, or the exception.
 
-    ``is_late``: it has happened some steps ago. An ``output`` with a backward call is the start of that: the loop gave
-    up over a value, and nothing says that it is a loss. ``alarm``: no value is bad, but numbers of the run have left
-    their course. ``together``: all ranks go back. ``difference``: no value is bad, but this parameter differs between
-    ranks. ``keep`` is a call that gave bad gradients.
+    An ``output`` with a backward call is the start of that: the loop gave up over a value that may be no loss.
     """
 
     where: str
-    frame: FrameType | None
-    op: Op | None = None
-    is_late: bool = False
+    frame: FrameType | None  # of the loop
+    op: Op | None = None  # the backward call from a bad start, which may have been performed
+    is_late: bool = False  # it has happened some steps ago
     raised: Raised | None = None
-    alarm: Alarm | Silence | None = None
-    together: Meeting | None = None
-    difference: RankDifference | None = None
-    keep: Op | None = None
+    alarm: Alarm | Silence | None = None  # numbers of the run have left their course
+    together: Meeting | None = None  # all ranks go back
+    difference: RankDifference | None = None  # this parameter differs between ranks
+    keep: Op | None = None  # a call that gave bad gradients
 
 
 class Describing:

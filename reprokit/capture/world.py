@@ -242,17 +242,13 @@ class _Bindings:
 
 
 class Copy:
-    """Everything that steps change, at one moment: tensors' contents and optimizers' notes.
-
-    ``gradients`` pairs parameters with copies of gradients that were still to be used at that moment; ``with_gradient``
-    are all that had one. ``num_marks`` are the steps on the tape before it.
-    """
+    """Everything that steps change, at one moment: tensors' contents and optimizers' notes."""
 
     def __init__(self) -> None:
         self.contents = Contents()
-        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.with_gradient: list[torch.Tensor] = []
-        self.num_marks = 0
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # that were still to be used
+        self.with_gradient: list[torch.Tensor] = []  # all parameters that had one
+        self.num_marks = 0  # the steps on the tape before it
         self._notes: list[Structure] = []
         self._bindings: list[_Bindings] = []
 

@@ -93,20 +93,17 @@ def watching(make: Callable[[], Session], verbosity: console.Verbosity) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A script to run, and what to do at its first failure. Files go to ``folder`` if they have no other place.
-
-    ``options`` are those of the session; ``part`` distinguishes the files of a process that the script has started.
-    """
+    """A script to run, and what to do at its first failure."""
 
     script: UserScript
-    folder: Path
+    folder: Path  # of files that have no other place
     output: Path | None
     overwrite: bool
     numbers: Path | None
     json: bool
     verbosity: console.Verbosity
-    options: dict[str, Any]
-    part: str = ""
+    options: dict[str, Any]  # of the session
+    part: str = ""  # tells the files of a process that the script has started
 
     def __call__(self) -> int:
         """Run the script; its own exit code or exception, unless a failure was captured and stopped it."""

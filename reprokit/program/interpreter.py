@@ -45,17 +45,12 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a run.
+    """The result of a run."""
 
-    ``values``: the tensors that were asked for, by value number. ``gradients``: ``.grad`` of the leaf inputs that
-    got one.
-    ``error`` and ``error_call``: the exception a call raised and that call's index, or ``None``.
-    """
-
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)  # that were asked for, by value number
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # ``.grad`` of the leaf inputs that got one
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    error: Exception | None = None
+    error: Exception | None = None  # what a call raised, and its index
     error_call: int | None = None
 
 

@@ -66,15 +66,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Scope(Row):
-    """One level of module nesting: dotted path inside its root (empty for the root itself), class name, n-th call.
-
-    ``root`` is what the user calls the root; it is empty where that is not needed to tell it from others.
-    """
+    """One level of module nesting: dotted path inside its root (empty for the root itself), class name, n-th call."""
 
     path: Name
     cls: Name
     count: Count = 0
-    root: Name = ""
+    root: Name = ""  # what the user calls the root; empty where that is not needed to tell it from others
 
     @property
     def full_path(self) -> str:
@@ -89,19 +86,15 @@ class Scope(Row):
 
 @dataclass(frozen=True, slots=True)
 class Site(Row):
-    """Where a call was written: the user's innermost line, and the line inside the library it went through.
-
-    ``statement`` holds all lines of a statement over several lines. ``span`` is the expression of the call in `text`,
-    as `ast` counts: first line from 1, column in bytes, last line, column behind the last byte.
-    """
+    """Where a call was written: the user's innermost line, and the line inside the library it went through."""
 
     file: Line
     line: Count
     code: Line = ""
     function: Name = ""
     library: tuple[Line, Count] | None = None
-    statement: Text = ""
-    span: Span | None = None
+    statement: Text = ""  # all lines of a statement over several lines
+    span: Span | None = None  # of the call in `text`: lines from 1, columns in bytes, the last column behind it
 
     @property
     def place(self) -> str:
@@ -134,16 +127,12 @@ class Site(Row):
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """The thread's torch settings around a call.
-
-    ``autocast`` maps enabled device types to dtypes as pairs, ``("cpu", "torch.float16")``. ``rng`` is the state of
-    the random generator (a uint8 tensor among the inputs) right before a random call.
-    """
+    """The thread's torch settings around a call."""
 
     grad: bool = True
-    autocast: tuple[tuple[str, str], ...] = ()
+    autocast: tuple[tuple[str, str], ...] = ()  # enabled devices and dtypes: ``("cpu", "torch.float16")``
     inference: bool = False
-    rng: Ref | None = None
+    rng: Ref | None = None  # the generator's state (a uint8 input) before a random call
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,29 +195,23 @@ class Input(Row):
     """A tensor the program starts from.
 
     ``role``: ``parameter``, ``buffer``, ``batch`` (anything else the step was given), ``random`` (the outcome of a
-    random call), ``state``
-    (optimizer state), ``gradient``, ``rng``, or ``opaque``. ``requires_grad`` makes it a leaf.
-    ``name`` is the state-dict name, the argument's name, or a word for its role.
+    random call), ``state`` (of an optimizer), ``gradient``, ``rng``, or ``opaque``.
     """
 
     value: int
-    name: Name
+    name: Name  # the state-dict name, the argument's name, or a word for its role
     role: Annotated[str, one_of(*ROLES)] = "batch"
-    requires_grad: bool = False
+    requires_grad: bool = False  # it is a leaf
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleNote:
-    """A module that was entered: for printing, never for executing.
-
-    ``arguments`` holds the constructor arguments of torch's own layers; ``file``, ``line`` and ``source`` point to
-    user classes.
-    """
+    """A module that was entered: for printing, never for executing."""
 
     cls: Name
     training: bool = True
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    file: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the constructor of torch's own layers
+    file: str = ""  # of user classes, as line and source are
     line: int = 0
     source: str = ""
 

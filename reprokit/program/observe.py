@@ -29,20 +29,17 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 class Trace(Generic[T]):
     """What one run of a program saw. What the ``measure`` gives ``None`` for is left out.
 
-    ``reads`` and ``writes`` are by call and value: what the call was given, and what it left in its results and in
-    values that share memory with what it wrote into. ``calls``: those that are measured, all if that is ``None``. With
-    ``gradients_of`` (a measure of them) ``gradients`` has those that arrived at a result, in order, by call and value;
-    ``arrivals`` has the call during which the last one did, and a number that grows with time.
+    A call leaves something behind in its results, and in values that share memory with what it wrote into.
     """
 
     program: Program
     measure: Callable[[torch.Tensor], T | None]
-    calls: Container[int] | None = None
+    calls: Container[int] | None = None  # those that are measured, all if ``None``
     gradients_of: Callable[[torch.Tensor], T | None] | None = None
-    reads: dict[int, dict[int, T]] = field(default_factory=dict)
-    writes: dict[int, dict[int, T]] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], list[T]] = field(default_factory=dict)
-    arrivals: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    reads: dict[int, dict[int, T]] = field(default_factory=dict)  # by call and value: what the call was given
+    writes: dict[int, dict[int, T]] = field(default_factory=dict)  # what it left behind
+    gradients: dict[tuple[int, int], list[T]] = field(default_factory=dict)  # in order, with a measure of them
+    arrivals: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # of the last: call, rising number
     outcome: Outcome = field(default_factory=Outcome)
     _running: int = -1
     _num_arrived: int = 0

@@ -207,14 +207,11 @@ def source_of(cls: type) -> tuple[str, str, int]:
 
 @dataclass(frozen=True, slots=True)
 class ParsedStatement:
-    """A statement that is whole; of a compound statement its head.
-
-    ``before`` and ``after`` are what it takes to make a statement of it: columns of ``tree`` are places in ``body``.
-    """
+    """A statement that is whole; of a compound statement its head."""
 
     body: str
-    tree: ast.Module
-    before: str = ""
+    tree: ast.Module  # its columns are places in ``body``
+    before: str = ""  # what it takes to make a statement of it
     after: str = ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from reprokit.render.templates import render_template
@@ -76,11 +77,8 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """As many points as can be seen: of each group of neighbours the lowest and the highest."""
     size = math.ceil(len(points) / _MOST_GROUPS)
     groups = (points[start : start + size] for start in range(0, len(points), size))
-    return [point for group in groups for point in sorted({min(group, key=_height), max(group, key=_height)})]
-
-
-def _height(point: tuple[float, float]) -> float:
-    return point[1]
+    height = itemgetter(1)
+    return [point for group in groups for point in sorted({min(group, key=height), max(group, key=height)})]
 
 
 class HeatCell(NamedTuple):

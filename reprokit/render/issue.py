@@ -67,7 +67,7 @@ def make_issue(facts: Facts, *, template: str | None = None, context: str = "", 
         "owner": expectation.owner,
         "is_upstream": expectation.owner != OWN,
         "files": script.files,
-        "is_long": script.num_shown_lines > MAX_SCRIPT_LINES,
+        "is_long": script.text.rstrip().count("\n") >= MAX_SCRIPT_LINES,
         "verified": facts.verified,
         "reduced": reduction is not None,
         "environment": _lines(rows.versions(snapshot.environment)),
@@ -117,12 +117,8 @@ def cut(text: str, limit: int) -> str:
 
 
 def _long_texts(facts: Facts, context: str) -> dict[str, str]:
-    environment, reduction, found, verified = (
-        facts.snapshot.environment,
-        facts.reduction,
-        facts.diagnosis,
-        facts.verified,
-    )
+    environment, reduction = facts.snapshot.environment, facts.reduction
+    found, verified = facts.diagnosis, facts.verified
     collected = redact_text(environment.collect_env.strip())
     libraries = f"{collected}\n\n{_lines(rows.libraries(environment))}"
     names, errors = facts.script.names, verified.error_output.rstrip() if verified.output.strip() else ""

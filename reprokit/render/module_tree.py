@@ -179,18 +179,14 @@ def _simplified(
         if not is_module(item):
             yield from item.items if isinstance(item, Block) and item.key in torn else [item]
         elif is_layer(item.scope, program.modules):
-            layer = next(
-                (made for scopes, made in layers.items() if item.scope == scopes[-1] and _ran(item, scopes)), None
-            )
+            ran = item.calls[0].scope
+            fitting = (made for s, made in layers.items() if item.scope == s[-1] and ran[: len(s)] == s)
+            layer = next(fitting, None)
             is_loose = layer is None and (len(item.calls) <= _MAX_LOOSE or item.key in torn)
             yield from item.calls if is_loose else [replace(item, items=tuple(item.calls), layer=layer)]
         else:
             inner = tuple(_simplified(item.items, program, layers, torn))
             yield from inner if item.key in torn else [replace(item, items=inner)]
-
-
-def _ran(block: Block, scopes: Scopes) -> bool:
-    return block.calls[0].scope[: len(scopes)] == scopes
 
 
 def _connected(root: Block, program: Program) -> Block:

@@ -297,17 +297,13 @@ _CONVERSIONS = frozenset(["bool", "contiguous", "double", "float", "half", "int"
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A program in Python.
-
-    ``names`` has the variable of every value that has one, ``expressions`` what a value was last assigned.
-    ``side`` holds the tensors that the side file must provide, by name.
-    """
+    """A program in Python."""
 
     inputs: tuple[ast.stmt, ...]
     body: tuple[ast.stmt, ...]
-    names: Mapping[int, str]
-    expressions: Mapping[int, str]
-    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    names: Mapping[int, str]  # the variables of values that have one
+    expressions: Mapping[int, str]  # what values were last assigned
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the tensors that the side file must provide
 
 
 def write_program(

@@ -29,27 +29,19 @@ NOT_VERIFIED = "Verification has not run yet."
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The text of a repro, the tensors that its side file holds, and its variables by the names of the inputs.
-
-    ``beside`` names the file of the user's that it runs, which has to be put beside it by whoever knows where it is.
-    ``reason`` says why there is no repro; then it has no text.
-    """
+    """The text of a repro, and what belongs to it."""
 
     text: str
-    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-    beside: str | None = None
-    reason: str = ""
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the tensors that its side file holds
+    names: Mapping[str, str] = field(default_factory=dict)  # its variables by the names of the inputs
+    beside: str | None = None  # a file of the user's that it runs, for whoever knows where it is to put beside it
+    reason: str = ""  # why there is no repro; then there is no text
 
     @property
     def num_lines(self) -> int:
         """Lines that are neither blank nor comment."""
         lines = (line.strip() for line in self.text.splitlines())
         return sum(bool(line) and not line.startswith("#") for line in lines)
-
-    @property
-    def num_shown_lines(self) -> int:
-        return self.text.rstrip().count("\n") + 1
 
     @property
     def files(self) -> list[str]:

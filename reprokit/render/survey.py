@@ -46,18 +46,17 @@ _MOST_INDEXES = 6  # that are worth listing
 class Positions:
     """A tensor's bad elements. The last dimension runs over the columns of ``cells``, all others over its rows.
 
-    A cell is ``nan``, ``+inf``, ``-inf`` or empty, and stands for as many neighbours as it takes to fit; it is
-    bad when any of them is, and ``nan`` before anything else. ``size`` is the number of rows and columns that stand
-    behind it. ``rows`` are the bad indexes of the first dimension, if they are few.
+    A cell is ``nan``, ``+inf``, ``-inf`` or empty, and stands for as many neighbours as it takes to fit; it is bad when
+    any of them is, and ``nan`` before anything else.
     """
 
     name: str
     shape: tuple[int, ...]
     cells: tuple[tuple[str, ...], ...]
-    size: tuple[int, int]
+    size: tuple[int, int]  # the number of rows and columns that stand behind it
     counts: dict[str, int]
     pattern: str
-    rows: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()  # the bad indexes of the first dimension, if they are few
 
     @property
     def num_finite(self) -> int:
@@ -137,27 +136,19 @@ def _grid(mask: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Survey(Trace[Range]):
-    """A trace of ranges, and the places where the bad tensor is bad.
-
-    ``inputs`` holds the range of what the program was given, when it was first read; ``leaf_gradients`` what the step
-    left in ``.grad`` of a leaf, or what its optimizer was given. ``operands`` is what the origin read, ``optimizer``
-    what an optimizer's step had for the parameter it ruined. ``name`` is that of the bad tensor, ``positions`` are
-    about it. ``readers`` lists for every value the calls that read it. ``error`` ended the run before its time.
-    ``parts``: for some values that several calls read groups of these calls, by a key; ``passed`` has by key and value
-    the part of its gradient that the calls of such a group sent.
-    """
+    """A trace of ranges, and the places where the bad tensor is bad."""
 
     failure: Failure = field(kw_only=True)
-    name: str = field(default="", kw_only=True)
-    inputs: dict[int, Range] = field(default_factory=dict)
-    leaf_gradients: dict[int, Range] = field(default_factory=dict)
-    operands: dict[int, Range] = field(default_factory=dict)
-    optimizer: dict[str, Range] = field(default_factory=dict)
-    positions: Positions | None = None
-    readers: dict[int, list[int]] = field(default_factory=dict)
-    error: Exception | None = None
-    parts: Mapping[int, Mapping[Any, Set[int]]] | None = None
-    passed: dict[tuple[Any, int], Range] = field(default_factory=dict)
+    name: str = field(default="", kw_only=True)  # of the bad tensor
+    inputs: dict[int, Range] = field(default_factory=dict)  # of what the program was given, when it was first read
+    leaf_gradients: dict[int, Range] = field(default_factory=dict)  # left in ``.grad``, or given to an optimizer
+    operands: dict[int, Range] = field(default_factory=dict)  # what the origin read
+    optimizer: dict[str, Range] = field(default_factory=dict)  # a step's, for the parameter it ruined
+    positions: Positions | None = None  # of the bad elements
+    readers: dict[int, list[int]] = field(default_factory=dict)  # by value: the calls that read it
+    error: Exception | None = None  # that ended the run
+    parts: Mapping[int, Mapping[Any, Set[int]]] | None = None  # some readers of a value in groups, by a key
+    passed: dict[tuple[Any, int], Range] = field(default_factory=dict)  # what a group sent of a gradient
 
     def __post_init__(self) -> None:
         self._given = {item.value for item in self.program.inputs if item.role != "rng"}

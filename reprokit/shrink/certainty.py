@@ -43,24 +43,19 @@ class Majority:
 
 @dataclass
 class Certainty:
-    """The failure in question, and how it is recognised.
-
-    ``is_own_check`` says that candidates run by ``check`` and not by something that the caller gave. ``is_flaky``: the
-    failure is there only sometimes. ``doubt`` is why the capture could not show it either. ``notes`` are sentences for
-    the user. ``seconds`` is what the latest run of the snapshot took.
-    """
+    """The failure in question, and how it is recognised."""
 
     oracle: Oracle
     isolation: Isolation
     check: Check
     settings: Settings
-    is_own_check: bool
+    is_own_check: bool  # candidates run by ``check``, not by something that the caller gave
     failure: Failure
-    doubt: str = ""
-    is_flaky: bool = False
+    doubt: str = ""  # why the capture could not show it either
+    is_flaky: bool = False  # the failure is there only sometimes
     reproduces: str = ""
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)  # sentences for the user
+    seconds: float = 0.0  # of the latest run of the snapshot
 
     def establish(self, whole: Step, on_rate: Callable[[int, int], None], first: Sequence[Failure | None] = ()) -> None:
         """Measure and report how often the whole program fails. Raises `NotReproduced` when it never does, and `Flaky`

@@ -30,22 +30,18 @@ Proposal = tuple[str, Step]
 
 @dataclass
 class Oracle:
-    """Decides candidates with a check.
-
-    ``isolation`` decides where candidates run. ``checks`` counts executions; ``max_time`` counts from ``started``.
-    ``start`` is the whole program with its failure, which may be too large to digest in passing.
-    """
+    """Decides candidates with a check."""
 
     predicate: Check
-    isolation: Isolation
+    isolation: Isolation  # where candidates run
     max_time: float = math.inf
     max_checks: float = math.inf
     on_check: Callable[[Step, Ruling, str], None] | None = None
-    checks: int = 0
-    start: tuple[Step, Failure] | None = None
+    checks: int = 0  # that were executed
+    start: tuple[Step, Failure] | None = None  # the whole program, which may be too large to digest in passing
     _known: dict[str, Ruling] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)  # ``max_time`` counts from here
 
     def check(self, candidate: Step, change: str = "") -> Ruling:
         """The verdict on a candidate; raises `OutOfBudget` when no more checks are allowed."""

@@ -147,23 +147,17 @@ def _new_numbers(size: int, indexes: Sequence[int]) -> torch.Tensor:
 
 @dataclass
 class Problem:
-    """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller.
-
-    ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones. ``is_exhaustive``
-    is given up by a pass that leaves single edits untried because there are too many; ``max_stretches`` is how many are
-    not. ``accepts`` says what else a candidate must be, ``keeps`` which classes of sizes stay as they are, ``fixed``
-    gives the calls that do.
-    """
+    """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller."""
 
     best: Step
     oracle: Oracle
     on_accept: Callable[[Step], None] | None = None
-    tried_extremes: set[str] = field(default_factory=set)
-    is_exhaustive: bool = True
-    max_stretches: int = 256
-    accepts: Callable[[Step], bool] = lambda candidate: True
-    keeps: Callable[[Step, Class], bool] = lambda candidate, group: False
-    fixed: Callable[[Step], Collection[int]] = lambda candidate: ()
+    tried_extremes: set[str] = field(default_factory=set)  # shapes for which plain numbers were tried
+    is_exhaustive: bool = True  # no pass has left single edits untried
+    max_stretches: int = 256  # so many edits are not too many
+    accepts: Callable[[Step], bool] = lambda candidate: True  # what else a candidate must be
+    keeps: Callable[[Step, Class], bool] = lambda candidate, group: False  # which sizes stay as they are
+    fixed: Callable[[Step], Collection[int]] = lambda candidate: ()  # the calls that stay
 
     def classes(self) -> list[Class]:
         """The classes of sizes of the best candidate that may get smaller."""

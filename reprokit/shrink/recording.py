@@ -19,20 +19,15 @@ from reprokit.shrink.leaves import unique_name, without_defaults
 
 @dataclass
 class Recording:
-    """Copies taken around the calls in ``wanted``.
-
-    ``inputs`` holds what a call read, right before it, by (call, value); ``outputs`` and ``gradients`` are by value,
-    gradients in the order of the backward passes. ``grads`` are the ``.grad`` of the parameters of an optimizer step.
-    ``error`` is what call number ``error_call`` raised, which ended the run.
-    """
+    """Copies taken around the calls in ``wanted``."""
 
     wanted: frozenset[int]
-    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # what a call read, right before it
     needs_grad: set[tuple[int, int]] = field(default_factory=set)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    grads: dict[int, torch.Tensor] = field(default_factory=dict)
-    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    error: Exception | None = None
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)  # by value
+    grads: dict[int, torch.Tensor] = field(default_factory=dict)  # ``.grad`` of the parameters of an optimizer step
+    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # in the order of the backward passes
+    error: Exception | None = None  # what ended the run
     error_call: int | None = None
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:

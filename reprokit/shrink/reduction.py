@@ -81,41 +81,30 @@ class WhatIfResult:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The result of one run of the reducer.
-
-    ``before`` holds ``calls`` and ``elements`` of the snapshot, ``reproduces`` the number of replays that failed
-    (``5/5``). ``one_minimal`` is true if a full round of all passes changed nothing. ``log`` has a row for every
-    change that was kept. ``stopped`` is the reason of an early end (``max-time``, ``max-checks``, ``interrupted``).
-    ``explain`` lists the inputs with their freedom, ``constants`` the numbers in arguments; ``nearest`` is the smallest
-    change found that passes, and ``explain_checks`` counts the runs for these, which are not part of ``checks``.
-    ``notes`` are sentences on the failure rate and on settings of torch. ``diagnosis`` is the cause as plain data.
-    ``origin`` identifies the snapshot and torch. ``context`` is the piece of the model found beside the minimum.
-    ``whatif`` is the table of `reprokit.whatif`, empty if none was made. ``no_repro`` says why there is no repro of an
-    event; then the program is the whole step.
-    """
+    """The result of one run of the reducer."""
 
     program: StoredProgram
     tensors: StoredTensors
     failure: Failure
-    before: Size
+    before: Size  # of the snapshot
     signature: Signed
     checks: Count = 0
     verdicts: dict[Ruling, Count] = field(default_factory=dict)
     seconds: float = 0.0
-    reproduces: Line = ""
-    explain: list[VariedPart] = field(default_factory=list)
-    one_minimal: bool = False
-    log: list[LogRow] = field(default_factory=list)
-    constants: list[VariedPart] = field(default_factory=list)
-    nearest: Nearest | None = None
-    explain_checks: Count = 0
-    stopped: Line | None = None
-    notes: list[Text] = field(default_factory=list)
-    origin: Origin = Origin()
-    context: Context | None = None
-    whatif: WhatIfResult = WhatIfResult()
+    reproduces: Line = ""  # the number of replays that failed: ``5/5``
+    explain: list[VariedPart] = field(default_factory=list)  # the inputs with their freedom
+    one_minimal: bool = False  # a full round of all passes changed nothing
+    log: list[LogRow] = field(default_factory=list)  # of every change that was kept
+    constants: list[VariedPart] = field(default_factory=list)  # in arguments
+    nearest: Nearest | None = None  # the smallest change found that passes
+    explain_checks: Count = 0  # for these three; not part of ``checks``
+    stopped: Line | None = None  # ``max-time``, ``max-checks``, ``interrupted``
+    notes: list[Text] = field(default_factory=list)  # on the failure rate and on settings of torch
+    origin: Origin = Origin()  # the snapshot and torch
+    context: Context | None = None  # the piece of the model found beside the minimum
+    whatif: WhatIfResult = WhatIfResult()  # empty if none was made
     diagnosis: Diagnosis | None = None
-    no_repro: Line | None = left_out()
+    no_repro: Line | None = left_out()  # why there is none of an event; then the program is the whole step
 
     def summary(self) -> dict[str, Any]:
         """What ``reprokit shrink --json`` prints, without what rendering adds."""

@@ -180,7 +180,8 @@ def redact_text(text: str) -> str:
 def redact_source(code: str) -> str:
     """Python source without credentials: names stay whatever they are, literals and comments are redacted."""
     code = _ASSIGNED.sub(lambda match: _hide_assigned(match) if match["quote"] else match[0], _hide_known(code))
-    return _hide_places(_LITERAL.sub(_redact_literal, hide_keys(code, REDACTED)))
+    code = _LITERAL.sub(lambda m: _redact_words(m[0]) if len(m[0]) > _SHORT else m[0], hide_keys(code, REDACTED))
+    return _hide_places(code)
 
 
 def shorten_paths(text: str) -> str:
@@ -190,10 +191,6 @@ def shorten_paths(text: str) -> str:
         return match[0] if match[0].startswith(_PUBLIC_FOLDERS) else match["last"]
 
     return _ABSOLUTE.sub(short, text)
-
-
-def _redact_literal(match: re.Match[str]) -> str:
-    return _redact_words(match[0]) if len(match[0]) > _SHORT else match[0]
 
 
 def _redact_words(text: str) -> str:

@@ -125,17 +125,12 @@ _LEAST_BOUND = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a user's function is called with.
+    """What a user's function is called with."""
 
-    ``outputs`` are the tensors the program ends with, ``loss`` is what its first differentiation starts from (else the
-    single output), ``gradients`` has the ``.grad`` of leaf inputs by name, ``exception`` what a call raised; then there
-    is nothing else.
-    """
-
-    outputs: tuple[torch.Tensor, ...]
-    loss: torch.Tensor | None
-    gradients: dict[str, torch.Tensor]
-    exception: Exception | None
+    outputs: tuple[torch.Tensor, ...]  # the tensors the program ends with
+    loss: torch.Tensor | None  # what its first differentiation starts from, else the single output
+    gradients: dict[str, torch.Tensor]  # ``.grad`` of leaf inputs by name
+    exception: Exception | None  # what a call raised; then there is nothing else
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,12 @@ _STRETCHES = 16  # of single indexes the minimum tries 256: a context may keep a
 
 @dataclass(frozen=True)
 class Context:
-    """The piece of the model that was found.
-
-    ``is_ordinary`` tells whether all inputs are ordinary; if not, nothing in the step was. ``checks`` and ``seconds``
-    are what it took.
-    """
+    """The piece of the model that was found, and what that took."""
 
     program: StoredProgram
     tensors: StoredTensors
     failure: Failure
-    is_ordinary: bool = True
+    is_ordinary: bool = True  # all inputs are; if not, nothing in the step was
     checks: Count = 0
     seconds: float = 0.0
 

@@ -38,21 +38,17 @@ _RECURRENT: Arguments = {  # their signature names nothing
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One of torch's layers with its constructor arguments, and how it was called.
-
-    ``state`` maps the names of parameters and buffers to values. ``positional`` and ``keywords`` are the values given
-    to its forward, ``outputs`` mirrors what it returned. ``suffix`` converts it, as in ``nn.Linear(4, 4).half()``.
-    """
+    """One of torch's layers with its constructor arguments, and how it was called."""
 
     cls: str
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-    state: Mapping[str, int]
-    suffix: str = ""
+    state: Mapping[str, int]  # values by the names of parameters and buffers
+    suffix: str = ""  # converts it, as in ``nn.Linear(4, 4).half()``
     training: bool = True
-    positional: tuple[int, ...] = ()
+    positional: tuple[int, ...] = ()  # values given to its forward
     keywords: Mapping[str, int] = field(default_factory=dict)
-    outputs: Any = None
+    outputs: Any = None  # in the structure of what it returned
 
     @property
     def made(self) -> tuple[object, ...]:

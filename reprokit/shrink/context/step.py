@@ -160,16 +160,12 @@ def written(call: Call) -> set[int]:
 
 @dataclass(frozen=True)
 class StepSlice:
-    """Some calls of a step as a candidate.
-
-    ``kept`` are forward calls in order. If it ``is_differentiated`` a backward pass follows, from everything they make
-    that gradients arrive at; with ``update`` that optimizer's step comes last.
-    """
+    """Some calls of a step as a candidate."""
 
     step: StepGraph
-    kept: tuple[int, ...]
-    is_differentiated: bool = False
-    update: int | None = None
+    kept: tuple[int, ...]  # forward calls in order
+    is_differentiated: bool = False  # a backward pass follows, from all they make that gradients arrive at
+    update: int | None = None  # that optimizer's step comes last
 
     def candidate(self, subject: int | None) -> Step | None:
         """The slice on recorded values; ``subject`` is the value that is bad. ``None`` when it cannot be built."""
