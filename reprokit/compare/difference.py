@@ -79,14 +79,11 @@ class Incomparable(ReprokitError):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A result that differs: a value of the program or the ``.grad`` of one, where, and in how many elements.
-
-    ``is_finite`` tells two different numbers from a number beside a NaN or an infinity.
-    """
+    """A result that differs: a value of the program or the ``.grad`` of one, where, and in how many elements."""
 
     value: int
     is_gradient: bool
-    is_finite: bool
+    is_finite: bool  # two different numbers, not a number beside a NaN or an infinity
     element: tuple[int, ...]
     num_bad: int
     num_elements: int

@@ -19,41 +19,33 @@ QUANTITIES = ("loss", "gradient norm", "share of zeros", "update")
 
 @dataclass(frozen=True, slots=True)
 class Drop(Row):
-    """The call that drops NaN values of the forward pass before the loss.
-
-    ``call`` is its public name, ``value`` the first value that holds them. ``is_given``: they came with the data or as
-    a literal, and mark what is missing. Else the origin made them.
-    """
+    """The call that drops NaN values of the forward pass before the loss."""
 
     call_index: Count
-    call: Name
-    value: int
-    is_given: bool
+    call: Name  # its public name
+    value: int  # the first that holds them
+    is_given: bool  # they came with the data or as a literal, and mark what is missing; else the origin made them
 
 
 @dataclass(frozen=True, slots=True)
 class Predicate:
     """An event of a run as data: the ``quantity`` of a step has a ``value`` that is not below the ``threshold``.
 
-    The quantities are those of `compare.quantity`. ``began_at`` is the step, ``reference_step`` the last healthy one
-    before it, ``usual`` the median of the steps before. ``source`` names the input of the step that carries it, if one
-    does, ``rows`` the rows of the batch: ``rows 0-7``, and ``samples`` those of these rows, or the one that carries
-    it, in the data set of a loader: ``samples 12 and 30``. That input, or the ``argument`` of a call
-    (``target of mse_loss``), is up to ``largest`` in magnitude, in the reference step up to ``largest_usual``.
+    The quantities are those of `compare.quantity`.
     """
 
     quantity: Annotated[str, one_of(*QUANTITIES)]
     value: float
     threshold: float
-    reference_step: Count
+    reference_step: Count  # the last healthy one before it
     began_at: Count
-    usual: float | None = left_out()
-    source: Name | None = left_out()
-    rows: Line | None = left_out()
-    samples: Line | None = left_out()
-    argument: Name | None = left_out()
-    largest: float | None = left_out()
-    largest_usual: float | None = left_out()
+    usual: float | None = left_out()  # the median of the steps before
+    source: Name | None = left_out()  # the input of the step that carries it, if one does
+    rows: Line | None = left_out()  # of the batch: ``rows 0-7``
+    samples: Line | None = left_out()  # of these rows, or the one that carries it: ``samples 12 and 30``
+    argument: Name | None = left_out()  # of a call: ``target of mse_loss``
+    largest: float | None = left_out()  # the magnitude of the source or argument
+    largest_usual: float | None = left_out()  # the same in the reference step
 
     @property
     def is_complete(self) -> bool:
@@ -65,24 +57,21 @@ class Predicate:
 class RankDifference:
     """A ``parameter`` that every rank should hold a copy of, and that differs; ``num_parameters`` do in all.
 
-    On ``ranks`` it is not what it is on ``reference``, one of ``num_alike`` ranks that hold the same parameters.
-    ``hashes`` are those of the first of ``ranks`` and of ``reference``, ``largest`` is the largest absolute difference
-    between these two, of a large parameter in its first piece that differs. It differs since
-    step ``began_at`` if that ``is_exact``; else it was equal after step ``equal_after`` (``None``: never seen equal),
-    and unequal after ``began_at``. ``cause`` is why, as far as the step was played on all ranks.
+    ``hashes`` and ``largest`` are of the first of ``ranks`` and of ``reference``, ``largest`` of a large parameter in
+    its first piece that differs.
     """
 
     parameter: Name
     num_parameters: Count
     ranks: tuple[Count, ...]
     reference: Count
-    num_alike: Count
+    num_alike: Count  # ranks that hold the same as the reference
     hashes: tuple[Name, Name]
-    largest: float | None = None
-    equal_after: Count | None = None
-    began_at: Count = 0
-    is_exact: bool = False
-    cause: Line = ""
+    largest: float | None = None  # absolute difference
+    equal_after: Count | None = None  # ``None``: never seen equal
+    began_at: Count = 0  # unequal after this step
+    is_exact: bool = False  # it differs since that very step
+    cause: Line = ""  # as far as the step was played on all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,50 +97,37 @@ class Failure:
     """The origin of a failure in a program.
 
     ``kind``: ``nan``, ``inf``, ``exception`` or an event; ``none`` for a healthy step that was asked for; in a
-    reduction also ``mismatch`` and ``function`` (the user's own check); ``way`` tells ``+inf`` from ``-inf``, and names
-    the reference or the function, and says of `SILENT` what is not learned.
-    ``operand`` is where in the origin's arguments the input with the bad gradient stands, or the one it wrote into
-    (``0``, ``weight``); of a call that lets a marker through, how many tensors it reads. ``rule`` is the local rule
-    that fits, if anybody asked for it: one that looks at the origin's operands only.
-    ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already, or when only the
-    whole step shows the failure. ``input_name`` is the input that was bad already, or the one that the origin wrote the
-    bad value into besides its results (``running_var``).
+    reduction also ``mismatch`` and ``function`` (the user's own check).
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
-    bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
-    ``cause`` is the origin of the NaN or infinity without which the call would not have raised its exception.
-    ``event`` is what makes a step fail in which every value may be finite: a kind of `EVENTS`. Then ``call`` is the
-    first one that is unlike the last healthy step.
-    ``difference`` is that of a mismatch between the ranks of a training, which one process cannot show; ``departure``
-    says how the result of ``call`` differs between two runs of a step.
+    bad; for optimizer, the parameter that turned bad.
     ``marker`` is an input of which healthy steps hold such bad values too, for what is missing: ``call`` drops them
     there and lets them through here. Without a call that is not known, and ``marker`` is ``input_name``.
-    ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
     """
 
     phase: Phase
     kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function", HEALTHY, SILENT, *EVENTS)]
-    way: Line = ""
-    call: Name | None = None
+    way: Line = ""  # tells ``+inf`` from ``-inf``; the reference, or the function; what is not learned
+    call: Name | None = None  # the origin; ``None`` for an input that was bad already, and for the whole step
     call_index: Count | None = None
     backward_node: Name | None = None
     module: Name | None = None
     site: Site | None = None
     value: int | None = None
-    element: tuple[Count, ...] | None = None
+    element: tuple[Count, ...] | None = None  # the first bad one of ``value``
     num_bad: Count = 0
     num_elements: Count = 0
-    input_name: Name | None = None
+    input_name: Name | None = None  # was bad already, or the origin wrote the bad value into it
     exception: tuple[Name, Text] | None = None
-    drop: Drop | None = None
+    drop: Drop | None = None  # a later call drops NaN values, and the backward pass multiplies zero with them
     is_overflow: bool | None = left_out()  # read from files of 0.1.0; `rule` says it now, as for the next one
     spectrum: Annotated[str, one_of("", "zero", "repeated")] | None = left_out()
-    cause: Failure | None = None
-    event: Predicate | None = left_out()
+    cause: Failure | None = None  # the origin of the bad value without which the call would not raise
+    event: Predicate | None = left_out()  # of `EVENTS`; ``call`` is the first one unlike the last healthy step
     marker: Name | None = left_out()
-    difference: RankDifference | None = left_out()
-    operand: Line | None = left_out()
-    rule: Name | None = left_out()
-    departure: Line | None = left_out()
+    difference: RankDifference | None = left_out()  # between ranks, which one process cannot show
+    operand: Line | None = left_out()  # the slot of the bad input: ``0``, ``weight``; of a marker: how many are read
+    rule: Name | None = left_out()  # the local rule that fits, if anybody asked: of the origin's operands only
+    departure: Line | None = left_out()  # how the result of ``call`` differs between two runs of a step
 
     def key(self) -> Key:
         """Two failures are the same if their keys are equal.

@@ -35,15 +35,11 @@ _LEAST_FOR_TAILS = 8  # elements; fewer have no tails
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The magnitudes of the finite elements that are not zero, in bins of a power of two.
-
-    ``counts[i]`` elements have a magnitude from 2**(lowest + i) up to the next power. ``kurtosis`` is the excess
-    kurtosis of these elements: 0 for a normal distribution, far above it for heavy tails; ``None`` for less than 8.
-    """
+    """The magnitudes of the finite elements that are not zero, in bins of a power of two."""
 
     lowest: int
-    counts: tuple[int, ...]
-    kurtosis: float | None
+    counts: tuple[int, ...]  # ``counts[i]`` have a magnitude from 2**(lowest + i) up to the next power
+    kurtosis: float | None  # excess: 0 for a normal distribution, far above for heavy tails; not of less than 8
 
     def bars(self, room: int) -> str:
         """``2^-9 ▁▃▅█ 2^-5`` in at most ``room`` bars; their height is the logarithm of the count."""
@@ -58,28 +54,26 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A tensor in short. ``low`` and ``high`` are the smallest and largest magnitude of its finite elements, and
-    ``least`` is the smallest that is not zero; ``mean``, ``std`` (population) and ``norm`` (L2) are of the finite
-    elements too, those of complex numbers of their magnitudes. All are ``None`` without any. ``zeros`` is the share of
-    zeros among all elements, ``num_inf`` counts infinities of either sign, ``num_negative_inf`` those below zero,
-    ``num_true`` is for booleans. A tensor that is spread over processes has the shape of the whole and the numbers of
-    the local part. ``histogram`` is there on request, and so are ``ends``, the smallest and largest finite element."""
+    """A tensor in short. Numbers without a comment of their own are of the finite elements, those of complex numbers of
+    their magnitudes; ``None`` without any. A tensor that is spread over processes has the shape of the whole and the
+    numbers of the local part.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    low: float | None
-    high: float | None
+    low: float | None  # the smallest magnitude
+    high: float | None  # the largest
     num_nan: int
-    num_inf: int
-    least: float | None = None
-    num_true: int | None = None
-    num_negative_inf: int = 0
+    num_inf: int  # of either sign
+    least: float | None = None  # the smallest magnitude that is not zero
+    num_true: int | None = None  # of booleans
+    num_negative_inf: int = 0  # below zero
     mean: float | None = None
-    std: float | None = None
-    norm: float | None = None
-    zeros: float | None = None
-    histogram: Histogram | None = None
-    ends: tuple[float, float] | None = None
+    std: float | None = None  # of the population
+    norm: float | None = None  # L2
+    zeros: float | None = None  # the share among all elements
+    histogram: Histogram | None = None  # on request
+    ends: tuple[float, float] | None = None  # the smallest and largest element, on request
 
     @property
     def is_bad(self) -> bool:

@@ -24,14 +24,11 @@ KEEP_ROWS = frozenset([
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples that a batch of a `DataLoader` was made of, by their indices in its data set.
-
-    ``are_rows``: row i is the sample of index number i. A ``collate_fn`` of the user's may sort them, or drop some.
-    """
+    """The samples that a batch of a `DataLoader` was made of, by their indices in its data set."""
 
     name: Name
     indices: tuple[int, ...]
-    are_rows: bool
+    are_rows: bool  # row i is index number i; a ``collate_fn`` of the user's may sort them, or drop some
 
     def words(self, rows: Sequence[int]) -> str:
         """``samples 1207, 88 and 4012`` of these rows; empty if they are no samples."""

@@ -15,22 +15,16 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class TriedFix:
-    """A change that was tried on the captured step.
-
-    ``text`` says what was changed (one sentence a change), ``code`` how it looks in Python, ``where`` the lines of
-    the user's code. ``helped`` means that the whole step became finite; ``outcome`` says what was seen. When not
-    ``is_plausible``, the step is finite and its loss still absurd, so that nothing is mended; ``None`` if the program
-    ends before a loss that could show whether it helped. ``loss`` is that of the step with the fix.
-    """
+    """A change that was tried on the captured step."""
 
     id: Name
-    text: tuple[Text, ...]
-    code: Text
-    where: tuple[Line, ...]
-    helped: bool
-    outcome: Text
-    is_plausible: bool | None = True
-    loss: float | None = left_out()
+    text: tuple[Text, ...]  # what was changed, a sentence a change
+    code: Text  # how it looks in Python
+    where: tuple[Line, ...]  # the lines of the user's code
+    helped: bool  # the whole step became finite
+    outcome: Text  # what was seen
+    is_plausible: bool | None = True  # the loss is not absurd; ``None`` if the program ends before one
+    loss: float | None = left_out()  # of the step with the fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +41,7 @@ class Diagnosis:
     """Why a step failed.
 
     ``confidence`` is ``certain`` (the values at the origin leave no other reading), ``likely`` or ``possible``, and
-    ``none`` when no rule applies. ``also`` names further rules that apply, such as a loss that had
-    been growing for many steps. ``fix`` is the change that made the step finite; ``tried`` are the others. ``note``
-    says why no fix was tried.
+    ``none`` when no rule applies.
     """
 
     id: Name
@@ -59,10 +51,10 @@ class Diagnosis:
     confidence: Annotated[str, one_of("certain", "likely", "possible", "none")] = "none"
     advice: Text = ""
     links: tuple[Annotated[str, link], ...] = ()
-    also: tuple[Also, ...] = ()
-    fix: TriedFix | None = None
-    tried: tuple[TriedFix, ...] = ()
-    note: Text | None = None
+    also: tuple[Also, ...] = ()  # further rules that apply
+    fix: TriedFix | None = None  # the change that made the step finite
+    tried: tuple[TriedFix, ...] = ()  # the others
+    note: Text | None = None  # why no fix was tried
 
     @property
     def is_known(self) -> bool:
