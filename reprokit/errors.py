@@ -25,13 +25,14 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import CO_VARARGS
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _OWN_FOLDER = str(Path(__file__).resolve().parent) + os.sep
 _COMMANDS = os.path.join(_OWN_FOLDER, "cli", "")
 _RAISE = dis.opmap["RAISE_VARARGS"]
@@ -53,6 +54,13 @@ def ignored_errors() -> Iterator[None]:
         yield
     except Exception as error:
         pass_on(error)
+
+
+def attempt(question: Callable[[], T]) -> T | None:
+    """The answer to a question, ``None`` where it raises an error."""
+    with ignored_errors():
+        return question()
+    return None
 
 
 @contextlib.contextmanager

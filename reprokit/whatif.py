@@ -356,16 +356,12 @@ def of_reduction(
     that is a function of the user's: a file that names one is no reason to run it, so without it such a reduction
     raises `UsageError`. ``on_trial`` is given every answer.
     """
-    return make_table(_subjects_of(reduction, check), settings, seconds, step=step, on_trial=on_trial)
-
-
-def _subjects_of(reduction: Reduction, check: str | None) -> Subjects:
     programs = {MINIMUM: (Step.of(reduction), reduction.failure)}
-    context = reduction.context
-    if context is not None:
-        programs[CONTEXT] = (Step.of(context), context.failure)
+    if reduction.context is not None:
+        programs[CONTEXT] = (Step.of(reduction.context), reduction.context.failure)
     spec = check or reduction.signature.check
-    return {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()}
+    subjects = {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()}
+    return make_table(subjects, settings, seconds, step=step, on_trial=on_trial)
 
 
 def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, on_trial: OnTrial | None = None) -> WhatIfResult:

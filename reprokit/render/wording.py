@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reprokit import words
 from reprokit.grammar import plain_of
-from reprokit.locate.failure import SILENT, Drop, Failure, Predicate
+from reprokit.locate.failure import SILENT, Drop, Failure
 from reprokit.program.ir import Phase
 from reprokit.snapshot.redact import redact_source, redact_text
 from reprokit.words import listed
@@ -208,7 +208,13 @@ def expected(failure: Failure) -> str:
     if failure.kind == "function":
         return "The check does not hold."
     if failure.event is not None:
-        return _expected_quantity(failure.event)
+        event = failure.event
+        if event.quantity == "share of zeros":
+            name = f"`{event.source}`" if event.source else "the parameter"
+            return f"A gradient that is not zero everywhere reaches {name}."
+        usual = f", whose median before was {words.number_words(event.usual)}" if event.usual is not None else ""
+        limit = words.number_words(event.threshold, 4)
+        return f"The {event.quantity} is below {limit}, the limit of what was usual in this run{usual}."
     if failure.kind == "mismatch":
         return "Equal results, within the tolerances of `torch.testing.assert_close`."
     if failure.call is None:
@@ -218,15 +224,6 @@ def expected(failure: Failure) -> str:
     if failure.phase == Phase.OPTIMIZER:
         return "A finite parameter after the step."
     return "A finite result."
-
-
-def _expected_quantity(event: Predicate) -> str:
-    if event.quantity == "share of zeros":
-        name = f"`{event.source}`" if event.source else "the parameter"
-        return f"A gradient that is not zero everywhere reaches {name}."
-    usual = f", whose median before was {words.number_words(event.usual)}" if event.usual is not None else ""
-    limit = words.number_words(event.threshold, 4)
-    return f"The {event.quantity} is below {limit}, the limit of what was usual in this run{usual}."
 
 
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:

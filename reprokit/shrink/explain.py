@@ -134,7 +134,7 @@ def _other_contents(tensor: torch.Tensor, may_index: bool) -> Iterator[torch.Ten
             yield torch.randint(0, largest + 1, tensor.shape, generator=random).to(tensor.device, tensor.dtype)
 
 
-def _constant_change(best: Step, index: int, path: Path, number: float | int) -> Change:
+def _constant_part(best: Step, index: int, path: Path, number: float | int) -> Part:
     call = best.program.calls[index]
     name = _argument_name(call, path)
     dtype = torch.int64 if isinstance(number, int) else torch.float64
@@ -143,11 +143,7 @@ def _constant_change(best: Step, index: int, path: Path, number: float | int) ->
         return best.with_call(index, with_leaf(call, path, other))
 
     may_grow = not trusts_arguments(best.program)
-    return Change(name, ProgramPart(call=call.target, argument=name), number, dtype, may_grow, apply)
-
-
-def _constant_part(change: Change) -> Part:
-    number = change.old
+    change = Change(name, ProgramPart(call=call.target, argument=name), number, dtype, may_grow, apply)
     near = _whole_numbers(change) if isinstance(number, int) else (0.0, 1.0, -number, number * 2, number / 2)
     others: dict[float, None] = dict.fromkeys(near)
     variants = (change.apply(other) for other in others if other != number)
@@ -234,7 +230,7 @@ def _constants(best: Step) -> list[Part]:
         for n, path, leaf in found
         if type(leaf) is float or (type(leaf) is int and _argument_name(best.program.calls[n], path) in _DECIDING)
     ]
-    return [_constant_part(_constant_change(best, *place)) for place in numbers[:_MAX_CONSTANTS]]
+    return [_constant_part(best, *place) for place in numbers[:_MAX_CONSTANTS]]
 
 
 def _nearest(trials: _Trials, parts: list[Part]) -> Nearest | None:

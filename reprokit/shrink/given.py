@@ -17,7 +17,11 @@ _MAX_SHOWN = 20  # rows and elements
 def given_input(failure: Failure, program: Program, tensors: Mapping[int, torch.Tensor]) -> GivenInput:
     """The error that names the input, its bad rows and elements, and the line where the loop has it from."""
     tensor = tensors.get(failure.value) if failure.value is not None else None
-    places = _bad_places(tensor, failure.kind) if tensor is not None else []
+    places: list[list[int]] = []
+    if tensor is not None:
+        numbers = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+        numbers = numbers if numbers.is_complex() else numbers.double()  # no isnan for 8-bit floats
+        places = (numbers.isnan() if failure.kind == "nan" else numbers.isinf()).nonzero().tolist()
     rows = sorted({place[0] for place in places if len(place) > 1})
     site = failure.site
     found = {
@@ -42,10 +46,3 @@ def given_input(failure: Failure, program: Program, tensors: Mapping[int, torch.
         hint=f"this line {uses}: {site.file}:{site.line}: {site.code}" if site is not None else None,
         note=note,
     )
-
-
-def _bad_places(tensor: torch.Tensor, kind: str) -> list[list[int]]:
-    numbers = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    numbers = numbers if numbers.is_complex() else numbers.double()  # no isnan for 8-bit floats
-    found: list[list[int]] = (numbers.isnan() if kind == "nan" else numbers.isinf()).nonzero().tolist()
-    return found

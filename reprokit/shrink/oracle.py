@@ -72,7 +72,10 @@ class Oracle:
         known = self.verdict_without_a_run(candidate)
         if known is not None:
             return known
-        self._spend()
+        self.require_time()
+        if self.checks >= self.max_checks:
+            raise OutOfBudget("max-checks")
+        self.checks += 1
         verdict = self._judge(candidate, run())
         self._known[candidate.digest] = verdict
         if self.on_check is not None:
@@ -120,12 +123,6 @@ class Oracle:
         """Raise `OutOfBudget` if the time is up, also where much is proposed and little is checked."""
         if self.seconds_left < 0:
             raise OutOfBudget("max-time")
-
-    def _spend(self) -> None:
-        self.require_time()
-        if self.checks >= self.max_checks:
-            raise OutOfBudget("max-checks")
-        self.checks += 1
 
     def _judge(self, candidate: Step, report: Report) -> Ruling:
         if report.error is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from reprokit.errors import ignored_errors
+from reprokit.errors import attempt, ignored_errors
 from reprokit.grammar import Line, Name, Scalar, Text
 from reprokit.snapshot.redact import redact_text, select_variables
 
@@ -56,8 +56,9 @@ def collect_environment(timeout: float = COLLECT_SECONDS) -> Environment:
         machine=platform.machine(),
         libraries={name: str(version) for name, version in versions.items() if version is not None},
         cuda=torch.version.cuda,
-        cudnn=_cudnn_version(),
-        devices=_device_names(),
+        cudnn=attempt(torch.backends.cudnn.version) if torch.version.cuda is not None else None,
+        # The accelerators in use; a device that the program never started is not started for this.
+        devices=(attempt(_device_names) if torch.cuda.is_initialized() else None) or (),  # type: ignore[no-untyped-call]
         switches=collect_switches(),
         variables=select_variables(os.environ),
         collect_env=redact_text(_collect_env_text(timeout)),
@@ -77,22 +78,8 @@ def collect_switches() -> dict[str, Any]:
     return answers
 
 
-def _cudnn_version() -> int | None:
-    if torch.version.cuda is None:
-        return None
-    with ignored_errors():
-        version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        return version
-    return None
-
-
 def _device_names() -> tuple[str, ...]:
-    """The accelerators in use; a device that the program never started is not started for this."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return ()
-    with ignored_errors():
-        return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return ()
+    return tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
 
 
 def _flushes_denormals() -> bool:
@@ -107,7 +94,11 @@ def _collect_env_text(timeout: float) -> str:
     It would start the accelerator if the program has not, so then it runs in a process of its own.
     """
     if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return _collect_env_elsewhere(timeout)
+        command = [sys.executable, "-P", "-m", "torch.utils.collect_env"]
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=True)
+            return done.stdout.decode(errors="replace").strip()
+        return ""
     found: list[str] = []
     thread = threading.Thread(target=_collect_env_here, args=(found,), daemon=True, name="reprokit-collect-env")
     thread.start()
@@ -131,14 +122,6 @@ def _packages(*_: object, **__: object) -> tuple[str, str]:
     found = {package.name: f"{package.name}=={package.version}" for package in metadata.distributions()}
     lines = (found[name] for name in sorted(found, key=str.lower))
     return "pip3", "\n".join(line for line in lines if any(part in line for part in _NEAR_TORCH))
-
-
-def _collect_env_elsewhere(timeout: float) -> str:
-    command = [sys.executable, "-P", "-m", "torch.utils.collect_env"]
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=True)
-        return done.stdout.decode(errors="replace").strip()
-    return ""
 
 
 _SWITCHES: dict[str, Callable[[], Any]] = {

@@ -7,12 +7,12 @@ still shown. A snapshot keeps the parts of the user's code that `source` allows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from reprokit.errors import ignored_errors, pass_on
+from reprokit.errors import attempt, ignored_errors
 from reprokit.grammar import Line, Text
 from reprokit.snapshot.redact import redact_argv, redact_remote, redact_source, redact_text
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from reprokit.locate.failure import Failure
     from reprokit.program.ir import Call, ModuleNote, Program, Site
     from reprokit.snapshot.format import Snapshot
-
-T = TypeVar("T")
 
 MAX_DIFF_CHARACTERS = 200_000
 GIT_SECONDS = 10.0
@@ -65,14 +63,14 @@ def _open_repository(folder: Path) -> git.Repo | None:
 def _describe_repository(repository: git.Repo, path: Path | None, described: SourceState) -> SourceState:
     described = replace(
         described,
-        commit=_attempt(lambda: repository.head.commit.hexsha),
-        branch=_attempt(lambda: repository.active_branch.name),
-        remote=_attempt(lambda: redact_remote(_remote_url(repository))),
-        dirty=_attempt(repository.is_dirty),
-        file=_attempt(lambda: _path_inside(repository, path)),
+        commit=attempt(lambda: repository.head.commit.hexsha),
+        branch=attempt(lambda: repository.active_branch.name),
+        remote=attempt(lambda: redact_remote(_remote_url(repository))),
+        dirty=attempt(repository.is_dirty),
+        file=attempt(lambda: _path_inside(repository, path)),
     )
     if described.dirty and described.commit is not None:
-        return _attempt(lambda: _with_changes(repository, described)) or described
+        return attempt(lambda: _with_changes(repository, described)) or described
     return described
 
 
@@ -94,15 +92,6 @@ def _with_changes(repository: git.Repo, described: SourceState) -> SourceState:
 def _path_inside(repository: git.Repo, path: Path | None) -> str | None:
     top = repository.working_tree_dir
     return path.resolve().relative_to(Path(top).resolve()).as_posix() if path is not None and top is not None else None
-
-
-def _attempt(question: Callable[[], T]) -> T | None:
-    """The answer, or ``None`` when the repository has none."""
-    try:
-        return question()
-    except Exception as error:
-        pass_on(error)
-        return None
 
 
 Source = Literal["traceback", "none", "all"]

@@ -92,7 +92,11 @@ def _slices(step: StepGraph, failure: Failure) -> Iterator[StepSlice]:
     if origin is None:
         return
     if step.program.calls[origin].is_optimizer_step:
-        yield from _around_parameter(step, failure, origin)
+        calls = step.program.calls  # the layer that holds the parameter which turned bad, then the module around it
+        users = [i for i, c in enumerate(calls) if failure.value in c.input_refs() and step.is_forward(i)]
+        for limit in (1, _OWN_CALLS) if users else ():
+            kept = step.upstream(users, limit, step.within(users[0]))
+            yield StepSlice(step, tuple(sorted(kept)), is_differentiated=True, update=origin)
         return
     is_differentiated = failure.phase == Phase.BACKWARD and failure.kind != EXCEPTION
     if not (is_differentiated or step.is_forward(origin)):
@@ -137,15 +141,6 @@ def _causes(piece: StepSlice) -> list[int]:
         if maker is not None:
             found += step.upstream([maker], _GROWTH, step.within(maker))
     return [index for index in dict.fromkeys(found) if index not in piece.kept]
-
-
-def _around_parameter(step: StepGraph, failure: Failure, update: int) -> Iterator[StepSlice]:
-    """The layer that holds the parameter which turned bad, then the module around it."""
-    calls = step.program.calls
-    users = [i for i, c in enumerate(calls) if failure.value in c.input_refs() and step.is_forward(i)]
-    for limit in (1, _OWN_CALLS) if users else ():
-        kept = step.upstream(users, limit, step.within(users[0]))
-        yield StepSlice(step, tuple(sorted(kept)), is_differentiated=True, update=update)
 
 
 def own_calls(whole: StepGraph, origin: int) -> Callable[[Step], list[int]]:

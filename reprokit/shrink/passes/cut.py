@@ -33,7 +33,11 @@ def cuts(candidate: Step, failure: Failure) -> Iterator[tuple[str, Step]]:
     if failure.is_of_whole_step:
         yield from _parts_of_step(candidate)
         return
-    origin = failure.call_index if failure.call_index is not None else _first_reader(program, failure)
+    origin = failure.call_index
+    if origin is None:  # an input was bad from the start: the first call that reads it
+        readers = (n for n, call in enumerate(program.calls) if failure.value in call.input_refs())
+        makers = (n for n in readers if not program.calls[n].is_differentiation and program.calls[n].output_refs())
+        origin = next(makers, None)
     if origin is not None:
         for kept in _neighbourhoods(StepGraph(candidate), origin, _way_to_drop(program, failure)):
             recording = record(candidate, frozenset(kept))
@@ -71,14 +75,6 @@ def _cuts_to(candidate: Step, failure: Failure, kept: Sequence[int], recording: 
         yield _forward(candidate, failure, kept, recording, frozenset())
     elif len(kept) > 1:  # a differentiation needs something to go through
         yield _forward(candidate, failure, kept, recording, frozenset(recording.needs_grad))
-
-
-def _first_reader(program: Program, failure: Failure) -> int | None:
-    """The first call that reads an input which was bad from the start."""
-    for index, call in enumerate(program.calls):
-        if failure.value in call.input_refs() and not call.is_differentiation and call.output_refs():
-            return index
-    return None
 
 
 def _way_to_drop(program: Program, failure: Failure) -> list[int]:
@@ -196,10 +192,14 @@ def remove_calls(problem: Problem) -> None:
     """Take out every call that the failure does not need."""
     _remove_scopes(problem)
     window = max(1, len(problem.best.program.calls) // 2)
-    while True:
-        _remove_windows(problem, window)
-        if window == 1:
-            return
+    while window:
+        stop = len(problem.best.program.calls)
+        while stop > 0:  # from the end to the beginning
+            start = max(0, stop - window)
+            chosen = frozenset(index for index in _removable(problem) if start <= index < stop)
+            if chosen:
+                _remove(problem, chosen, f"without {len(chosen)} calls" if len(chosen) > 1 else "without one call")
+            stop = start
         window //= 2
 
 
@@ -215,17 +215,6 @@ def _remove_scopes(problem: Problem) -> None:
             if 1 < len(inside) < len(calls):
                 _remove(problem, inside, f"without module {scope[-1].path or scope[-1].cls}")
         depth += 1
-
-
-def _remove_windows(problem: Problem, window: int) -> None:
-    """Take out windows of calls, from the end to the beginning."""
-    stop = len(problem.best.program.calls)
-    while stop > 0:
-        start = max(0, stop - window)
-        chosen = frozenset(index for index in _removable(problem) if start <= index < stop)
-        if chosen:
-            _remove(problem, chosen, f"without {len(chosen)} calls" if len(chosen) > 1 else "without one call")
-        stop = start
 
 
 def _removable(problem: Problem) -> list[int]:
@@ -275,14 +264,12 @@ def _dropped(candidate: Step, chosen: frozenset[int]) -> Step:
 
 def _as_leaf(candidate: Step, index: int) -> Iterator[Step]:
     """With `requires_grad` on the input itself, in place of a later `requires_grad_()`."""
-    program = candidate.program
-    call = program.calls[index]
+    call = candidate.program.calls[index]
     if call.target == "torch.Tensor.requires_grad_" and isinstance(call.args[0], Ref):
-        inputs = tuple(
-            replace(i, requires_grad=i.requires_grad or i.value == call.args[0].value) for i in program.inputs
+        inputs = (
+            replace(i, requires_grad=i.requires_grad or i.value == call.args[0].value) for i in candidate.program.inputs
         )
-        calls = (*program.calls[:index], *program.calls[index + 1 :])
-        yield candidate.with_calls(calls, inputs=inputs)
+        yield candidate.with_calls(candidate.with_call(index).program.calls, inputs=tuple(inputs))
 
 
 def _by_value(candidate: Step, chosen: frozenset[int], recording: Recording) -> Step:

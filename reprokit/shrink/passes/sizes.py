@@ -23,7 +23,7 @@ from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.oracle import Proposal
 from reprokit.shrink.passes.setting import with_seeds
 from reprokit.shrink.plainness import filled, ladder, largest_of, sign_of
-from reprokit.shrink.problem import Class, InputAxis, Problem, bad_index, focus, shrink_to
+from reprokit.shrink.problem import Class, Problem, bad_index, focus, shrink_to
 from reprokit.shrink.safety import GATES, RECURRENT, place_of_weights
 
 _NUM_SEEDS = 4  # each costs a check
@@ -65,8 +65,15 @@ def _single_indexes(problem: Problem, classes: Sequence[Class]) -> Iterator[dict
 
 def drop_dimensions(problem: Problem) -> None:
     """Drop leading dimensions of size 1 from all inputs alike: down to none, to one, to two."""
+    best = problem.best
+    items = [item for item in best.program.inputs if item.role != "rng"]
+    plain = {i.value: t for i in items if (t := best.tensors[i.value]).layout is torch.strided}
     for keep in (0, 1, 2):
-        if _try_dropping(problem, list(_leading_ones(problem.best, keep)), f"at least {keep} dimensions"):
+        ones = {value: [axis for axis, size in enumerate(t.shape) if size == 1] for value, t in plain.items()}
+        gone = {value: axes[: max(0, plain[value].dim() - keep)] for value, axes in ones.items()}
+        fewer = {value: plain[value].squeeze(tuple(axes)) for value, axes in gone.items() if axes}
+        variants = _with_lower_dimensions(best.with_tensors(fewer)) if fewer else ()
+        if problem.first((f"at least {keep} dimensions", variant) for variant in variants):
             return
 
 
@@ -165,25 +172,6 @@ def _outline(candidate: Step) -> str:
         if item.role != "gradient"
     ]
     return f"{calls} {forms}"
-
-
-def _leading_ones(candidate: Step, keep: int) -> Iterator[InputAxis]:
-    """The first dimensions of size 1 of every input, as many as leave ``keep`` dimensions."""
-    for item in candidate.program.inputs:
-        tensor = candidate.tensors[item.value]
-        if item.role != "rng" and tensor.layout is torch.strided:
-            axes = [InputAxis(item.value, axis) for axis, size in enumerate(tensor.shape) if size == 1]
-            yield from axes[: max(0, tensor.dim() - keep)]
-
-
-def _try_dropping(problem: Problem, axes: list[InputAxis], change: str) -> bool:
-    if not axes:
-        return False
-    tensors = dict(problem.best.tensors)
-    for member in sorted(axes, key=lambda member: -member.axis):
-        tensors[member.value] = tensors[member.value].squeeze(member.axis)
-    dropped = replace(problem.best, tensors=tensors)
-    return problem.first((change, variant) for variant in _with_lower_dimensions(dropped))
 
 
 def _with_lower_dimensions(candidate: Step) -> Iterator[Step]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from reprokit.program.dataflow import contents
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Phase
 from reprokit.program.step import Step, is_number
 from reprokit.shrink.plainness import MAX_LITERALS, ONES, constant_of, filled, ladder, largest_of, plainness, rounded
 from reprokit.shrink.problem import Problem
@@ -24,7 +24,10 @@ def simplify_values(problem: Problem) -> None:
     _simplify_together(problem)
     _lower_constants(problem)
     for item in problem.best.program.inputs:
-        _simplify(problem, item)
+        if item.role != "rng" and item.value in problem.best.tensors:
+            plainer = plainer_contents(problem.best.tensors[item.value], item.role, problem.failure.kind)
+            candidates = (problem.best.with_tensors({item.value: plain}) for plain in plainer)
+            problem.first((f"plainer `{item.name}`", candidate) for candidate in candidates)
     _drop_unit_gradient(problem)
 
 
@@ -72,14 +75,6 @@ def _simplify_together(problem: Problem) -> None:
             tensors[item.value] = filled(tensor, 0.0 if rung is None else (1.0, *ladder(tensor.dtype))[rung])
         if problem.consider(best.with_tensors(tensors), f"all inputs {name}"):
             return
-
-
-def _simplify(problem: Problem, item: Input) -> None:
-    if item.role == "rng" or item.value not in problem.best.tensors:
-        return
-    tensor = problem.best.tensors[item.value]
-    plainer = plainer_contents(tensor, item.role, problem.failure.kind)
-    problem.first((f"plainer `{item.name}`", problem.best.with_tensors({item.value: plain})) for plain in plainer)
 
 
 def _lower_constants(problem: Problem) -> None:
