@@ -275,19 +275,21 @@ def variables(calls: Sequence[Call]) -> dict[int, str]:
         for part in parts(call.site):
             is_itself = not isinstance(part, ast.Call) or called_name(part) == call.name
             if is_itself or following != call.site:
-                for value, name in _matched(call, _assigned(call, part)):
+                for value, name in _assigned(call, part):
                     found.setdefault(value, name)
     return found
 
 
-def _assigned(call: Call, part: ast.AST) -> Sequence[str]:
-    """The variables that a statement assigns exactly one of its parts to, with empty names for other targets."""
+def _assigned(call: Call, part: ast.AST) -> Iterator[tuple[int, str]]:
+    """The values of a result with the variables that a statement assigns exactly one of its parts to."""
     statement = parsed(call.site.text) if call.site is not None else None
-    for target, value in _assignments(statement.tree) if statement is not None else ():
-        if value is part:
-            names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-            return [name.id if isinstance(name, ast.Name) else "" for name in names]
-    return ()
+    outputs = [call.outputs] if isinstance(call.outputs, Ref) else call.outputs
+    assigned = _assignments(statement.tree) if statement is not None else ()
+    target = next((target for target, value in assigned if value is part), None)
+    names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+    if isinstance(outputs, (tuple, list)) and len(outputs) == len(names):
+        pairs = zip(outputs, names, strict=True)
+        yield from ((ref.value, name.id) for ref, name in pairs if isinstance(ref, Ref) and isinstance(name, ast.Name))
 
 
 def _assignments(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -298,11 +300,3 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield target, value
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 yield from zip(target.elts, value.elts, strict=False)
-
-
-def _matched(call: Call, names: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """The values of a result with the variables of an assignment."""
-    outputs = [call.outputs] if isinstance(call.outputs, Ref) else call.outputs
-    if isinstance(outputs, (tuple, list)) and len(outputs) == len(names):
-        pairs = zip(outputs, names, strict=True)
-        yield from ((ref.value, name) for ref, name in pairs if isinstance(ref, Ref) and name)

@@ -24,7 +24,7 @@ from reprokit.render.printer import Code, expression, needed_mode, write_program
 from reprokit.render.source import argument, assign, constant, define, fill, method, path
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.finder import Context
-from reprokit.shrink.context.layers import SEED, Layer, initial
+from reprokit.shrink.context.layers import SEED, initial
 from reprokit.shrink.plainness import constant_of, seed_of
 from reprokit.snapshot.files import write_text
 from reprokit.snapshot.redact import redact_text
@@ -68,7 +68,7 @@ class _RanInTwoWays(Exception):
 
 
 def write_module_script(
-    context: Context, *, num_calls_before: int | None = None, torch_version: str | None = None
+    context: Context, *, num_calls_before: int | None = None, torch_version: str = ""
 ) -> ModuleScript | None:
     """The context as a script; ``None`` when it would need a side file. Raises `NotReproduced` if it does not fail."""
     torn: set[Key] = set()
@@ -102,7 +102,10 @@ class _Writer:
                 self._define_class(block)
         for item in self._tree.root.items:
             if isinstance(item, Block) and item.is_function:
-                self._define_function(item)
+                name = self._callees[item.key] = as_word(item.scope.cls, "piece", "_")
+                made = self._function(item, name)
+                if source.lines(self._definitions.setdefault(name, made)) != source.lines(made):
+                    raise _RanInTwoWays(item.key)
         setup = self._setup()
         code = self._code(subject.value if subject is not None else None)
         if code.side:
@@ -187,12 +190,6 @@ class _Writer:
                 self._callees[block.key] = name
                 return
 
-    def _define_function(self, block: Block) -> None:
-        name = self._callees[block.key] = as_word(block.scope.cls, "piece", "_")
-        made = self._function(block, name)
-        if source.lines(self._definitions.setdefault(name, made)) != source.lines(made):
-            raise _RanInTwoWays(block.key)
-
     def _own_line(self, value: int) -> ast.stmt:
         tensor, item, name = self._context.tensors[value], self._inputs[value], self._tree.own[value]
         numbers = literal(tensor)
@@ -256,20 +253,16 @@ class _Writer:
         return Call(target or "", tuple(map(Ref, block.reads)), {}, outputs, mode=mode)
 
     def _made(self, block: Block) -> ast.expr:
-        if block.layer is not None:
-            return _constructor(block.layer)
+        if (layer := block.layer) is not None:
+            arguments = [argument(value, _no_tensor) for value in layer.arguments]
+            options = {name: argument(value, _no_tensor) for name, value in layer.options.items()}
+            (filled,) = fill(f"LAYER{layer.suffix}", LAYER=source.call(f"nn.{layer.cls}", arguments, options))
+            assert isinstance(filled, ast.Expr)
+            is_off = not layer.training and layer.cls.startswith(_MODE_MATTERS)
+            return method(filled.value, "eval") if is_off else filled.value
         if block.is_chain:
             return source.call("nn.Sequential", [self._made(child) for child in block.children])
         return source.call(self._callees[block.key])
-
-
-def _constructor(layer: Layer) -> ast.expr:
-    arguments = [argument(value, _no_tensor) for value in layer.arguments]
-    options = {name: argument(value, _no_tensor) for name, value in layer.options.items()}
-    (filled,) = fill(f"LAYER{layer.suffix}", LAYER=source.call(f"nn.{layer.cls}", arguments, options))
-    assert isinstance(filled, ast.Expr)
-    is_off = not layer.training and layer.cls.startswith(_MODE_MATTERS)
-    return method(filled.value, "eval") if is_off else filled.value
 
 
 def _words_for_unnamed(tree: Tree, words: Mapping[int, str]) -> dict[int, str]:

@@ -116,24 +116,17 @@ class _Frames:
             for value in calls[index].input_refs():
                 if value not in self._weights and found.writer(value, index) not in inside:
                     inputs.setdefault(value, found.range_of(value, index))
-        return weights, inputs, self._outputs_of(indexes, inside)
+        last = {v: i for i in indexes for v in written_by(calls[i], found.failure)}
+        readers = {value: set(found.readers.get(value, ())) - inside for value in last}
+        read = {v: i for v, i in last.items() if v in self._kept or any(map(self._uses, readers[v]))}
+        shown = read or {value: index for value, index in last.items() if index == indexes[-1]}
+        return weights, inputs, {value: found.written(index, value) for value, index in shown.items()}
 
     def _uses(self, reader: int) -> bool:
         """True unless a call belongs to the backward of a custom function, which reads what its forward saved."""
         call = self._found.program.calls[reader]
         is_loop = call.is_differentiation and (call.target != AUTOGRAD_BACKWARD or call.site is not None)
         return call.phase != Phase.BACKWARD or is_loop
-
-    def _outputs_of(self, indexes: list[int], inside: set[int]) -> Ranges:
-        last = {v: i for i in indexes for v in written_by(self._found.program.calls[i], self._found.failure)}
-        readers = self._found.readers
-        read = {
-            value: index
-            for value, index in last.items()
-            if value in self._kept or any(self._uses(reader) for reader in set(readers.get(value, ())) - inside)
-        }
-        shown = read or {value: index for value, index in last.items() if index == indexes[-1]}
-        return {value: self._found.written(index, value) for value, index in shown.items()}
 
 
 def recorded_rows(

@@ -88,7 +88,7 @@ def write_script(
     failure: Failure,
     *,
     num_calls_before: int | None = None,
-    torch_version: str | None = None,
+    torch_version: str = "",
     aside: Collection[int] = (),
 ) -> Script:
     """The repro of a program that fails; raises `NotReproduced` when it does not.

@@ -187,13 +187,12 @@ def _origin_name(reduction: Reduction) -> str:
 def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Script:
     if reduction.no_repro:
         return Script("", reason=reduction.no_repro)
-    version = (snapshot.environment.torch or None) if snapshot is not None else None
     return write_script(
         reduction.program,
         reduction.tensors,
         reduction.failure,
         num_calls_before=reduction.before.calls,
-        torch_version=version,
+        torch_version=snapshot.environment.torch if snapshot is not None else "",
         aside=beyond_limit(reduction.program, reduction.tensors),
     )
 
@@ -208,7 +207,7 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
     needing = tuple(item for item in context.program.inputs if item.value not in made)
     if beyond_limit(replace(context.program, inputs=needing), context.tensors):
         return None
-    version = (snapshot.environment.torch or None) if snapshot is not None else None
+    version = snapshot.environment.torch if snapshot is not None else ""
     try:
         return write_module_script(context, num_calls_before=reduction.before.calls, torch_version=version)
     except NotReproduced:
@@ -216,17 +215,16 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
 
 
 def snapshot_script(snapshot: Snapshot) -> Script:
-    failure = snapshot.failure
-    is_given = failure.is_given
-    reason = given_input(failure, snapshot.program, snapshot.tensors).message if is_given else missing_cause(snapshot)
+    program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
+    reason = given_input(failure, program, tensors).message if failure.is_given else missing_cause(snapshot)
     if reason:
         return Script("", reason=reason)
     return write_script(
-        snapshot.program,
-        snapshot.tensors,
-        snapshot.failure,
-        torch_version=snapshot.environment.torch or None,
-        aside=beyond_limit(snapshot.program, snapshot.tensors),
+        program,
+        tensors,
+        failure,
+        torch_version=snapshot.environment.torch,
+        aside=beyond_limit(program, tensors),
     )
 
 

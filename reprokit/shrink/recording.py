@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -50,13 +51,10 @@ class Recording:
             tensor = values[value]
             self.outputs[value] = copy_of(tensor.detach())
             if tensor.requires_grad:
-                self._listen(value, tensor)
+                tensor.register_hook(partial(self._note, value))  # type: ignore[no-untyped-call]
 
-    def _listen(self, value: int, tensor: torch.Tensor) -> None:
-        def note(gradient: torch.Tensor) -> None:
-            self.gradients.setdefault(value, []).append(copy_of(gradient.detach()))
-
-        tensor.register_hook(note)  # type: ignore[no-untyped-call]
+    def _note(self, value: int, gradient: torch.Tensor) -> None:
+        self.gradients.setdefault(value, []).append(copy_of(gradient.detach()))
 
 
 def record(candidate: Step, wanted: frozenset[int]) -> Recording:

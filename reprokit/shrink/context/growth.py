@@ -122,7 +122,7 @@ def _own_calls(step: StepGraph, origin: int, is_differentiated: bool) -> list[in
     """What the origin depends on in its own module or function, for a gradient also what depends on it there."""
     is_inside = step.within(origin)
     kept = step.upstream([origin], _OWN_CALLS, is_inside)
-    if not step.place(origin)[0] and step.num_units(kept) < _FEW:
+    if not step.places[origin][0] and step.num_units(kept) < _FEW:
         kept = step.upstream(kept, _FEW, lambda index: not step.program.calls[index].scope)
     if is_differentiated:
         later = step.downstream(origin, _OWN_CALLS, is_inside)
@@ -145,13 +145,13 @@ def _causes(piece: StepSlice) -> list[int]:
 
 def own_calls(whole: StepGraph, origin: int) -> Callable[[Step], list[int]]:
     """What gives the calls of the origin's own module in a candidate; without the layers of a large one."""
-    place = whole.place(origin)
-    inside = [index for index in range(len(whole.program.calls)) if whole.place(index) == place]
+    place = whole.places[origin]
+    inside = [index for index in range(len(whole.program.calls)) if whole.places[index] == place]
     has_layers = whole.num_units(inside) <= _OWN_MODULE
 
     def find(candidate: Step) -> list[int]:
         step, calls = StepGraph(candidate), candidate.program.calls
-        own = (index for index in range(len(calls)) if step.place(index) == place)
+        own = (index for index in range(len(calls)) if step.places[index] == place)
         return [index for index in own if calls[index].scope == place[0] or is_layer_kept(calls[index])]
 
     def is_layer_kept(call: Call) -> bool:

@@ -41,26 +41,21 @@ class StepGraph:
         return {index: tuple(members) for members in groups.values() for index in members}
 
     @cached_property
-    def _places(self) -> list[Place]:
-        return [self._place_of(call) for call in self.program.calls]
-
-    def place(self, index: int) -> Place:
-        """The user's module that a call runs in; in the loop itself, the function."""
-        return self._places[index]
-
-    def _place_of(self, call: Call) -> Place:
-        layer = layer_scope(call, self.program.modules)
-        scope = call.scope if layer is None else layer[:-1]
-        while scope and is_container(scope[-1]):
-            scope = scope[:-1]
-        return scope, call.site.function if not scope and call.site is not None else ""
+    def places(self) -> list[Place]:
+        """The user's module that each call runs in; in the loop itself, the function."""
+        found: list[Place] = []
+        for call in self.program.calls:
+            layer = layer_scope(call, self.program.modules)
+            scope = call.scope if layer is None else layer[:-1]
+            while scope and is_container(scope[-1]):
+                scope = scope[:-1]
+            found.append((scope, call.site.function if not scope and call.site is not None else ""))
+        return found
 
     def within(self, index: int) -> Callable[[int], bool]:
         """True if a call runs in the module of another one, or in a child of it; in the loop, in the same function."""
-        scope, function = self.place(index)
-        return lambda other: (
-            self.place(other)[0][: len(scope)] == scope if scope else self.place(other) == (scope, function)
-        )
+        places, (scope, function) = self.places, self.places[index]
+        return lambda other: places[other][0][: len(scope)] == scope if scope else places[other] == (scope, function)
 
     @cached_property
     def _writers(self) -> dict[int, list[int]]:
