@@ -66,20 +66,15 @@ class Unsuitable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to run a program. ``key`` is for machines, ``name`` for people.
+    """A way to run a program."""
 
-    ``change`` makes the other program, ``around`` holds torch's settings while it runs, and ``is_of_interest`` tells
-    whether it is another way at all for a candidate. With a ``backend`` the program is compiled; ``is_of_mismatch``: it
-    says something about compilers that differ from eager only.
-    """
-
-    key: str
-    name: str
-    change: Change = lambda candidate: candidate
-    around: Around = contextlib.nullcontext
-    is_of_interest: Callable[[Step], bool] = lambda candidate: True
-    backend: str = ""
-    is_of_mismatch: bool = False
+    key: str  # for machines
+    name: str  # for people
+    change: Change = lambda candidate: candidate  # makes the other program
+    around: Around = contextlib.nullcontext  # holds torch's settings while it runs
+    is_of_interest: Callable[[Step], bool] = lambda candidate: True  # it is another way at all
+    backend: str = ""  # that compiles the program
+    is_of_mismatch: bool = False  # about compilers that differ from eager only
 
     @property
     def is_slow(self) -> bool:

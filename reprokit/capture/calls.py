@@ -127,13 +127,12 @@ class Function(Kind):
 
 @dataclass(slots=True)
 class RootNote:
-    """A root module as it was called: its training mode, generators and attributes, and the ``forward`` that it had
-    itself, perhaps for this one call. ``generators``: Python's, if it is not the first root of its step."""
+    """A root module as it was called."""
 
-    is_training: bool
+    is_training: bool  # its mode
     rng: Rng | None
-    generators: dict[str, Any] | None
-    forward: Any
+    generators: dict[str, Any] | None  # Python's, if it is not the first root of its step
+    forward: Any  # that it had itself, perhaps for this one call
     attributes: Noted | None
 
 
@@ -501,13 +500,12 @@ def _plain_items(
 
 @dataclass(slots=True, eq=False)
 class CollectiveNote:
-    """What a collective has written, if it is small and no gradient; ``others`` and ``named`` are its other
-    arguments. ``averaged`` is what a replay on all ranks has given."""
+    """What is known of a collective."""
 
-    outcome: torch.Tensor | None
-    others: tuple[Any, ...]
+    outcome: torch.Tensor | None  # what it has written, if that is small and no gradient
+    others: tuple[Any, ...]  # its other arguments
     named: dict[str, Any]
-    averaged: torch.Tensor | None = None
+    averaged: torch.Tensor | None = None  # what a replay on all ranks has given
 
 
 class Collective(Kind):

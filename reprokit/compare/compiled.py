@@ -145,14 +145,10 @@ def _bind(outputs: Any, node: Any, nodes: dict[int, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The same calls compiled; eager is the reference.
+    """The same calls compiled; eager is the reference."""
 
-    ``backend`` is the name of the compiler, ``FILE.py:FUNCTION`` for one of the user's own; then ``source`` is that
-    file, or the function itself in the process that has it.
-    """
-
-    backend: str
-    source: Path | Callable[..., Any] | None = None
+    backend: str  # ``FILE.py:FUNCTION`` for one of the user's own
+    source: Path | Callable[..., Any] | None = None  # that file, or the function itself in the process that has it
 
     @property
     def name(self) -> str:

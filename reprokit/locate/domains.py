@@ -56,14 +56,11 @@ def compare(values: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Arguments for which a function, or its derivative, is not finite; with ``size`` those of this magnitude.
+    """Arguments for which a function, or its derivative, is not finite."""
 
-    ``test`` and ``bound`` are as in `compare`.
-    """
-
-    test: str
+    test: str  # and ``bound``: as in `compare`
     bound: float | str
-    size: bool = False
+    size: bool = False  # those of this magnitude
 
     def places(self, values: torch.Tensor) -> torch.Tensor:
         """True where an argument is one of these."""

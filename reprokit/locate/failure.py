@@ -77,18 +77,18 @@ class RankDifference:
 @dataclass(frozen=True, slots=True)
 class Key:
     """What makes two failures the same. Without the origin in it every reducer slips: "the output is not finite" is
-    kept by a program of no calls and a NaN input. ``input`` says which one was bad already, ``drop`` where dropped
-    NaN values came from, ``cause`` is kind and call of the bad value behind an exception."""
+    kept by a program of no calls and a NaN input.
+    """
 
     phase: Phase
     kind: str
     call: str | None = None
     backward_node: str | None = None
     operand: str | None = None
-    input: str | None = None
+    input: str | None = None  # that was bad already
     exception: tuple[str, str] | None = None
-    drop: str | None = None
-    cause: tuple[str, str | None] | None = None
+    drop: str | None = None  # where dropped NaN values came from
+    cause: tuple[str, str | None] | None = None  # kind and call of the bad value behind an exception
     rule: str | None = None
 
 

@@ -225,19 +225,17 @@ NEAR_LIMIT = 1.0  # doublings of headroom: one more layer of the same gain overf
 
 @dataclass(frozen=True, slots=True)
 class FrameRow:
-    """A measured tensor. ``module`` is a path inside its root, or the class of the root in angle brackets; ``call``
-    counts the calls of the module in this step from 0; ``name`` is that of the argument, parameter or item, or of the
-    variable that the line ``site`` assigns."""
+    """A measured tensor."""
 
     step: int
-    module: str
+    module: str  # a path inside its root, or the class of the root in angle brackets
     cls: str
-    call: int
+    call: int  # of the module in this step, from 0
     direction: Pass
     tensor: Role
-    name: str
+    name: str  # of the argument, parameter or item, or of a variable
     range: Range
-    site: str = ""
+    site: str = ""  # the line that assigns the variable
 
     @property
     def place(self) -> str:

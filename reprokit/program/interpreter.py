@@ -157,14 +157,11 @@ def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The switches of torch that a replay needs to give the same bits; ``None``: as they are.
-
-    An operation without a deterministic version raises only where ``deterministic_warn_only`` is false.
-    """
+    """The switches of torch that a replay needs to give the same bits; ``None``: as they are."""
 
     num_threads: Positive | None = left_out()
     deterministic_algorithms: bool | None = left_out()
-    deterministic_warn_only: bool | None = left_out()
+    deterministic_warn_only: bool | None = left_out()  # else an operation without a deterministic version raises
     matmul_precision: Annotated[str, one_of("highest", "high", "medium")] | None = left_out()
 
 

@@ -35,17 +35,14 @@ class Scale(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Numbers over steps as a line, with a mark at the step that failed and a cross for what is not finite.
-
-    ``ticks`` are texts with their place and anchor; ``mark`` and ``crosses`` are places on the horizontal axis.
-    """
+    """Numbers over steps as a line."""
 
     title: str
     last: str
     line: str
-    ticks: Sequence[tuple[float, float, str, str]]
-    mark: float | None
-    crosses: list[float]
+    ticks: Sequence[tuple[float, float, str, str]]  # texts with their place and anchor
+    mark: float | None  # the step that failed, on the horizontal axis
+    crosses: list[float]  # what is not finite, on the horizontal axis
 
 
 def chart(title: str, points: Sequence[tuple[float, float | None]], mark: float | None = None) -> Chart | None:

@@ -48,16 +48,13 @@ _UNABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """``words`` are for the title, the rest are sentences; ``owner`` is whose code it belongs to.
+    """Sentences about what was to be expected."""
 
-    That is ``torch``, the name of a library, or ``own`` for the model's.
-    """
-
-    words: str
+    words: str  # for the title
     observed: str
     expected: str
     remark: str
-    owner: str
+    owner: str  # of the code: ``torch``, the name of a library, or ``own`` for the model's
 
     @property
     def template(self) -> str:

@@ -65,13 +65,11 @@ class Edited:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """An edit to try, in words. ``code`` is its Python where no line of the user's shows it, as with the options of an
-    optimizer. ``{call}`` is the origin, ``{optimizer}`` its class.
-    """
+    """An edit to try, in words. ``{call}`` is the origin, ``{optimizer}`` its class."""
 
     text: str
     edit: OfScene[Edited | None]
-    code: str = ""
+    code: str = ""  # its Python where no line of the user's shows it, as with the options of an optimizer
 
     def words_for(self, scene: Scene) -> tuple[str, str]:
         """The sentence and the code, with the names of the step in them."""

@@ -93,12 +93,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Task:
-    """How a candidate is looked at: with the same settings and the same state of the generator in every process.
+    """How a candidate is looked at: with the same settings and the same state of the generator in every process."""
 
-    ``observe`` has to pickle where candidates run in spawned children or through an executor.
-    """
-
-    observe: Observe
+    observe: Observe  # has to pickle where candidates run in spawned children or through an executor
     settings: Settings = Settings()
     rng: bytes = b""
 
@@ -425,16 +422,15 @@ def report_packed(task: Task, packed: bytes, limits: RunLimits) -> bytes:
 class Isolation:
     """Hands out the reports on candidates.
 
-    What is known not to take this process down runs here, unless it ``is_wary``: for a check that is code of the
-    user's, or after a candidate did take its process down. Anything else runs in a child, or through the ``executor``
-    if there is one. Up to ``jobs`` run at once. Without ``limits`` these follow from the first run, which has none.
+    What is known not to take this process down runs here, unless it ``is_wary``. Anything else runs in a child, or
+    through the ``executor`` if there is one.
     """
 
     task: Task = field(default_factory=lambda: Task(lambda _: None))
-    jobs: int = 1
-    is_wary: bool = False
+    jobs: int = 1  # at once
+    is_wary: bool = False  # of code of the user's, and after a candidate took its process down
     executor: Executor | None = None
-    limits: RunLimits | None = None
+    limits: RunLimits | None = None  # ``None``: they follow from the first run, which has none
     _spawned: list[Child] = field(default_factory=list)
     _latest_seconds: float = 0.0
 

@@ -50,11 +50,10 @@ class ProgramPart:
 
 @dataclass(frozen=True, slots=True)
 class VariedPart(ProgramPart):
-    """A part of the result that is ``free`` if every other content fails too. ``tried`` is false if that is not known,
-    and no other content passes."""
+    """A part of the result."""
 
-    free: bool = False
-    tried: bool | None = left_out()
+    free: bool = False  # every other content fails too
+    tried: bool | None = left_out()  # false if that is not known, and no other content passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +66,14 @@ class Nearest(ProgramPart):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One number of the result exchanged: what it is, and what makes a candidate of a new number. Not ``may_grow``: a
-    larger whole number could point behind the end of a tensor, and the call does not look."""
+    """One number of the result exchanged."""
 
     name: str
     place: ProgramPart
     old: float | int | bool
     dtype: torch.dtype
-    may_grow: bool
-    apply: Callable[[float | int | bool], Step]
+    may_grow: bool  # else a larger whole number could point behind the end of a tensor, and the call does not look
+    apply: Callable[[float | int | bool], Step]  # what makes a candidate of a new number
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +159,7 @@ def _argument_name(call: Call, path: Path) -> str:
 
 @dataclass
 class Explanation:
-    """Items for inputs and for constants, each with ``free``, and the nearest change that passes, if one was found.
-
-    An item that could not be varied has ``tried`` false and counts as not free.
-    """
+    """Items for inputs and for constants, and the nearest change that passes, if one was found."""
 
     inputs: list[VariedPart] = field(default_factory=list)
     constants: list[VariedPart] = field(default_factory=list)

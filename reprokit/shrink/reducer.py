@@ -129,8 +129,7 @@ def _hint_of(snapshot: Snapshot) -> Iterator[None]:
 
 @dataclass
 class _Run:
-    """One reduction in progress. ``stopped`` is why the search ended before everything was tried; ``broken`` are parts
-    of the work that ended with an error of their own. ``change`` is what the latest candidate that failed changed."""
+    """One reduction in progress."""
 
     snapshot: Snapshot
     file: Path | None
@@ -142,11 +141,11 @@ class _Run:
     no_repro: str
     with_piece: bool
     context: Context | None = None
-    stopped: str | None = None
+    stopped: str | None = None  # why the search ended before everything was tried
     is_minimal: bool = False
     explanation: Explanation = field(default_factory=Explanation)
-    broken: set[str] = field(default_factory=set)
-    change: str = ""
+    broken: set[str] = field(default_factory=set)  # parts of the work that ended with an error of their own
+    change: str = ""  # of the latest candidate that failed
     place: str = "cut"
     checks: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)

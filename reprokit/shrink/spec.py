@@ -30,15 +30,12 @@ CHECKS = (
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A check as it was written, and what it means.
-
-    ``detail`` is the reference of a mismatch or the function's name, ``option`` the backend of a compiler.
-    """
+    """A check as it was written, and what it means."""
 
     text: str
     kind: str
-    detail: str = ""
-    option: str = ""
+    detail: str = ""  # the reference of a mismatch, or the function's name
+    option: str = ""  # the backend of a compiler
     file: Path | None = None
 
 

@@ -49,14 +49,11 @@ class OptimizerGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateBefore:
-    """The state dicts of root modules and the groups of optimizers, by name where there are several, else under ``""``.
-
-    ``left_out`` says what could not be kept.
-    """
+    """The state dicts of root modules and the groups of optimizers, by name where there are several, else by ``""``."""
 
     modules: dict[Name, dict[Name, PlainTensor]] = field(default_factory=dict)
     optimizers: dict[Name, list[OptimizerGroup]] = field(default_factory=dict)
-    left_out: list[Line] = field(default_factory=list)
+    left_out: list[Line] = field(default_factory=list)  # what could not be kept
 
     def model(self) -> dict[str, Any]:
         """The state dict of the root module; of several roots a dict of state dicts by name."""
@@ -109,11 +106,7 @@ class FailedProgram(HasProgram, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettings(Settings):
-    """The settings of torch, and those of the capture: how it watched, what it kept, which process it was.
-
-    ``compilers`` are the backends that the script has compiled something with. ``began_at`` is the first step of this
-    model, if the process trained others before.
-    """
+    """The settings of torch, and those of the capture: how it watched, what it kept, which process it was."""
 
     watch: Annotated[str, one_of("every-step", "sampled", "deferred")] | None = left_out()
     history_steps: Count | None = left_out()
@@ -122,8 +115,8 @@ class CaptureSettings(Settings):
     world_size: Count | None = left_out()
     noted_every: Count | None = left_out()
     is_noted: bool | None = left_out()
-    compilers: tuple[Name, ...] | None = left_out()
-    began_at: Count | None = left_out()
+    compilers: tuple[Name, ...] | None = left_out()  # backends that the script has compiled something with
+    began_at: Count | None = left_out()  # the first step of this model, if the process trained others before
 
 
 @dataclass(frozen=True)

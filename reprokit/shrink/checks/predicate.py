@@ -38,13 +38,12 @@ _Rows = list[list[float]]
 
 @dataclass(frozen=True)
 class PredicateCheck(Check):
-    """An event of a run. ``event`` is the failure with the predicate; ``rows`` are the odd rows of inputs of the batch
-    by value number, ``rate`` is the learning rate that jumped. ``inputs`` are those of the whole step."""
+    """An event of a run."""
 
-    event: Failure | None = None
-    rows: Mapping[int, _Rows] = field(default_factory=dict)
-    rate: float | None = None
-    inputs: frozenset[int] = frozenset()
+    event: Failure | None = None  # with the predicate
+    rows: Mapping[int, _Rows] = field(default_factory=dict)  # the odd ones of inputs of the batch, by value number
+    rate: float | None = None  # that jumped
+    inputs: frozenset[int] = frozenset()  # of the whole step
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is an event."""

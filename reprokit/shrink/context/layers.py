@@ -124,14 +124,13 @@ def initial(layers: Mapping[Scopes, Layer]) -> dict[int, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What was recorded of one run of a layer: ``before`` is what values were when first read, ``given`` those that the
-    calls did not make, ``needed`` what others read of their results, ``error`` what the last call raised."""
+    """What was recorded of one run of a layer."""
 
     calls: Sequence[Call]
-    before: Mapping[int, torch.Tensor]
-    given: Sequence[int]
-    needed: Mapping[int, torch.Tensor]
-    error: Exception | None
+    before: Mapping[int, torch.Tensor]  # what values were when first read
+    given: Sequence[int]  # that the calls did not make
+    needed: Mapping[int, torch.Tensor]  # what others read of their results
+    error: Exception | None  # of the last call
 
 
 def _recorded(program: Program, indexes: Sequence[int], recording: Recording) -> _Run:
