@@ -51,35 +51,16 @@ _PLAIN_PARAMETERS = frozenset((
     "self", "instance", "obj", "input", "inputs", "tensor", "tensors", "other", "args", "operands", "a", "b", "A", "B",
     "mat", "mat1", "mat2", "vec", "vec2", "batch1", "batch2", "x1", "x2", "exponent", "value", "values",
 ))
-# fmt: on
 # Nouns for results of functions whose own name is that of an operator, of a builtin of Python, or none.
 _VERBS = {
-    "total": "add sum",
-    "difference": "sub rsub",
-    "product": "mul matmul baddbmm bmm mm",
-    "ratio": "div truediv rtruediv",
-    "quotient": "floordiv",
-    "power": "pow rpow",
-    "negative": "neg",
-    "mask": "gt lt ge le eq ne",
-    "weights": "softmax",
-    "hidden": "linear",
-    "part": "getitem select",
-    "rows": "index_select embedding",
-    "view": "get",
-    "cast": "to float type_as",
-    "largest": "max",
-    "smallest": "min",
-    "magnitude": "abs",
-    "rounded": "round",
-    "every": "all",
-    "some": "any",
-    "joined": "cat",
-    "chosen": "where",
-    "picked": "gather",
-    "masked": "masked_fill",
-    "index": "nonzero",
-}  # fmt: skip
+    "total": "add sum", "difference": "sub rsub", "product": "mul matmul baddbmm bmm mm",
+    "ratio": "div truediv rtruediv", "quotient": "floordiv", "power": "pow rpow", "negative": "neg",
+    "mask": "gt lt ge le eq ne", "weights": "softmax", "hidden": "linear", "part": "getitem select",
+    "rows": "index_select embedding", "view": "get", "cast": "to float type_as", "largest": "max",
+    "smallest": "min", "magnitude": "abs", "rounded": "round", "every": "all", "some": "any", "joined": "cat",
+    "chosen": "where", "picked": "gather", "masked": "masked_fill", "index": "nonzero",
+}
+# fmt: on
 _NOUNS = {verb: noun for noun, verbs in _VERBS.items() for verb in verbs.split()}
 _LOSSES = ("cross_entropy", "binary_cross_entropy", "kl_div", "binary_cross_entropy_with_logits")
 _PART_NOUNS = {"where": "index", "nonzero": "index", "chunk": "chunk", "split": "part", "unbind": "part"}

@@ -92,16 +92,8 @@ def sentences(facts: Facts) -> list[str]:
     happened = f"It happened at {rows.when(snapshot)} of the training run, {rows.where(snapshot)}."
     noticed = f"It was noticed in {rows.noticed_in(snapshot)}." if rows.noticed_in(snapshot) else ""
     bad = f"{rows.how_much(snapshot)}." if rows.how_much(snapshot) else ""
-    found = [
-        rows.led_to(snapshot),
-        rows.story(snapshot),
-        happened,
-        facts.expectation.observed,
-        facts.given,
-        bad,
-        noticed,
-        rows.doubt(snapshot),
-    ]
+    found = [rows.led_to(snapshot), rows.story(snapshot), happened, facts.expectation.observed]
+    found += [facts.given, bad, noticed, rows.doubt(snapshot)]
     size = f"The captured step has {counted(snapshot.program.num_calls, 'torch call')}; it was not reduced."
     if reduction is not None and not reduction.no_repro:
         before, after = reduction.before, reduction.program.num_calls

@@ -28,20 +28,10 @@ _DEFINITIONS = {
 }
 _FREE, _MATTERS = "fails with every value that was tried", "its value matters"
 _OPERATORS = {
-    "add": "addition",
-    "sub": "subtraction",
-    "rsub": "subtraction",
-    "mul": "multiplication",
-    "div": "division",
-    "truediv": "division",
-    "rtruediv": "division",
-    "floordiv": "floor division",
-    "matmul": "matmul",
-    "rpow": "pow",
-    "neg": "negation",
-    "getitem": "indexing",
-    "setitem": "index assignment",
-}
+    "add": "addition", "sub": "subtraction", "rsub": "subtraction", "mul": "multiplication", "div": "division",
+    "truediv": "division", "rtruediv": "division", "floordiv": "floor division", "matmul": "matmul",
+    "rpow": "pow", "neg": "negation", "getitem": "indexing", "setitem": "index assignment",
+}  # fmt: skip
 # What a mismatch differs from, in a title and in a sentence.
 _REFERENCES = {
     "fp64": ("float64", "in float64"),
