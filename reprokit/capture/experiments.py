@@ -21,19 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from reprokit.capture import readings
 from reprokit.capture.calls import Backward, CompiledStep, OptimizerStep, Root, ScaleLoss, Transform
-from reprokit.capture.readings import (
-    UNNAMED,
-    InputWatch,
-    Key,
-    LossWatch,
-    Series,
-    Setting,
-    StatePart,
-    States,
-    slot_name,
-    spaces_of,
-)
+from reprokit.capture.readings import UNNAMED, InputWatch, Key, LossWatch, Series, Setting, StatePart, States
 from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.structure import map_leaves
 from reprokit.capture.tape import Mark, Number, Op, Segment
@@ -397,11 +387,11 @@ class Experiments:
     def _odd_values(self, watch: InputWatch) -> Iterator[_Plan]:
         """Values that differ from the steps before, in the order in which the failing step reads them: their odd rows
         as in a usual step, then all of them."""
-        names, spaces, found = self._names(), spaces_of(self._frame), []
+        names, spaces, found = self._names(), readings.spaces_of(self._frame), []
         num_past = _RECENT if self._diverged is None else len(self._steps)
         for slot, series in watch.series.items():
             if series.readings and series.readings[-1].step == self._steps[-1]:
-                one = series.unlike(slot_name(names, series, slot, spaces), num_past)
+                one = series.unlike(readings.slot_name(names, series, slot, spaces), num_past)
                 found += [(series, one)] if one is not None else []
         last = self._steps[-1]
         odd = sorted([(_is_over(series, one, last), place) for place, (series, one) in enumerate(found)])
@@ -462,7 +452,7 @@ class Experiments:
     def _exchanges(self, watch: InputWatch) -> Iterator[_Plan]:
         """The last batch from before the failure, if it is of the same kind, in the place of all since: each of its
         values alone, then all."""
-        names, spaces = self._names(), spaces_of(self._frame)
+        names, spaces = self._names(), readings.spaces_of(self._frame)
         later = [step for step in self._steps if step >= self._since]
         read = [(slot, one) for slot, one in watch.series.items() if later[-1] in one.values and one.role == "batch"]
         given = [(slot, one) for slot, one in read if not one.is_random]
@@ -473,14 +463,14 @@ class Experiments:
         pairs: dict[str, dict[Number, torch.Tensor]] = {}
         sizes, last = dict[str, str](), later[-1]
         for slot, one in given:
-            name = f"`{slot_name(names, one, slot, spaces)}`"
+            name = f"`{readings.slot_name(names, one, slot, spaces)}`"
             seen = [value.shape for n in before for value in one.values.get(n, ())]
             steps = f"steps {before[0]}-{before[-1]}" if len(before) > 1 else f"step {before[0]}"
             sizes[name] = cause.resized(name, seen, one.values[last][0].shape, f"step {last}", steps)
             for now in later:
                 if not all(map(torch.equal, one.values[now], one.values[step])):
                     found = zip(one.numbers[now], one.values[step], strict=True)
-                    pairs.setdefault(slot_name(names, one, slot, spaces), {}).update(found)
+                    pairs.setdefault(readings.slot_name(names, one, slot, spaces), {}).update(found)
         which = f"step {self._since}" if len(later) == 1 else f"steps {self._since}-{later[-1]}"
         few = pairs if len(pairs) <= _MOST_INPUTS else {}
         parts = {f"`{name}`": values for name, values in few.items() if name != UNNAMED}

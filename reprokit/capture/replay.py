@@ -26,19 +26,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from reprokit import torch_private
-from reprokit.capture.calls import (
-    Backward,
-    CompiledStep,
-    Function,
-    OptimizerStep,
-    Root,
-    Transform,
-    ZeroGrad,
-    gives_gradients,
-    name_of,
-    starts_of,
-    unscaled,
-)
+from reprokit.capture import calls
+from reprokit.capture.calls import Backward, CompiledStep, Function, OptimizerStep, Root, Transform, ZeroGrad
 from reprokit.capture.judge import Judge, Pending, is_bad_start
 from reprokit.capture.meeting import NOTHING, Meeting
 from reprokit.capture.roots import unwrapped
@@ -196,13 +185,13 @@ class Player:
                 continue
             if isinstance(live, torch.nn.Parameter) or id(live) in self._state or version_of(live) == stamp:
                 continue
-            if name_of(op) != "torch.Tensor.zero_" and _UNSEEN not in self.mismatches:
+            if calls.name_of(op) != "torch.Tensor.zero_" and _UNSEEN not in self.mismatches:
                 self.mismatches.append(_UNSEEN)
 
 
 def reads_values(op: Op) -> bool:
     """True if no gradient flows through a call, so that it takes its arguments without their graphs."""
-    return not op.mode.grad or name_of(op) in VALUE_READS
+    return not op.mode.grad or calls.name_of(op) in VALUE_READS
 
 
 def leaves_in(ops: Iterable[Op], alive: Mapping[Number, torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -392,7 +381,7 @@ class TracedPlayer(Player):
 
     def starts_of_training(self, op: Op) -> list[torch.Tensor]:
         """What a backward call has started from in training, as far as that is still there."""
-        return [self.alive[n] for n in starts_of(op.args, op.kwargs) if isinstance(n, Number) and n in self.alive]
+        return [self.alive[n] for n in calls.starts_of(op.args, op.kwargs) if isinstance(n, Number) and n in self.alive]
 
     def compare_loss(self, old: torch.Tensor | float, new: torch.Tensor) -> None:
         """Note if a backward pass starts from another value than in training."""
@@ -604,7 +593,9 @@ class Replay:
                     op = ops[self.index]
                     modes.enter(op.mode)
                     if op.kind is Backward and op.note.losses:
-                        starts = [player.tensor(n) for n in starts_of(op.args, op.kwargs) if isinstance(n, Number)]
+                        starts = [
+                            player.tensor(n) for n in calls.starts_of(op.args, op.kwargs) if isinstance(n, Number)
+                        ]
                         self._compare(zip(op.note.losses, starts, strict=False))
                         if to_next_loss:
                             return True
@@ -743,7 +734,7 @@ class Finder(PlayObserver):
                 self._where = "gradient"
         elif op.kind.writes_state(op):
             args = replay.player.given(op)
-            owners = [world.owner_of(tensor) for tensor in iter_tensors(written_argument(name_of(op), *args))]
+            owners = [world.owner_of(tensor) for tensor in iter_tensors(written_argument(calls.name_of(op), *args))]
             trained = [owner for owner in owners if owner is not None and world.is_trained(owner)]
             self._where = self._update(trained, iter_tensors(args)) if trained else None
         return self._where is not None
@@ -763,8 +754,8 @@ class Finder(PlayObserver):
         elif op.kind is CompiledStep and has_stepped:
             self._where = "loss" if bad_tensor(replay.seen(op).values()) is not None else None
         elif op.kind is Function and judge.pending is not None and op.note is not None and op.note.is_write:
-            written = written_argument(name_of(op), *replay.player.given(op))
-            if name_of(op) in GRAD_WRITES or any(leaf.grad is written for leaf in replay.leaves()):
+            written = written_argument(calls.name_of(op), *replay.player.given(op))
+            if calls.name_of(op) in GRAD_WRITES or any(leaf.grad is written for leaf in replay.leaves()):
                 judge.correct()
         if self._where is None and has_stepped and world.newly_bad() is not None:
             self._where = "parameter"
@@ -780,13 +771,13 @@ class Finder(PlayObserver):
         return self._where is not None
 
     def _begin_backward(self, replay: Replay, op: Op) -> str | None:
-        numbers = [n for n in starts_of(op.args, op.kwargs) if isinstance(n, Number)]
+        numbers = [n for n in calls.starts_of(op.args, op.kwargs) if isinstance(n, Number)]
         earlier, tensor = replay.segment.ops[: replay.index], replay.player.tensor
         with torch.no_grad():
-            starts = [tensor(unscaled(earlier, number)) for number in numbers]
-            gives = gives_gradients(op)
+            starts = [tensor(calls.unscaled(earlier, number)) for number in numbers]
+            gives = calls.gives_gradients(op)
             is_bad = is_bad_start(starts, gives_gradients=gives)
-        is_asked = name_of(op) == AUTOGRAD_GRAD
+        is_asked = calls.name_of(op) == AUTOGRAD_GRAD
         counts = is_bad and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
         if not counts and self._judge.pending is None:
             return None
@@ -826,7 +817,7 @@ class Finder(PlayObserver):
             ops = [ops[position] for position in without_gradients(ops)]
         mark = replace(segment.mark)
         if keep is not None or where in ("loss", "output"):  # the step went on from there
-            mark.micro_step = sum(op.kind is Backward and name_of(op) != AUTOGRAD_GRAD for op in ops)
+            mark.micro_step = sum(op.kind is Backward and calls.name_of(op) != AUTOGRAD_GRAD for op in ops)
         return Case(where, ops, call, mark, contents=self._contents, keep=keep, number=number)
 
 
