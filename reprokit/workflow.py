@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from reprokit.errors import ReprokitError
 from reprokit.program.ir import Program
@@ -18,7 +16,7 @@ from reprokit.render.names import in_users_words
 from reprokit.rules.diagnosis import Diagnosis, resting_on_replay
 from reprokit.rules.match import diagnose
 from reprokit.shrink import View, reducer
-from reprokit.shrink.reducer import MAX_TIME, SearchStopped
+from reprokit.shrink.reducer import SearchStopped
 from reprokit.shrink.reduction import Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot
 from reprokit.whatif import of_reduction
@@ -30,41 +28,21 @@ MISMATCH_SECONDS = 30.0  # where every row compiles the program
 def shrink(
     snapshot: Snapshot,
     *,
-    earlier: Reduction | None = None,
-    out_dir: Path | None = None,
     check: str | None = None,
-    max_time: float = MAX_TIME,
-    max_checks: int | None = None,
-    jobs: int = 1,
-    executor: Executor | None = None,
     whatif: bool = True,
     fast: bool = False,
     view: View | None = None,
-    on_replayed: Callable[[], None] | None = None,
-    on_minimum: Callable[[Reduction], None] | None = None,
+    **search: Any,
 ) -> Reduction:
     """`reducer.shrink` with diagnosis and table. An error in one of these is shown, and the rest of the result stays.
 
-    ``fast`` leaves out the piece of the model and the table. Ctrl-C raises `SearchStopped` with the best so far, or
-    `KeyboardInterrupt` before there is one.
+    ``fast`` leaves out the piece of the model and the table; ``search`` are options of the reducer. Ctrl-C raises
+    `SearchStopped` with the best so far, or `KeyboardInterrupt` before there is one.
     """
     view = view or View()
     if check is None and snapshot.failure.is_given:  # the reducer would say so without the names in the user's code
         snapshot = in_users_words(snapshot)
-    reduction = reducer.shrink(
-        snapshot,
-        earlier=earlier,
-        out_dir=out_dir,
-        check=check,
-        max_time=max_time,
-        max_checks=max_checks,
-        jobs=jobs,
-        executor=executor,
-        with_piece=not fast,
-        view=view,
-        on_replayed=on_replayed,
-        on_minimum=on_minimum,
-    )
+    reduction = reducer.shrink(snapshot, check=check, with_piece=not fast, view=view, **search)
     try:
         reduction = replace(reduction, diagnosis=_diagnosed(snapshot, view))
         if whatif and not fast and reduction.failure.event is None:

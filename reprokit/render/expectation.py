@@ -25,14 +25,7 @@ from reprokit.words import listed, retry_words
 OWN, TORCH = "own", "torch"
 _TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}
 _TEMPLATES |= {"lightning_fabric": "lightning", TORCH: "pytorch"}
-_INTERNAL = (
-    "INTERNAL ASSERT",
-    "internal error",
-    "Please report",
-    "file a bug",
-    "InductorError",
-    "BackendCompilerFailed",
-)
+_INTERNAL = re.compile("INTERNAL ASSERT|internal error|Please report|file a bug|InductorError|BackendCompilerFailed")
 _REFUSING = ("RuntimeError", "ValueError", "IndexError", "TypeError")
 # How functions word what they want of their arguments. What a kernel or a device cannot do is another matter.
 _WANTED = re.compile(
@@ -131,7 +124,7 @@ def is_refusal(failure: Failure) -> bool:
         return False
     kind, message = failure.exception
     text = f"{kind}: {message}"
-    is_defect = any(word in text for word in _INTERNAL) or _UNABLE.search(text) is not None
+    is_defect = (_INTERNAL.search(text) or _UNABLE.search(text)) is not None
     return kind in _REFUSING and not is_defect and _WANTED.search(message) is not None
 
 
@@ -193,6 +186,6 @@ def _owner(snapshot: Snapshot, failure: Failure, *, is_of_torch: bool) -> str:
     library = file.partition("/")[0].removesuffix(".py")
     if library not in ("", "torch") and not (failure.call or "").startswith("torch.optim."):
         return library
-    is_internal = any(word in " ".join(failure.exception or ()) for word in _INTERNAL)
+    is_internal = _INTERNAL.search(" ".join(failure.exception or ())) is not None
     is_upstream = is_internal if failure.kind == EXCEPTION else failure.kind == "mismatch" or is_of_torch
     return TORCH if is_upstream else OWN

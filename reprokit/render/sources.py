@@ -219,13 +219,8 @@ def snapshot_script(snapshot: Snapshot) -> Script:
     reason = given_input(failure, program, tensors).message if failure.is_given else missing_cause(snapshot)
     if reason:
         return Script("", reason=reason)
-    return write_script(
-        program,
-        tensors,
-        failure,
-        torch_version=snapshot.environment.torch,
-        aside=beyond_limit(program, tensors),
-    )
+    aside = beyond_limit(program, tensors)
+    return write_script(program, tensors, failure, torch_version=snapshot.environment.torch, aside=aside)
 
 
 def is_minimum_again(reduction: Reduction) -> bool:
