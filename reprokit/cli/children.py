@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,20 +152,20 @@ class Children:
         return [*words[:place], "-m", "reprokit", STARTED_IN, str(self.folder), *words[place:]]
 
 
+@dataclass(frozen=True, slots=True)
 class WatchedRun:
     """What a process runs in the place of its own ``run``: the same, watched."""
 
-    def __init__(self, process: Any, plan: Capture, folder: Path) -> None:
-        self._process = process
-        self._plan = plan
-        self._folder = folder
+    process: Any
+    plan: Capture
+    folder: Path
 
     def __call__(self) -> None:
-        self._process.__dict__.pop("run", None)
-        watch = self._plan.in_child().watch(self._folder)
+        self.process.__dict__.pop("run", None)
+        watch = self.plan.in_child().watch(self.folder)
         try:
             with watch.watching():
-                self._process.run()
+                self.process.run()
         except Exception as error:
             launch.peel(error)
             raise

@@ -66,27 +66,18 @@ _LOSSES = ("cross_entropy", "binary_cross_entropy", "kl_div", "binary_cross_entr
 _PART_NOUNS = {"where": "index", "nonzero": "index", "chunk": "chunk", "split": "part", "unbind": "part"}
 
 
-class Identifiers:
+class Identifiers(dict[int, str]):
     """Hands out unique names; those of code stay away from words of Python and torch. A value keeps its name."""
 
     def __init__(self, reserved: frozenset[str] = frozenset(), *, is_code: bool = True) -> None:
+        super().__init__()
         self._taken = set(_RESERVED | reserved) if is_code else set[str]()
-        self._of: dict[int, str] = {}
         self._holders: dict[str, list[int]] = {}
-
-    def __getitem__(self, value: int) -> str:
-        return self._of[value]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._of)
-
-    def as_dict(self) -> dict[int, str]:
-        return dict(self._of)
 
     def adopt(self, value: int, name: str) -> str:
         """Let a value go by a name, or a path such as ``self.weight``, that it has already; the name."""
         self._taken.add(name)
-        self._of[value] = name
+        self[value] = name
         self._holders.setdefault(name, []).append(value)
         return name
 
@@ -175,7 +166,7 @@ def labels(program: Program) -> dict[int, str]:
         for value in call.output_refs():
             if value not in known:
                 known.give(value, written.get(value) or attribute or name_for_output(call), done.__contains__)
-    return known.as_dict()
+    return known
 
 
 def parameter_taking(call: Call, value: int) -> str | None:

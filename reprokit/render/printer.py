@@ -371,7 +371,7 @@ class _Printer:
             if call.target != OPAQUE:
                 self._call(index, call)
         load = fill(_LOAD) if self.side else []
-        return Code((*load, *inputs), tuple(under_modes(self.lines)), self.names.as_dict(), self.expressions, self.side)
+        return Code((*load, *inputs), tuple(under_modes(self.lines)), self.names, self.expressions, self.side)
 
     def _input(self, item: Input) -> ast.stmt | None:
         """The line that makes an input, ``None`` when it reads best where it is used."""
