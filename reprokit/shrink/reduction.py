@@ -24,6 +24,10 @@ from reprokit.snapshot.format import Snapshot, StoredProgram, StoredTensors, rea
 from reprokit.words import counted
 
 KIND = "reduction"
+_TOLD = (  # in the summary
+    "checks verdicts seconds reproduces explain constants nearest explain_checks before signature one_minimal stopped "
+    "notes whatif diagnosis no_repro"
+)
 _MAX_SAMPLES = 4096  # elements of a tensor in the hash, so that a large model does not cost a pass over its memory
 Ruling = Annotated[str, one_of("same", "other", "passes", "invalid")]
 
@@ -114,22 +118,8 @@ class Reduction:
             "calls": self.program.num_calls,
             "elements": Step.of(self).num_elements,
             "max_abs_input": _largest(self.program, self.tensors),
-            "checks": self.checks,
-            "verdicts": dict(self.verdicts),
+            **{name: plain_of(getattr(self, name)) for name in _TOLD.split()},
             "seconds": round(self.seconds, 3),
-            "reproduces": self.reproduces,
-            "explain": plain_of(self.explain),
-            "constants": plain_of(self.constants),
-            "nearest": plain_of(self.nearest),
-            "explain_checks": self.explain_checks,
-            "before": plain_of(self.before),
-            "signature": plain_of(self.signature),
-            "one_minimal": self.one_minimal,
-            "stopped": self.stopped,
-            "notes": self.notes,
-            "whatif": plain_of(self.whatif),
-            "diagnosis": plain_of(self.diagnosis),
-            "no_repro": self.no_repro,
         }
 
     def save(self, path: Path | str) -> None:
