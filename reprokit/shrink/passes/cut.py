@@ -34,10 +34,6 @@ def cuts(candidate: Step, failure: Failure) -> Iterator[tuple[str, Step]]:
         yield from _parts_of_step(candidate)
         return
     origin = failure.call_index
-    if origin is None:  # an input was bad from the start: the first call that reads it
-        readers = (n for n, call in enumerate(program.calls) if failure.value in call.input_refs())
-        makers = (n for n in readers if not program.calls[n].is_differentiation and program.calls[n].output_refs())
-        origin = next(makers, None)
     if origin is not None:
         for kept in _neighbourhoods(StepGraph(candidate), origin, _way_to_drop(program, failure)):
             recording = record(candidate, frozenset(kept))
