@@ -22,6 +22,7 @@ from reprokit.capture.traits import facts_of
 from reprokit.capture.variables import Place, play_with
 from reprokit.capture.world import owned_by, set_options, set_python_generators
 from reprokit.locate.blame import GRAD_SCALER
+from reprokit.program.dataflow import GRAD_READS
 from reprokit.program.functions import DATA_WRITES, GRAD_WRITES, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, ZERO_GRAD, Call, Phase, Ref
 from reprokit.program.trace import CannotRecord, InputName, Tracer
@@ -64,7 +65,7 @@ class Kind:
     @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
         """Do what the call did; its result."""
-        raise NotImplementedError
+        return op.target(*args, **kwargs)
 
     @classmethod
     def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
@@ -350,10 +351,6 @@ class Clip(Kind):
     makes_gradients = True
 
     @classmethod
-    def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
-        return op.target(*args, **kwargs)
-
-    @classmethod
     def trace(cls, recording: TracedPlayer, op: Op, args: Any, kwargs: Any) -> Any:
         recording.tracer.phase = Phase.OPTIMIZER
         try:
@@ -553,5 +550,4 @@ def gives_gradients(op: Op) -> bool:
     return given is not None or not _GIVEN_GRADIENTS.isdisjoint([k for k, v in op.kwargs.items() if v is not None])
 
 
-GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
 _GIVEN_GRADIENTS = frozenset({"gradient", "grad_tensors", "grad_outputs"})

@@ -18,7 +18,7 @@ from reprokit.program.functions import DATA_WRITES, GRAD_READ, GRAD_WRITES, all_
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Program, Ref, iter_refs
 
 BACKWARDS = frozenset({BACKWARD, AUTOGRAD_BACKWARD})
-_GRAD_READS = frozenset({GRAD_READ, "torch.Tensor._grad.__get__"})
+GRAD_READS = frozenset({GRAD_READ, "torch.Tensor._grad.__get__"})
 _ONLY_GRADIENTS = GRAD_WRITES | BACKWARDS | {ZERO_GRAD}  # matter to who reads ``.grad`` alone
 
 
@@ -37,7 +37,7 @@ def needed_calls(calls: Sequence[Call], ends: Set[int]) -> list[int] | None:
             writes = {memory.place(value) for value in written_in_place(call)}
             if places.isdisjoint(writes) and needed.isdisjoint(call.output_refs()):
                 continue
-        if call.is_optimizer_step or call.target in _GRAD_READS:
+        if call.is_optimizer_step or call.target in GRAD_READS:
             return None
         needed.update(call.input_refs())
         places.update(map(memory.place, call.input_refs()))
@@ -109,7 +109,7 @@ def written_in_place(call: Call) -> Iterator[int]:
 
 def bases(call: Call) -> tuple[int, ...]:
     """The values that results of a call may share memory with: its first tensor, or any where it returns several."""
-    if call.target in _GRAD_READS:
+    if call.target in GRAD_READS:
         return ()
     return call.input_refs()[:1] if isinstance(call.outputs, Ref) else call.input_refs()
 
