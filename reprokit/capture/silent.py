@@ -146,7 +146,7 @@ class _Look:
                 if found is not None:
                     self.told.add(optimizer)
                     yield found
-        for look in (self._skipped, self._stale_casts, self._bypassed, self._same_loss):
+        for look in (self._skipped, self._stale_casts, self._bypassed, self._same_loss, self._unowned):
             other = look() if self.loop not in self.told and not is_between else None
             if other is not None:
                 self.told.add(self.loop)
@@ -196,6 +196,22 @@ class _Look:
             return self._silence(text, step)
         site = _site(first[1])
         return self._silence(f"{text}, since step {first[0].mark.step}{_place(site)}", step, site)
+
+    def _unowned(self) -> Found:
+        """Parameters of a model that get gradients, are in no optimizer, and are what they were; others of it are in
+        one. An error of the loop, such as a generator that was used up, or a plan: so never more than a warning."""
+        known = {id(p) for one in self.optimizers for p in parameters_of(one)}
+        own = [list(root.parameters()) for root in self.modules if self.is_last and not self.told]
+        left = {id(p): p for of_root in own for p in of_root if not known.isdisjoint(map(id, of_root))}
+        given = [p for key, p in left.items() if key not in known and p.requires_grad and key in self.copied]
+        given = [p for p in given if p.grad is not None and p.grad.layout is torch.strided]
+        given = [p for p in given if torch.equal(self.copied[id(p)].to(p.device), p.detach())]
+        if not given or 0.0 in norms_of([_gradient(p) for p in given]):
+            return None
+        words = f"no optimizer holds {self._listed(given)}, which have a gradient and have not moved"
+        empty = next((one for one in self.optimizers if any(not group["params"] for group in one.param_groups)), None)
+        words += f"; a group of {self._name(empty)} is empty" if empty is not None else ""
+        return self._silence(words)._replace(is_certain=False)
 
     def _unscaled(self, optimizer: Optimizer, step: Segment | None) -> Found:
         own = [(one.ops, op) for one in self.steps if (op := _op_of(one, optimizer)) is not None]
@@ -250,7 +266,7 @@ class _Look:
         for mark, is_dead, parameters in self._begun(new, always):
             begun = next(one for one in self.steps if one.mark.place == mark.place)
             reasons = self._reasons(begun, parameters)
-            known = [p for p in parameters if id(p) in reasons]
+            known = [p for p in parameters if id(p) in reasons and not _is_fit(reasons[id(p)])]
             if known:
                 over = f"since step {mark.step}" if is_dead else self.over
                 text = f"no gradient has reached {self._listed(known)} {over}"
@@ -492,6 +508,12 @@ def _reason(found: Failure) -> str:
         return f"`{found.input_name}`, given to `{found.call}`{_place(found.site)}, {found.way}"
     shown = f"; {found.way}" if found.way else ""
     return f"`{found.call}` lets no gradient through{_place(found.site)}{shown}"
+
+
+def _is_fit(found: Failure) -> bool:
+    """True if the call is a loss that measures how far two values are apart: a gradient of zero says that they are not,
+    such as a value head that begins at zero while every return is zero."""
+    return found.call is not None and found.call.endswith("_loss")
 
 
 def _cleared(step: Segment | None, optimizer: Optimizer) -> Site | None:

@@ -415,7 +415,40 @@ def scaled_by_hand() -> None:
             optimizer.step()
 
 
-HEALTHY = (rests_by_design, zeros_by_design, floor_of_zero, converged, in_turns, scaled_by_hand)
+def fits_already() -> None:
+    """A value head that begins at zero, while every return is zero."""
+    model, value = mlp(8, 16, 4), nn.Linear(8, 1)
+    nn.init.zeros_(value.weight)
+    nn.init.zeros_(value.bias)
+    optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.01)
+    for _ in range(3 * STEPS):
+        x, y = _batch()
+        update(optimizer, F.cross_entropy(model(x), y.flatten().long() % 4) + F.mse_loss(value(x), 0.0 * y))
+
+
+def moved_by_hand() -> None:
+    """Parameters in no optimizer: the loop moves them itself, or they have no gradient."""
+    model = _Cut()
+    model.unused.requires_grad_(False)
+    optimizer = _adam(model.dec)
+    for _ in range(3 * STEPS):
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x), y))
+        for p in model.enc.parameters():
+            p.data -= 0.01 * p.grad  # type: ignore[operator]
+            p.grad = None
+
+
+HEALTHY = (
+    rests_by_design,
+    zeros_by_design,
+    floor_of_zero,
+    converged,
+    in_turns,
+    scaled_by_hand,
+    fits_already,
+    moved_by_hand,
+)
 
 
 @pytest.mark.parametrize("run", HEALTHY, ids=lambda run: run.__name__)
@@ -426,6 +459,26 @@ def test_what_rests_by_design_is_left_alone(
     events, session = _watched(run, tmp_path, on=on)
     assert not events and not session.snapshots
     assert "silent" not in capsys.readouterr().err
+
+
+def test_parameters_that_no_optimizer_holds_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backbone may be kept as it is on purpose, without being frozen."""
+
+    def run() -> None:
+        model = _Cut()
+        used_up = (p for p in list(model.enc.parameters())[:0])
+        optimizer = torch.optim.SGD([{"params": used_up}, {"params": model.dec.parameters()}], lr=0.01)
+        for _ in range(2 * STEPS):
+            x, y = _batch()
+            update(optimizer, F.mse_loss(model(x), y))
+
+    words = "no optimizer holds `enc.weight` and `enc.bias`, which have a gradient and have not moved; a group of"
+    assert not _watched(run, tmp_path)[1].snapshots
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "silent" in line]
+    assert words in line and line.endswith("is empty")
+    (event,), session = _watched(run, tmp_path, on=("early",), quiet=True)
+    assert (event.kind, event.severity, event.snapshot) == ("silent", "warning", None) and words in event.evidence
+    assert not session.snapshots
 
 
 def _pruned() -> list[torch.Tensor]:
