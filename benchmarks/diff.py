@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import torch  # noqa: F401 - once for all forks
 from command import JSON, new_parser, print_json
 
 PAIRS = Path(__file__).resolve().parent / "pairs"
@@ -57,7 +59,7 @@ PLANTED = [
     Pair("attention", "detach", "detach", "hidden = hidden.detach()"),
     Pair("attention", "no_residual", "add", "x = hidden if WAY", alone="first"),
     Pair("attention", "in_place", "add_", "x.mul_(1.0).add_(0.5)", alone="second"),
-    Pair("attention", "draws_more", "dropout", "F.dropout(scores", alone="second"),
+    Pair("attention", "draws_more", "dropout", "weights = F.dropout(", "another state of the random generator"),
     Pair("attention", "padding", inputs=r"0\.weight", num_inputs=1),
     Pair("attention", "betas", "step", "optimizer.step()", "betas.1: 0.999 -> 0.95"),
     Pair("attention", "decay", "step", "optimizer.step()", "weight_decay: 0.01 -> 0.1"),
@@ -66,7 +68,7 @@ PLANTED = [
     Pair("attention", "ignored", "cross_entropy", "loss = F.cross_entropy(", "ignore_index: 0 -> -100"),
     Pair("attention", "double_softmax", "softmax", "logits = logits.softmax(-1) if", alone="second"),
     Pair("attention", "init", inputs=r"[0-3]\..*(weight|bias)", num_inputs=19),
-    Pair("attention", "seed", inputs="ids|rng.*", num_inputs=3, step=1),
+    Pair("attention", "seed", inputs="ids|rng", num_inputs=2, step=1),
     Pair("images", "kernel", "relu", "x = F.relu(self.norm(self.conv1(x)))"),
     Pair("images", "momentum", "batch_norm", "norm", "momentum: 0.1 -> 0.2"),
     Pair("images", "counts_wrong", "div", "x = x.sum((2, 3)) / (x.shape[2] * (x.shape[3] + 1))"),
@@ -101,30 +103,49 @@ ALIKE = [
 ]
 
 
-def reprokit(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """One command."""
-    given = [sys.executable, *launcher, "-m", "reprokit", *words]
-    return subprocess.run(given, cwd=folder, capture_output=True, text=True, check=False, env=os.environ)
+def reprokit(folder: Path, *words: str, ranks: int = 0) -> tuple[str, str]:
+    """What a command prints on stdout and stderr. It runs in a fork of this process, which has imported torch."""
+    if ranks:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        given = [sys.executable, *launcher, "-m", "reprokit", *words]
+        done = subprocess.run(given, cwd=folder, capture_output=True, text=True, check=False, env=os.environ)
+        return done.stdout, done.stderr
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            os.chdir(folder)
+            sys.argv = ["reprokit", *words]
+            try:
+                runpy.run_module("reprokit", run_name="__main__")
+            except SystemExit:
+                pass
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+        os.waitpid(child, 0)
+        return tuple(file.seek(0) or file.read() for file in (out, err))
 
 
 def compared(folder: Path, pair: Pair) -> tuple[JSON, str]:
     """The row of `diff` for a pair, and its text; what is saved already is not saved again."""
     script = PAIRS / f"{pair.script}.py"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") * (pair.script == "ranks")
     names = []
     for way in filter(None, (pair.base, pair.way)):
         name = f"{pair.script}.{way}"
         names.append(f"{name}-step{pair.step}.pt")
         if not (folder / names[-1]).exists():
             words = ("capture", "-q", "--at-step", str(pair.step), "-f", "-o", f"{name}.pt", str(script), way)
-            reprokit(folder, *words, launcher=launcher)
+            reprokit(folder, *words, ranks=2 * (pair.script == "ranks"))
     if pair.script == "ranks":
         names = [f"ranks.{pair.way}.rank{rank}-step{pair.step}.pt" for rank in (0, 1)]
     elif pair.script == "compiled":
         names += ["--compile", f"{COMPILERS}:{pair.way}"]
-    done = reprokit(folder, "diff", "--json", *names)
-    row: JSON = json.loads(done.stdout)["rows"][0] if done.stdout else {"verdict": "", "lines": []}
-    return row, done.stderr
+    printed, said = reprokit(folder, "diff", "--json", *names)
+    row: JSON = json.loads(printed)["rows"][0] if printed else {"verdict": "", "lines": []}
+    return row, said
 
 
 def is_named(pair: Pair, row: JSON) -> bool:

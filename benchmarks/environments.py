@@ -46,15 +46,19 @@ def reprokit(python: str, folder: Path, timeout: float, *words: str) -> tuple[JS
 def rows_of(name: str, script: Path, step: int, work: Path, options: Any) -> list[JSON]:
     """All comparisons of one script."""
     work.mkdir(parents=True, exist_ok=True)
-    shutil.copy(script, work / "train.py")
-    save = ("capture", "-q", "--at-step", str(step), "-f", "-o")
-    reprokit(sys.executable, work, options.timeout, *save, "new.pt", "train.py")
-    files = [file for file in ("new.pt", f"new-step{step}.pt") if (work / file).exists()]
+    for file in script.parent.glob("*.py") if script.name == "train.py" else (script,):
+        shutil.copy(file, work / ("train.py" if file == script else file.name))
+    save, said = ("capture", "-q", "--no-cause", "--at-step", str(step), "-f", "-o"), ""
+    if not (work / f"new-step{step}.pt").exists():
+        _, said, _ = reprokit(sys.executable, work, options.timeout, *save, "new.pt", "train.py")
     rows = []
-    for file in files:
+    for kind in options.kinds:
+        file = "new.pt" if kind == "failing" else f"new-step{step}.pt"
+        if not (work / file).exists():
+            rows.append({"case": name, "kind": kind, "verdict": "not saved", "lines": [said], "with": "all"})
+            continue
         ways = [word for python in options.python for word in ("--python", python)]
         found, text, seconds = reprokit(sys.executable, work, options.timeout, "diff", "--json", file, *ways)
-        kind = "failing" if file == "new.pt" else "healthy"
         rows += [_row(name, kind, row, seconds / len(options.python)) for row in found.get("rows", ())]
         if not found:
             rows.append({"case": name, "kind": kind, "verdict": "no result", "lines": [text], "with": "all"})
@@ -94,6 +98,7 @@ def main() -> int:
     parser = new_corpus_parser(__doc__, jobs=1)
     parser.add_argument("--python", action="append", required=True, metavar="PATH", help="a Python with another torch")
     parser.add_argument("--there", action="store_true", help="capture with these Pythons too, and compare the files")
+    parser.add_argument("--kinds", nargs="+", default=["healthy", "failing"], help="the steps to compare")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the files here")
     options = parser.parse_args()
     cases = {f.name: (f / "train.py", _healthy_step(f)) for f in find_cases(options, "case.json")}
@@ -109,7 +114,7 @@ def main() -> int:
                 print(line(row), *(row["lines"] if row["verdict"] != "equal" else ()), sep="\n    ", file=sys.stderr)
                 sys.stderr.flush()
     print_json({"rows": rows}, options.json)
-    return int(any(row["verdict"] in ("no result", "cannot be run") for row in rows))
+    return int(any(row["verdict"] in ("no result", "cannot be run", "not saved") for row in rows))
 
 
 def _healthy_step(case: Path) -> int:

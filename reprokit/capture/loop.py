@@ -795,7 +795,7 @@ class Loop:
             self.judge.end_step()
         self.has_differentiated = self._has_forward = False
         self._is_stale = True
-        if self.asked or not self.is_noted or self.budget.is_sparing:
+        if not self.is_noted or self.budget.is_sparing:
             self.choose()
         if self.generators.states is not None:
             self.generators.restart()

@@ -133,7 +133,7 @@ def _as_trained(row: dict[str, Any], files: Mapping[Path, Snapshot]) -> dict[str
         more = f"; its calls beside compiled ones: `reprokit diff {path} --compile {backends[0]}`" if backends else ""
         row["lines"].append(f"the replay of {path.name} is {snapshot.fidelity}: {snapshot.fidelity_note}{more}")
     losses = [[step.loss for step in snapshot.timeline if step.step == snapshot.step] for snapshot in files.values()]
-    is_explained = len(losses) == 2 and losses[0] == losses[1]
+    is_explained = len(losses) == 2 and str(losses[0]) == str(losses[1])  # as words, in which a NaN is equal to itself
     is_unseen = unlike and not is_explained and row["verdict"] in (EQUAL, ROUNDING)
     return {**row, "verdict": UNSEEN} if is_unseen else row
 
@@ -332,7 +332,7 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
         alone = _only(found)
         lines = [f"all {counted(len(alone[2]), 'call')} of both, their gradients and updates agree in all bits"]
         lines += [_only_words(*alone[:2])] if any(alone[:2]) else []
-        is_other = losses[0] != losses[1] or errors[0] != errors[1] or (any(alone[:2]) and bool(raised))
+        is_other = str(losses[0]) != str(losses[1]) or errors[0] != errors[1] or (any(alone[:2]) and bool(raised))
         return _row(name, DIFFERENT if is_other else EQUAL, [*lines, *raised, *filter(None, [loss])])
     gap, lines = departure.gap, [f"first different call: {_call_words(departure.call)}: {found.words}"]
     if found.real is None:

@@ -42,7 +42,10 @@ from reprokit.program.step import HasProgram, Step
 MOST_BYTES = 2**31  # of tensors that are held to be compared, as of the copies that a capture keeps
 _BYTES = 32  # of an element: of both runs, in float64 as well
 _SAME_FORMULA = 1e-9  # of the largest element: float64 leaves 1e-16 times the number of operations
-_SAME_DRAWN = 1e-6  # the same behind a random call, which is made in float32 there, because float64 draws other numbers
+_SAME_DRAWN = (
+    1e-6  # the same behind a random call, which is made in float32 there, because float64 draws other numbers;
+)
+# and after an update: Adam divides gradients that are rounding, as that of a bias of keys, by their own size
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C1  # odd bits of the golden ratio, which spreads neighbours (Knuth, volume 3, 6.4)
 _MOST_CONSTANTS = 64
@@ -374,7 +377,9 @@ class Comparison:
         found = list(_input_differences(mine, others, inputs))
         if found:
             return cls(Run(mine, mine), Run(others, others), found)
-        return cls.of_runs(Run.of(one), Run.of(other, {v: mine.tensors[p] for v, p in inputs.items()}))
+        drawn = {item.value for item in other.program.inputs if item.role == "rng"}
+        wide = {value: mine.tensors[partner] for value, partner in inputs.items() if value not in drawn}
+        return cls.of_runs(Run.of(one), Run.of(other, wide))
 
     @classmethod
     def of_runs(cls, one: Run, other: Run) -> Comparison:
@@ -423,7 +428,12 @@ def _input_partners(one: Step, other: Step) -> dict[int, int]:
 
 
 def _input_differences(one: Step, other: Step, partners: Mapping[int, int]) -> Iterator[InputDifference]:
-    for item in other.program.inputs:
+    """Inputs that differ. Of the states of a random generator only the first is given: draws before make the others."""
+    inputs = [[*step.program.inputs] for step in (one, other)]
+    drawn = [[item for item in items if item.role == "rng"] for items in inputs]
+    for items, states in zip(inputs, drawn, strict=True):
+        items[:] = [item for item in items if item not in states[1 if all(drawn) else 0 :]]
+    for item in inputs[1]:
         if item.value not in partners:
             yield InputDifference(item.name, item.role, "only the second step has it")
             continue
@@ -435,7 +445,7 @@ def _input_differences(one: Step, other: Step, partners: Mapping[int, int]) -> I
         if gap is not None:
             words = "the state of the random generator differs" if item.role == "rng" else ""
             yield InputDifference(item.name, item.role, words or gap.words)
-    for item in one.program.inputs:
+    for item in inputs[0]:
         if item.value not in partners.values():
             yield InputDifference(item.name, item.role, "only the first step has it")
 
@@ -592,9 +602,10 @@ class _Walk:
     @functools.cached_property
     def ends(self) -> list[Version]:
         """The places that differ of what the second step leaves: its outputs, what it has written into inputs, their
-        gradients, and what optimizers were given and made of it. All places of a step that raised."""
+        gradients, and what optimizers were given and made of it. All places of a step that raised, or whose loss is NaN
+        or inf, behind which nothing differs."""
         run, program = self.other, self.other.step.program
-        if self.one.error or run.error:
+        if self.one.error or run.error or not math.isfinite(run.loss or 0.0):
             return self.differing
         given, steps = (
             [item.value for item in program.inputs],
@@ -609,7 +620,8 @@ class _Walk:
     def gap(self, place: Version) -> Gap | None:
         """The difference at a place; an optimizer's options may show in later steps only, as a beta of Adam does."""
         if place not in self._gaps:
-            mine = self._mine(place)
+            mine, index = self._mine(place), self.other.calls.get(place, -1)
+            is_update = index >= 0 and self.other.step.program.calls[index].is_optimizer_step
             if mine not in self.one.marks or place not in self.other.marks:
                 which = "first" if mine not in self.one.marks else "second"
                 found: Gap | None = Gap(0, 1, math.inf, math.inf, None, f"the {which} has no gradient here")
@@ -618,9 +630,8 @@ class _Walk:
                     self._hold(place)
                 first, second, *exact = self._held.pop(place)
                 least = self.largest_gradient if place.start else 0.0
-                found = gap_between(first, second, (exact[0], exact[1]), self.formats, self.same_formula, least)
-            index = self.other.calls.get(place, -1)
-            is_update = index >= 0 and self.other.step.program.calls[index].is_optimizer_step
+                same = max(self.same_formula, _SAME_DRAWN) if is_update else self.same_formula
+                found = gap_between(first, second, (exact[0], exact[1]), self.formats, same, least)
             if is_update and (found is None or not found.why) and self._has_other_options(index):
                 found = replace(found or Gap(0, 0, 0.0, 0.0, 0), why="its other options show in later steps")
             self._gaps[place] = found
@@ -659,10 +670,21 @@ class _Walk:
         if phase is Phase.OPTIMIZER and before is not None:  # what writes into gradients, as clipping does
             found += [at for at in range(before) if at not in matched and _writes_gradients(ours[at])]
             found_other += [at for at in range(index) if self._is_new(at) and _writes_gradients(theirs[at])]
+        elif phase is Phase.BACKWARD:  # what reads a value here and not there, so that its gradient is another
+            mine = self.partner[place.result].value
+            found += [at for at, call in enumerate(ours) if at not in matched and mine in call.input_refs()]
         only_first, only_second = [ours[at] for at in found], [theirs[at] for at in found_other]
         settings = _settings(ours[before], theirs[index]) if before is not None and index in self.calls else ""
+        if before is not None and not self._draws_alike(ours[before], theirs[index]):
+            settings = ", ".join(filter(None, [settings, "another state of the random generator"]))
         is_exact = before is not None and not (only_first or only_second) and self._is_given_equal(before, index)
         return Departure(place, theirs[index], phase, gap, only_first, only_second, settings, is_exact)
+
+    def _draws_alike(self, before: Call, call: Call) -> bool:
+        """True if no call draws random numbers, or both begin with the same state of the generator."""
+        states = [self.one.step.tensors[before.mode.rng.value]] if before.mode.rng is not None else []
+        states += [self.other.step.tensors[call.mode.rng.value]] if call.mode.rng is not None else []
+        return len(states) < 2 or same_bits(*states)
 
     def _is_given_equal(self, before: int, index: int) -> bool:
         calls = (

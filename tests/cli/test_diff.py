@@ -48,7 +48,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.normed(x)).chunk(3, -1)
         scores = torch.einsum("bqd,bkd->bqk", q, k) if way == "einsum" else q @ k.transpose(-1, -2)
         scores = scores if way == "scale" else scores / 8**0.5
-        made = scores.softmax(-1) @ v
+        F.dropout(scores, 0.1) if way == "draws" else None
+        made = F.dropout(scores.softmax(-1), 0.1) @ v
         made = made.detach() if way == "detach" else made
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "half"):
             return x + torch.tanh(self.out(made))
@@ -68,7 +69,7 @@ for step in range(2):
     x = x.double() if way == "double" else x
     loss = F.cross_entropy(net(x).flatten(0, 1), y, label_smoothing=0.1 if way == "smoothing" else 0.0)
     optimizer.zero_grad()
-    loss.backward()
+    (loss if way == "whole" else loss * (float("nan") if way == "nan" else 0.5)).backward()
     optimizer.step()
 """
 COMPILER = """\
@@ -98,6 +99,8 @@ DIFFERENCES = {
     "detach": ("`torch.Tensor.detach` in `0`", "the second has no gradient here"),
     "betas": ("`torch.optim.AdamW.step`", "0.999 -> 0.95"),
     "smoothing": ("`torch.nn.functional.cross_entropy`", "label_smoothing: 0.0 -> 0.1"),
+    "whole": ("`torch.nn.functional.cross_entropy`", "only the first has `mul` (train.py:"),
+    "draws": ("`torch.nn.functional.dropout` in `0`", "another state of the random generator"),
     "seed": ("what the step is given differs", "`x`"),
     "kernel": ("first different call as recorded: `torch.tanh` in `0`", "run here, both make the same of it"),
 }
@@ -111,7 +114,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(SCRIPT)
     (folder / "failing.py").write_text(FAILING)
     (folder / "compiler.py").write_text(COMPILER)
-    for way in ("plain", "compiled", *DIFFERENCES, *ALIKE):
+    for way in ("plain", "compiled", "nan", *DIFFERENCES, *ALIKE):
         words = ("capture", "-q", "--at-step", "0", "-o", f"{way}.pt", "train.py", way)
         run_python_in(folder, "-m", "reprokit", *words)
     return folder
@@ -138,8 +141,10 @@ def test_rounding_is_no_difference(way: str, runs: Path, capsys: pytest.CaptureF
 
 def test_one_file_in_other_ways(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert diff(runs, capsys, "plain-step0.pt")[0] == 0
+    code, text = diff(runs, capsys, "nan.pt", "nan.pt")
+    assert code == 0 and "agree in all bits" in text and "loss nan and nan" in text
     code, text = diff(runs, capsys, "kernel-step0.pt")
-    assert code == 1 and "as recorded: `torch.tanh` in `0`, train.py:32" in text
+    assert code == 1 and "as recorded: `torch.tanh` in `0`, train.py:33" in text
     code, text = diff(runs, capsys, "plain-step0.pt", "--dtype", "float64", "--dtype", "bfloat16")
     assert code == 0 and text.count("the runs differ by rounding") == 2, text
 
@@ -159,6 +164,7 @@ def test_other_pythons(
     assert code == 2 and text.endswith(f"cannot be run\nreprokit:   {lacking}\n"), text
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by the compiler
 def test_a_compiled_step_is_not_what_is_replayed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (("plain-step0.pt", "compiled-step0.pt"), ("compiled-step0.pt",)):
         code, text = diff(runs, capsys, *words)
@@ -167,7 +173,7 @@ def test_a_compiled_step_is_not_what_is_replayed(runs: Path, capsys: pytest.Capt
             "the replay of compiled-step0.pt is " in text and "compiled-step0.pt --compile compiler.py:wrong`" in text
         )
     code, text = diff(runs, capsys, "compiled-step0.pt", "--compile", f"{runs}/compiler.py:wrong")
-    assert code == 1 and "first different call: `torch.tanh` in `0`, train.py:32" in text, text
+    assert code == 1 and "first different call: `torch.tanh` in `0`, train.py:33" in text, text
 
 
 def test_steps_that_raise_and_steps_of_other_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
