@@ -350,8 +350,10 @@ class _Look:
             ratio = f"{number_words(low / high)} times that of `{names[1]}` ({number_words(high)})"
             lead = f"the gradient of `{names[0]}` vanishes"
             return self._silence(f"{lead}: its norm is {number_words(low)}, {ratio}", step)
-        modules = (m for root in self.modules for m in root.modules())
-        own = {id(m.weight) for m in modules if isinstance(m, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d))}
+        kinds = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)
+        modules = [m for root in self.modules for m in root.modules() if isinstance(m, kinds)]
+        # As a parameter: a parametrized `weight` is computed, and spectral norm moves its buffers, when it is read
+        own = {id(p) for m in modules for name, p in m.named_parameters(recurse=False) if name == "weight"}
         modes = [op.mode.autocast for op in step.ops if op.kind is Root] if step is not None else []
         is_half = any(name == "torch.float16" for mode in modes for _, name in mode) and not self.loop.scalers.is_used
         for n, (p, gradient) in enumerate(given[:-1]):

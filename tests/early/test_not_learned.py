@@ -522,3 +522,20 @@ def test_layers_that_were_replaced_are_not_filled_again(tmp_path: Path) -> None:
     events, _ = _watched(lambda: watched.extend(_pruned()), tmp_path, on=("early",), quiet=True)
     assert all(map(torch.equal, bare, watched))
     assert "since step 60, tests/early/test_not_learned.py:" in events[0].evidence
+
+
+@pytest.mark.parametrize("on", [("early",), ("nonfinite",)], ids=["early", "default"])
+def test_a_weight_that_is_computed_when_it_is_read_is_not_read(on: tuple[str, ...], tmp_path: Path) -> None:
+    """Spectral norm moves its buffers with each read of `weight`."""
+
+    def train() -> None:
+        layers = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 24)) for _ in range(2)]
+        model = nn.Sequential(layers[0], nn.Tanh(), nn.Linear(24, 8), layers[1], nn.Linear(24, 1))
+        _train(model)
+        ended.append([*model.state_dict().values()])
+
+    ended: list[list[torch.Tensor]] = []
+    torch.manual_seed(0)
+    train()
+    _watched(train, tmp_path, on=on, quiet=True)
+    assert all(map(torch.equal, *ended))
