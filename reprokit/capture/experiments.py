@@ -411,7 +411,8 @@ class Experiments:
 
     def _with_rows(self, found: Unlike, series: Series) -> Unlike:
         """With the rows that are unlike before, if these are some of a single tensor, or with what made the batch."""
-        if found.words and (made := self._loop.samples.collate(series.numbers[found.since][0]())):
+        whole = series.numbers.get(found.since, ()) if found.role == "batch" and found.words else ()
+        for made in filter(None, (self._loop.samples.collate(number()) for number in whole)):
             return replace(found, words=f"{found.words} (put into a batch by {made})")
         odd = [(n, value) for n, value in enumerate(series.values.get(found.since, ())) if _is_odd(value, found)]
         if found.role != "batch" or found.words or len(odd) != 1 or not odd[0][1].dim():

@@ -425,15 +425,14 @@ def describe(error: BaseException, op: Op | None, loop: Loop) -> Raised:
     if own and inside > own[-1]:
         line = relative_path(_file_of(entries[inside])), entries[inside].tb_lineno or 0
     site = make_site(place.tb_frame.f_code, place.tb_lasti, line) if place is not None else None
-    phase = _PHASES.get(op.kind, Phase.FORWARD) if op is not None else Phase.FORWARD
+    phases = {Backward: Phase.BACKWARD, OptimizerStep: Phase.OPTIMIZER}
+    phase = phases.get(op.kind, Phase.FORWARD) if op is not None else Phase.FORWARD
     is_deliberate = all(file and kind_of_file(file) == "user" for file in map(_raiser, chain(error)))
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
     calls = [n for n, entry in enumerate(entries) if entry.tb_frame.f_code is torch_private.call_impl_code]
-    called = [entries[n].tb_frame.f_locals.get("self") for n in calls]
-    module: str | None = None
-    if called and called[-1] is not None:
-        paths = (user_path(path) for root in roots for path, part in root.named_modules() if part is called[-1])
-        module = next((path for path in paths if path), f"<{type(called[-1]).__name__}>")
+    called = entries[calls[-1]].tb_frame.f_locals.get("self") if calls else None
+    paths = (user_path(path) for root in roots for path, part in root.named_modules() if part is called)
+    module = next((path for path in paths if path), f"<{type(called).__name__}>") if called is not None else None
     facts: list[str] = []
     if place is not None and not is_deliberate:
         with ignored_errors():  # objects of the user's
@@ -466,8 +465,7 @@ def _inference_notes(loop: Loop) -> dict[int, str]:
 
 
 def _optimizer_facts(op: Op, tape: Tape, frames: Sequence[FrameType]) -> list[str]:
-    """The options of an optimizer that changed their type since its step before, and gradients that are all zero, with
-    the variables of the ``frames`` that are all zero too, such as the weights of a batch."""
+    """The options of an optimizer that changed their type; gradients that are all zero, and variables that are too."""
     before = next((one for one in reversed(tape.ops()) if one.target is op.target), op)
     facts = list(option_words(op.note.options, before.note.options, frames[-1].f_code.co_filename))
     known = [p.grad for p in parameters_of(op.target) if p.grad is not None]
@@ -480,9 +478,6 @@ def _optimizer_facts(op: Op, tape: Tape, frames: Sequence[FrameType]) -> list[st
 
 def _file_of(entry: TracebackType) -> str:
     return entry.tb_frame.f_code.co_filename
-
-
-_PHASES = {Backward: Phase.BACKWARD, OptimizerStep: Phase.OPTIMIZER}
 
 
 def is_inside_step(tape: Tape) -> bool:

@@ -57,7 +57,7 @@ def option_words(options: Sequence[Mapping[str, Any]], before: Sequence[Mapping[
                 of = f", from the power `{ast.unparse(power)}` in line {power.lineno}" if power is not None else ""
                 of += ", complex for a negative base" * bool(of)
                 where = f" (assigned at {relative_path(file)}:{line}{of})"
-            yield f"`{name}` of the optimizer is {_text(group[name])}, and was {_text(old[name])} before{where}"
+            yield f"`{name}` of the optimizer is {_text(group[name], {})}, and was {_text(old[name], {})} before{where}"
 
 
 def carried_by(roots: Iterable[torch.nn.Module]) -> Iterator[str]:
@@ -122,27 +122,26 @@ def _words(node: ast.AST, frame: FrameType, notes: Mapping[int, str]) -> str:
         value = _value(node, frame)
     except (LookupError, TypeError):
         return ""
-    words = _text(value)
+    words = _text(value, notes)
     if type(value) in (list, tuple) and value:
-        parts = [_text(part) for part in value[:_MOST]]
+        parts = [_text(part, notes) for part in value[:_MOST]]
         words = f"{len(value)} items" + (f": {'; '.join(parts)}" if all(parts) else "")
-    is_inference = isinstance(value, torch.Tensor) and value.is_inference()
-    known = notes.get(id(value), "made in inference mode, before the calls that are kept" if is_inference else "")
-    return f"`{ast.unparse(node)}` is {words}{f', {known}' if known else ''}" if words else ""
+    return f"`{ast.unparse(node)}` is {words}" if words else ""
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, notes: Mapping[int, str]) -> str:
     """A number, or a tensor as ``float32 [8, 3]``; of a single number its value; empty for anything else."""
     if type(value) in (float, complex):
         return f"{value:.6g}{', a complex number' if type(value) is complex else ''}"
     if not isinstance(value, torch.Tensor):
         return str(value) if type(value) in (bool, int, type(None)) else ""
-    words = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    words = [f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"]
     if not value.is_cpu or value.layout is not torch.strided:
-        return f"{words} ({value.device}, {str(value.layout).removeprefix('torch.')})"
-    is_zero = value.numel() > 1 and not bool(value.any())
-    words += f", {value.item():.6g}" if value.numel() == 1 else ", all zeros" if is_zero else ""
-    return words if value.is_contiguous() else f"{words}, not contiguous"
+        words[0] += f" ({value.device}, {str(value.layout).removeprefix('torch.')})"
+    elif value.numel() == 1 or not bool(value.any()):
+        words.append(f"{value.item():.6g}" if value.numel() == 1 else "all zeros" if value.numel() else "")
+    unknown = "made in inference mode, before the calls that are kept" if value.is_inference() else ""
+    return ", ".join(filter(None, [*words, notes.get(id(value), unknown)]))
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.Assign | ast.AugAssign, str]]:
@@ -153,7 +152,11 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[ast.Assign | ast.AugAssign, st
 
 
 def _assignment(tree: ast.AST, name: str, line: int) -> ast.Assign | ast.AugAssign | None:
-    """The last assignment to a name above a line, else the last one below it, as in a loop."""
+    """The last assignment to a name above a line, else below it; none of several if it is in a branch without it."""
     found = [one for one, target in _assignments(tree) if target == name]
     found = [one for one in found if not one.lineno <= line <= (one.end_lineno or line)]
-    return max(found, key=lambda one: (one.lineno < line, one.lineno), default=None)
+    made = max(found, key=lambda one: (one.lineno < line, one.lineno), default=None)
+    blocks = [one for node in ast.walk(tree) if isinstance(node, ast.If) for one in (node.body, node.orelse) if one]
+    spans = [range(one[0].lineno, (one[-1].end_lineno or line) + 1) for one in blocks]
+    is_aside = made is not None and any(made.lineno in span and line not in span for span in spans)
+    return made if len(found) == 1 or not is_aside else None

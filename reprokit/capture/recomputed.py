@@ -49,10 +49,10 @@ class Recomputations(TorchFunctionMode):
             self._running.append(made)
             other = self._expected[place : place + 1] if self._expected is not None else [made]
             if other != [made] and not self.found:
-                self.found = f"when recomputed, {made} ({', '.join(operands_at(user, user.f_lasti, {}))})"
+                old = (one for one in tensors_in(args) if id(one) in self._made and self._made[id(one)]() is one)
+                notes = dict.fromkeys(map(id, old), "which the forward pass made and something has kept")
+                self.found = f"when recomputed, {made} ({', '.join(operands_at(user, user.f_lasti, notes))})"
                 self.found += "".join(f"; in its place {one} in the forward pass" for one in other)
-                if any(id(one) in self._made and self._made[id(one)]() is one for one in tensors_in(args)):
-                    self.found += "; it reads a tensor that the forward pass made, which something has kept"
         return result
 
     @contextlib.contextmanager

@@ -247,7 +247,11 @@ def state_of_a_whole_batch() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, x, _ in batches():
         given = x[: 2 if step == BAD_STEP else 3, None, :4]
-        state = torch.zeros(1, 3, 3)
+        if step == BAD_STEP:
+            state = torch.zeros(1, 3, 3)
+        else:  # which the line of the exception has not come through
+            state = torch.zeros(1, len(given), 3)
+            assert state is not None
         update(optimizer, model(given, state)[0].square().mean())
 
 
@@ -440,11 +444,10 @@ def test_the_issue_says_no_more_than_is_known(
             "`weight_decay` of the optimizer is ", "j, a complex number, and was 0 before (assigned at ",
             ", from the power `(1 - step / (BAD_STEP - 1)) ** 0.9` in line ", ", complex for a negative base)"]),
         (state_of_a_whole_batch, RuntimeError, None, [
-            "`given` is float32 [2, 1, 4] (assigned at ", "`state` is float32 [1, 3, 3], all zeros (assigned at "]),
+            "`given` is float32 [2, 1, 4] (assigned at ", "`state` is float32 [1, 3, 3], all zeros."]),
         (checkpoint_of_a_cache, CheckpointError, None, [
-            "when recomputed, `cat` (", " gives [4, 3] (`self.keys` is 2 items: ", "; in its place `cat` (",
-            ") gives [2, 3] in the forward pass; it reads a tensor that the forward pass made, which something has "
-            "kept."]),
+            "when recomputed, `cat` (", " gives [4, 3] (`self.keys` is 2 items: float32 [2, 3], which the forward pass "
+            "made and something has kept; float32 [2, 3]", "; in its place `cat` (", ") gives [2, 3] in the forward "]),
         (label_of_no_class, IndexError, "torch.nn.functional.cross_entropy", [
             ": `kinds` is 2 at [2] (1 of 3 elements, in row 2), and its input has 2 classes. "]),
         (sentence_too_long, IndexError, "torch.nn.functional.embedding", [
