@@ -71,7 +71,7 @@ class Silent:
     """
 
     def __init__(self, session: Session, loop: Loop, report: Report, *, finds_dead: bool) -> None:
-        self._session, self._loop, self._report, self.finds_dead = session, loop, report, finds_dead
+        self._session, self.loop, self._report, self.finds_dead = session, loop, report, finds_dead
         self.num_looks, self.norm = 0, 0.0
         self.told: Any = weakref.WeakSet()  # optimizers, and the loop for what is of none
         # At the first look: norm and version of parameters without a gradient, those with one of rounding, the units of
@@ -91,14 +91,13 @@ class Silent:
     def look(self, optimizer: Optimizer | None, frame: FrameType | None, *, is_last: bool = True) -> Path | None:
         """Look, the first time right after the step of an ``optimizer``; the path of a file, if one was written. An
         error in here ends the look."""
-        if self._loop.iterations.total < FIRST_STEPS or is_capturing():
+        if self.loop.iterations.total < FIRST_STEPS or is_capturing():
             return None
         self.num_looks, path = self.num_looks + 1, None
         try:
             with self._session.replaying(ends=False):
-                look = _Look(self, self._loop, frame, optimizer, is_last=is_last)
-                found = list(look.findings())
-                idle = look.without_gradient() if optimizer is not None else ""
+                look = _Look(self, frame, optimizer, is_last=is_last)
+                found, idle = list(look.findings()), look.without_gradient() if optimizer is not None else ""
         except Exception as error:
             pass_on(error)
             self._session.complain("could not look for what is not learned", error)
@@ -113,11 +112,9 @@ class Silent:
 class _Look:
     """One look at the steps that are kept, and at the state of now: after the step of ``now``, or later."""
 
-    def __init__(
-        self, seen: Silent, loop: Loop, frame: FrameType | None, now: Optimizer | None, *, is_last: bool
-    ) -> None:
-        self.seen, self.loop, self.frame, self.now, self.is_last = seen, loop, frame, now, is_last
-        self.idle, self.told = seen.idle, seen.told
+    def __init__(self, seen: Silent, frame: FrameType | None, now: Optimizer | None, *, is_last: bool) -> None:
+        self.seen, self.loop, self.frame, self.now, self.is_last = seen, seen.loop, frame, now, is_last
+        self.idle, self.told, loop = seen.idle, seen.told, seen.loop
         self.steps, self.modules, self.optimizers = loop.tape.segments(), loop.world.modules, loop.world.optimizers
         self.over = f"in {counted(loop.iterations.completed, 'step')}"
         self.copied: dict[int, torch.Tensor] = {}  # what the first copy that is kept holds

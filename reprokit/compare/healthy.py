@@ -320,16 +320,20 @@ def _is_silent(step: Step, sizes: _Sizes, index: int, led_to: set[int], is_all: 
     if not sent or not all(size is not None and size <= most for size in sent):
         return False
     makes_zeros = not any(sizes.writes.get(index, {}).get(value) for value in call.output_refs())
-    return makes_zeros or is_all or short_name(call).strip("_") in _FLAT or _is_saturated(step, index, read)
+    return makes_zeros or is_all or short_name(call).strip("_") in _FLAT or _is_saturated(step, index)
 
 
-def _is_saturated(step: Step, index: int, read: list[int]) -> bool:
+def _is_saturated(step: Step, index: int) -> bool:
     """True if each element of what a call returns is at one of two ends, and those of what it is given are not."""
-    (result, *_) = step.program.calls[index].output_refs()
-    values = run(step.program, step.tensors, keep=frozenset([result, *read])).values
-    given = [values.get(v, step.tensors.get(v)) for v in read]
-    is_alike = all(t is not None and t.shape == values[result].shape and not _ends(t) for t in given)
-    return is_alike and bool(_ends(values[result]))
+    result, given = _result_of(step, index)
+    return given.shape == result.shape and not _ends(given) and bool(_ends(result))
+
+
+def _result_of(step: Step, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first tensor that a call returns, and the first that it is given."""
+    result, given = step.program.calls[index].output_refs()[0], step.program.calls[index].input_refs()[0]
+    values = {**step.tensors, **run(step.program, step.tensors, keep=frozenset([result, given])).values}
+    return values[result], values[given]
 
 
 def _ends(tensor: torch.Tensor) -> list[float]:
@@ -343,16 +347,11 @@ def _ends(tensor: torch.Tensor) -> list[float]:
 
 def _shown_by(step: Step, index: int) -> str:
     """What the results of a call show that lets no gradient through; empty if nothing."""
-    call, results = step.program.calls[index], step.program.calls[index].output_refs()
-    if not results:
-        return ""
-    (result, *_), given = results, next(iter(call.input_refs()), -1)
-    values = {**step.tensors, **run(step.program, step.tensors, keep=frozenset([result, given])).values}
-    ends = " or ".join(map(number_words, _ends(values[result])))
-    shape = list(values[given].shape) if given in values else []
-    if "cross_entropy" in short_name(call) and shape[:2][-1:] == [1]:
+    result, given = _result_of(step, index)
+    ends, shape = " or ".join(map(number_words, _ends(result))), list(given.shape)
+    if "cross_entropy" in short_name(step.program.calls[index]) and shape[:2][-1:] == [1]:
         return f"its scores {shape} have one class, so it returns the same number, {ends}, whatever they are"
-    return f"all of its outputs are {ends}" if ends and values[result].numel() > 1 else ""
+    return f"all of its outputs are {ends}" if ends and result.numel() > 1 else ""
 
 
 def let_through(failure: Failure, failing: Step, healthy: Step) -> Failure | None:

@@ -277,7 +277,12 @@ SILENT: list[tuple[Callable[[], None], str]] = [
 def _watched(run: Callable[[], None], folder: Path, **options: Any) -> tuple[list[reprokit.TrainingEvent], Any]:
     torch.manual_seed(0)
     events: list[reprokit.TrainingEvent] = []
-    with reprokit.capture(folder / "run.pt", on_event=events.append, after="continue", **options) as session:
+    given: dict[str, Any] = {
+        "after": "continue",
+        "budget": "off",
+        **options,
+    }  # else it depends on time which steps can be played
+    with reprokit.capture(folder / "run.pt", on_event=events.append, **given) as session:
         run()
     return events, session
 

@@ -29,7 +29,7 @@ class _Watched:
 def _watched(folder: Path, *on: str) -> Iterator[_Watched]:
     torch.manual_seed(0)
     events: list[reprokit.TrainingEvent] = []
-    with reprokit.capture(folder / "run.pt", on=on, on_event=events.append, quiet=True) as session:
+    with reprokit.capture(folder / "run.pt", on=on, on_event=events.append, quiet=True, budget="off") as session:
         yield _Watched(session, events)
 
 
