@@ -44,7 +44,6 @@ from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
 from reprokit.program.step import Step
-from reprokit.series.cause import JUMP
 from reprokit.series.course import (
     HIGH,
     LEVEL,
@@ -60,7 +59,7 @@ from reprokit.series.course import (
 )
 from reprokit.series.events import LineLog, Silence, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
-from reprokit.series.unlike import FAR, Shift, grouped
+from reprokit.series.unlike import FAR, JUMP, Unlike, grouped
 from reprokit.words import number_words, times_words, visible_line
 
 if TYPE_CHECKING:
@@ -226,19 +225,22 @@ class EarlyWarning:
         ):
             return
         self._looked_for_changes = loop.iterations.total
-        found, odd = list[Shift](), list[Slot]()
+        found, odd = list[Unlike](), list[Slot]()
         with loop.recorder.paused(), ignored_errors():
             found, odd = self._usual.look(frame)
         for shift in grouped([*found, *(self._unlike(frame, odd) if odd else [])]):
             self._emit(self._changed(shift))
 
-    def _changed(self, shift: Shift) -> TrainingEvent:
-        step, words = max(self._loop.iterations.completed - 1, 0), f"since step {shift.step} {shift.name} {shift.text}"
-        return TrainingEvent("change", step, "warning", words, shift.place, shift.step)
+    def _changed(self, shift: Unlike) -> TrainingEvent:
+        step, words = (
+            max(self._loop.iterations.completed - 1, 0),
+            f"since step {shift.since} {shift.name} {shift.words}",
+        )
+        return TrainingEvent("change", step, "warning", words, shift.place, shift.since)
 
     def _unlike(
         self, frame: FrameType | None, wanted: Collection[Slot] | None = None, until: int | None = None
-    ) -> list[Shift]:
+    ) -> list[Unlike]:
         """The data, those ``wanted`` if that is given, that are unlike before: in the last steps, or in one of them."""
         if self._loop.world.is_complete and self._loop.ranks.is_alone:
             with self._session.replaying(ends=False), ignored_errors():  # of the user's code

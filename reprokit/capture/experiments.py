@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from reprokit.capture import readings
 from reprokit.capture.calls import Backward, CompiledStep, OptimizerStep, Root, ScaleLoss, Transform
-from reprokit.capture.readings import UNNAMED, InputWatch, Key, LossWatch, Series, Setting, StatePart, States
+from reprokit.capture.readings import UNNAMED, InputWatch, Key, LossWatch, Series, StatePart, States
 from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.structure import map_leaves
 from reprokit.capture.tape import Mark, Number, Op, Segment
@@ -33,10 +33,11 @@ from reprokit.errors import pass_on
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
-from reprokit.series import cause
-from reprokit.series.cause import EVENTS, JUMP, SMALLER_RATES, TENTH, Cause, Intervention, Unlike
+from reprokit.series import cause, unlike
+from reprokit.series.cause import EVENTS, SMALLER_RATES, TENTH, Cause, Intervention
 from reprokit.series.story import failing_series
 from reprokit.series.timeline import parameters_of
+from reprokit.series.unlike import JUMP, Reading, Unlike
 from reprokit.words import counted, number_words, row_words, user_path
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ _RECENT = 3  # updates and gradients before the failure that count: the first on
 _LARGE_NORM = 20.0  # times the median norm of the gradients: clipping changes all that follows
 _CLASSES = {"batch": "data", "carried": "state", "setting": "setting"}
 _MOST_OF_A_KIND = 3  # changes: the same images may be read at many places
+_SETTINGS = ("option", "argument", "attribute")  # that a play can change
 _MOST_INPUTS = 4  # of a step that are exchanged one at a time
 
 
@@ -76,7 +78,7 @@ def rewritten_inputs(loop: Loop, segment: Segment, frame: FrameType | None) -> I
             rows = list(bad_rows(differs))
             values = [part[rows] if rows else part for part in (now, then)]
             name = found.name if found is not None else UNNAMED
-            yield cause.rewritten(
+            yield unlike.rewritten(
                 name, segment.mark.step, rows, *((float(part.amin()), float(part.amax())) for part in values)
             )
 
@@ -203,6 +205,8 @@ class Experiments:
         self._own = [segment for segment in segments if segment.mark.step >= self._began]
         self._steps = list(dict.fromkeys(segment.mark.step for segment in self._own))  # one may have several updates
         self._roots = root_names(loop.world.modules, frame)
+        kept = readings.settings_over(self._own, of_all=True).items()
+        self._settings = {k: v for k, v in kept if k[0] in _SETTINGS and not any(isinstance(one, str) for _, one in v)}
         self._tried: list[Intervention] = []
         self._num_unreached = 0
 
@@ -250,7 +254,7 @@ class Experiments:
             counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
             num = int(max(counts, default=0))
             if 0 < num < len(played):
-                says = f"{cause.emptied_state(type(optimizer).__name__, played[-num]).text}."
+                says = f"{unlike.emptied_state(type(optimizer).__name__, played[-num]).text}."
                 states: States = {parameter: {} for parameter in parameters_of(optimizer)}
                 plan = _Plan("state", says, "the state of the optimizer kept", states=states, since=played[-num])
                 again = self._play(plan, _Changing(plan, self._deadline))
@@ -319,7 +323,7 @@ class Experiments:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 path = ".".join(filter(None, [root, user_path(name)]))
                 parts.setdefault(id(tensor), StatePart(path, root, tensor, id(tensor) in stepped))
-        return InputWatch(self._deadline, self._loop.world.state_ids(), parts, self._frame)
+        return InputWatch(self._deadline, self._loop.world.state_ids(), parts)
 
     def _names(self) -> Names:
         alive, modules, ops = self._loop.tape.alive(), self._loop.world.modules, self._segments[-1].ops
@@ -331,16 +335,16 @@ class Experiments:
         for found, states in watch.lost[-1:]:
             is_once, text = len(watch.lost) == 1, "the state of the optimizer as before"  # some loops reset it at times
             yield _Plan("state", f"{found.text}.", text, is_once, states=states, since=found.since)
-        yield from self._odd_settings(watch)
+        yield from self._odd_settings()
         for found, tensor, old in watch.written[:_MOST_OF_A_KIND]:
             yield _Plan("state", f"{found.text}.", f"{found.name} as before", held=[(tensor, old)], since=found.since)
         yield from self._added_gradients()
         yield from self._smaller_rate(watch) if self._diverged is not None else ()
         yield from self._odd_state(watch)
-        for keys, one in _grouped(watch.settings, cause.course):
+        for keys, one in self._grouped(unlike.course):
             if one.name == "lr" and self._diverged is None:  # a warm-up: a model that does not train never fails
                 continue
-            yield _setting_plan(watch, keys, one, one.first, is_odd=False)
+            yield self._setting_plan(keys, one, one.first, is_odd=False)
         halves = {dtype for op in self._segments[-1].ops for _, dtype in op.mode.autocast}
         halves &= {str(dtype) for dtype in HALVES}
         compiled = {op.kind for ops, _ in self._segments for op in ops} & {Transform, CompiledStep}
@@ -411,36 +415,62 @@ class Experiments:
 
     def _with_rows(self, found: Unlike, series: Series) -> Unlike:
         """With the rows that are unlike before, if these are some of a single tensor, or with what made the batch."""
-        whole = series.numbers.get(found.since, ()) if found.role == "batch" and found.words else ()
+        whole = series.numbers.get(found.since, ()) if found.role == "batch" and found.is_now else ()
         for made in filter(None, (self._loop.samples.collate(number()) for number in whole)):
-            return replace(found, words=f"{found.words} (put into a batch by {made})")
+            return replace(found, words=f"{found.text} (put into a batch by {made})")
         odd = [(n, value) for n, value in enumerate(series.values.get(found.since, ())) if _is_odd(value, found)]
-        if found.role != "batch" or found.words or len(odd) != 1 or not odd[0][1].dim():
+        if found.role != "batch" or found.words or found.is_now or len(odd) != 1 or not odd[0][1].dim():
             return found
         (place, tensor), ops = odd[0], [op for ops, mark in self._segments if mark.step == found.since for op in ops]
         rows = rows_where(_odd_elements(tensor, found))
         samples = self._loop.samples.words(series.numbers[found.since][place], ops, rows, len(tensor))
         return replace(found, rows=tuple(rows), samples=samples) if len(rows) < len(tensor) else found
 
-    def _odd_settings(self, watch: InputWatch) -> Iterator[_Plan]:
+    def _odd_settings(self) -> Iterator[_Plan]:
         """Settings that have jumped, as they were before."""
-        for keys, one in _grouped(watch.settings, cause.changed):
+        for keys, one in self._grouped(unlike.changed):
             is_raised = max(map(abs, one.now)) > max(map(abs, one.before))  # many runs lower a rate at times
-            yield _setting_plan(watch, keys, one, one.since, is_odd=is_raised)
+            yield self._setting_plan(keys, one, one.since, is_odd=is_raised)
+
+    def _grouped(self, how: Callable[..., Unlike | None]) -> list[tuple[list[Key], Unlike]]:
+        """Settings that are unlike before, those together that have one name and changed at one step."""
+        found: dict[tuple[str, int], tuple[list[Key], Unlike]] = {}
+        for key, values in self._settings.items():
+            changes = [one for n, one in enumerate(values) if not n or one[1] != values[n - 1][1]]
+            read = [Reading(step, float(value), float(value)) for step, value in changes]
+            is_flag = isinstance(values[0][1], bool)
+            if how("", read, is_flag=is_flag) is None:
+                continue
+            name = readings.setting_name(key, self._loop, self._frame)[0]
+            one = how(name.strip("`"), read, is_flag=is_flag)
+            if one is not None and name.startswith("`"):
+                found.setdefault((one.name.rpartition(".")[2], one.since), ([], one))[0].append(key)
+        return list(found.values())[:_MOST_OF_A_KIND]
+
+    def _setting_plan(self, keys: Sequence[Key], one: Unlike, since: int, *, is_odd: bool = True) -> _Plan:
+        """Settings with their values of before the step ``since``."""
+        known = {key: self._settings[key] for key in keys}
+        values = {key: [*pairs[:1], *(p for p in pairs if p[0] < since)][-1][1] for key, pairs in known.items()}
+        first, *others = {str(value): value for value in values.values()}.values()
+        value = str(first) if isinstance(first, bool) else number_words(float(first))
+        name = one.name if len(keys) == 1 else one.name.rpartition(".")[2]
+        text = f"`{name}` as before" if others else f"`{name}` at {value} as before"
+        return _Plan("setting", f"{one.text}.", text, is_odd, edit=partial(_with_settings, values, since))
 
     def _odd_state(self, watch: InputWatch) -> Iterator[_Plan]:
         """Parts of the state that grow, fall or drift: as they were first."""
         found = []
         for part in watch.followed:
-            odd, unlike = None, cause.drift(part.name, "state", part.readings) if part.tensor.numel() == 1 else None
+            given = part.name, "state", part.readings
+            odd, one = None, unlike.drift(*given) if part.tensor.numel() == 1 else None
             if not part.is_stepped:  # a bias drifts in many runs, and goes anywhere in one that has diverged
-                odd = cause.growth(part.name, "state", part.readings) or cause.decay(part.name, "state", part.readings)
-                unlike = odd or unlike or cause.sign(part.name, "state", part.readings)
-            found += [(part, unlike, odd is not None)] if unlike is not None else []
-        for part, unlike, is_odd in sorted(found, key=lambda item: not item[2])[:_MOST_OF_A_KIND]:
+                odd = unlike.growth(*given) or unlike.decay(*given)
+                one = odd or one or unlike.sign(*given)
+            found += [(part, one, odd is not None)] if one is not None else []
+        for part, one, is_odd in sorted(found, key=lambda item: not item[2])[:_MOST_OF_A_KIND]:
             is_single = part.tensor.numel() == 1
             value = number_words(float(part.first)) if is_single else f"its value before step {self._steps[0]}"
-            text, says = f"`{part.name}` held at {value}", f"{unlike.text}."
+            text, says = f"`{part.name}` held at {value}", f"{one.text}."
             yield _Plan("state", says, text, is_odd, held=[(part.tensor, part.first)])
             if not is_single:  # averages of a teacher are made of all its buffers: teacher_variance_negative
                 held = [(one.tensor, one.first) for one in watch.followed if one.root == part.root]
@@ -467,7 +497,7 @@ class Experiments:
             name = f"`{readings.slot_name(names, one, slot, spaces)}`"
             seen = [value.shape for n in before for value in one.values.get(n, ())]
             steps = f"steps {before[0]}-{before[-1]}" if len(before) > 1 else f"step {before[0]}"
-            sizes[name] = cause.resized(name, seen, one.values[last][0].shape, f"step {last}", steps)
+            sizes[name] = unlike.resized(name, seen, one.values[last][0].shape, f"step {last}", steps)
             for now in later:
                 if not all(map(torch.equal, one.values[now], one.values[step])):
                     found = zip(one.numbers[now], one.values[step], strict=True)
@@ -496,7 +526,7 @@ def _is_over(series: Series, found: Unlike, last: int) -> bool:
 
 
 def _is_odd(value: torch.Tensor, found: Unlike) -> bool:
-    return bool(found.words) or bool(_odd_elements(value, found).any())
+    return bool(found.words or found.is_now) or bool(_odd_elements(value, found).any())
 
 
 def _odd_elements(tensor: torch.Tensor, found: Unlike) -> torch.Tensor:
@@ -523,29 +553,6 @@ def _replaced(series: Series, step: int, found: Unlike, *, is_whole: bool) -> di
     return values
 
 
-Grouped = tuple[list[Key], Unlike]
-
-
-def _grouped(settings: Mapping[Key, Setting], how: Callable[..., Unlike | None]) -> list[Grouped]:
-    """Settings that are unlike before, those together that have one name and changed at one step."""
-    found: dict[tuple[str, int], Grouped] = {}
-    for key, setting in settings.items():
-        one = how(setting.name, setting.readings, is_flag=setting.is_flag) if setting.name else None
-        if one is not None:
-            found.setdefault((setting.name.rpartition(".")[2], one.since), ([], one))[0].append(key)
-    return list(found.values())[:_MOST_OF_A_KIND]
-
-
-def _setting_plan(watch: InputWatch, keys: Sequence[Key], one: Unlike, since: int, *, is_odd: bool = True) -> _Plan:
-    """Settings with their values of before the step ``since``."""
-    values = {key: watch.settings[key].before(since) for key in keys}
-    first, *others = {str(value): value for value in values.values()}.values()
-    value = str(first) if isinstance(first, bool) else number_words(first)
-    name = one.name if len(keys) == 1 else one.name.rpartition(".")[2]
-    text = f"`{name}` as before" if others else f"`{name}` at {value} as before"
-    return _Plan("setting", f"{one.text}.", text, is_odd, edit=partial(_with_settings, values, since))
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -555,11 +562,11 @@ def _with_settings(values: Mapping[Key, Any], since: int, op: Op, mark: Mark) ->
     if mark.step < since:
         return op
     if op.kind is OptimizerStep:
-        return _with_options(op, lambda place, name, value: values.get((op.target, place, name), value))
-    if op.kind is Root and op.note.attributes is not None:
-        own = {(place, name): value for (owner, place, name), value in values.items() if owner is op.target}
-        op = op._replace(note=replace(op.note, attributes=op.note.attributes.with_values(own))) if own else op
-    call = (op.code, op.instruction)
+        return _with_options(op, lambda *key: values.get(("option", id(op.target), *key[:-1]), key[-1]))
+    own = {key[1:]: value for key, value in values.items() if key[0] == "attribute"}
+    if own and op.kind is Root and op.note.attributes is not None:
+        op = op._replace(note=replace(op.note, attributes=op.note.attributes.with_values(own)))
+    call = ("argument", op.code, op.instruction)
     args = tuple(values.get((*call, place), value) for place, value in enumerate(op.args))
     return op._replace(args=args, kwargs={name: values.get((*call, name), value) for name, value in op.kwargs.items()})
 
@@ -567,12 +574,19 @@ def _with_settings(values: Mapping[Key, Any], since: int, op: Op, mark: Mark) ->
 def _with_smaller_rate(factor: float, op: Op, mark: Mark) -> Op:
     if op.kind is not OptimizerStep:
         return op
-    return _with_options(op, lambda _, name, value: value * factor if name == "lr" and _is_number(value) else value)
+    return _with_options(op, lambda *key: key[-1] * factor if key[2] == "lr" and _is_number(key[-1]) else key[-1])
 
 
-def _with_options(op: Op, change: Callable[[int, str, Any], Any]) -> Op:
+def _with_options(op: Op, change: Callable[[int, int, str, Any], Any]) -> Op:
+    """A step with other options, made of the place of a group, the part of the option, its name and value."""
+
+    def changed_in(place: int, name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(change(place, part, name, one) for part, one in enumerate(value))
+        return change(place, 0, name, value)
+
     groups = enumerate(op.note.options)
-    options = [{name: change(place, name, value) for name, value in group.items()} for place, group in groups]
+    options = [{name: changed_in(place, name, value) for name, value in group.items()} for place, group in groups]
     return op._replace(note=replace(op.note, options=options))
 
 

@@ -9,46 +9,118 @@ from __future__ import annotations
 import ast
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from reprokit.capture.calls import (
     Backward,
+    Clip,
     CompiledStep,
     Function,
     OptimizerStep,
     Root,
     Transform,
+    ZeroGrad,
     gives_gradients,
     name_of,
     starts_of,
     unscaled,
 )
-from reprokit.capture.replay import PlayObserver, Replay
+from reprokit.capture.replay import Player, PlayObserver, Replay
 from reprokit.capture.structure import iter_leaves, iter_tensors
-from reprokit.capture.tape import Number, Op
-from reprokit.capture.tensor_names import Names
-from reprokit.compare.quantity import norm_of, number_of, update_of
+from reprokit.capture.tape import Number, Op, Segment
+from reprokit.capture.tensor_names import Names, names_of, parameter_names, root_names
+from reprokit.compare.quantity import norm_of, number_of, numbers_of, update_of
 from reprokit.locate.ways import HALVES
 from reprokit.program.functions import written_argument
 from reprokit.program.sites import make_site, parts
-from reprokit.series.cause import Reading, Unlike, changed, course, emptied_state, growth, unlike, written
 from reprokit.series.timeline import parameters_of
+from reprokit.series.unlike import Reading, Unlike, Value, changed, course, emptied_state, growth, unlike, written
 from reprokit.words import user_path
+
+if TYPE_CHECKING:
+    from reprokit.capture.loop import Loop
 
 _MOST_KEPT = 2**24  # elements of the values of usual steps that are kept to be put in the place of odd ones
 UNNAMED = "input"
 _COMMUTATIVE = frozenset({"add", "mul"})
 _FACTORS = frozenset({"mul", "rmul", "div", "rdiv", "truediv", "rtruediv"})  # calls whose single numbers are settings
-_MOST_NAME = 30  # characters of an expression that is a name
+_MOST_NAME, _MOST_WORDS = 30, 60  # characters of an expression that is a name, and of one that has a number in it
 
+S = TypeVar("S")
 Slot = tuple[Any, int, int | str]  # the code and instruction of a call, and the position or name of an argument
 States = dict[torch.Tensor, dict[str, Any]]  # of optimizers, by parameter
-Key = tuple[Any, Any, Any]  # of a setting: an argument's slot; an optimizer, group and name; a root, part and name
+Key = tuple[Any, ...]  # of a setting: its kind, whose it is, and its name
+
+
+class Inputs:
+    """Finds what the calls that use the ``state`` are given besides, call by call: data, and what earlier steps have
+    made of the state. What a step itself makes of the state is a consequence."""
+
+    def __init__(self, state: Set[int]) -> None:
+        self._state = state
+        self._made_in: dict[Number, int] = {}  # the step in which something was computed of the state
+        self._seen: set[Number] = set()
+        self._random: set[Number] = set()
+        self._derived: set[Number] = set()  # computed of data
+
+    def begin(self, player: Player | None = None) -> None:
+        """A step begins; a ``player`` plays it."""
+        self._seen = set()
+        self.alive: Callable[[Number], torch.Tensor | None] = (
+            player.alive.get if player is not None else Number.__call__
+        )
+        self.value = player.value if player is not None else Number.__call__
+
+    def given(self, step: int, op: Op) -> Iterator[tuple[Slot, Number]]:
+        """The values that a call meets the state with, each once in a step; before the call is `made`."""
+        for slot, number in given_to(op) if self._meets(op) else ():
+            if not (self._is_state(number) or self._made_in.get(number) == step or number in self._seen):
+                self._seen.add(number)
+                yield slot, number
+
+    def made(self, step: int, op: Op) -> None:
+        """A call is over."""
+        if op.kind is Backward or self._meets(op):
+            self._made_in.update(dict.fromkeys(op.outs, step))
+        elif op.kind is Function:
+            self._derived.update(() if all(map(self.is_plain, op.ins)) else op.outs)
+            is_drawn = op.note is not None and op.note.rng is not None
+            self._random.update(op.outs if is_drawn or not self._random.isdisjoint(op.ins) else ())
+
+    def over(self, step: int, ops: Iterable[Op]) -> Iterator[tuple[Slot, Number, Op]]:
+        """The values that the calls of a step are given, each with the call."""
+        for op in ops:
+            yield from ((slot, number, op) for slot, number in self.given(step, op))
+            self.made(step, op)
+
+    def is_random(self, number: Number) -> bool:
+        """True for what was made of what the loop has drawn."""
+        return number in self._random
+
+    def is_plain(self, number: Number) -> bool:
+        """True for a single number that the loop has made a tensor of, such as a coefficient, and no loader."""
+        tensor = self.value(number)
+        is_made = number not in self._derived and number not in self._random and getattr(number, "batch", None) is None
+        return is_made and tensor is not None and tensor.dim() == 0
+
+    def role(self, op: Op, number: Number) -> str:
+        """What a value is that a call was given."""
+        is_factor = name_of(op).rpartition(".")[2].strip("_") in _FACTORS and self.is_plain(number)
+        return "carried" if number in self._made_in else "setting" if is_factor else "batch"
+
+    def _meets(self, op: Op) -> bool:
+        is_whole = op.kind in (Root, Transform, CompiledStep)  # with parameters that are no arguments
+        return op.kind.is_forward and (is_whole or any(n in self._made_in or self._is_state(n) for n in op.ins))
+
+    def _is_state(self, number: Number) -> bool:
+        tensor = self.alive(number)
+        return tensor is not None and (id(tensor) in self._state or isinstance(tensor, torch.nn.Parameter))
 
 
 class LossWatch(PlayObserver):
@@ -91,7 +163,7 @@ class Series:
             gone = course(name, changes)
             gone = replace(gone, since=gone.first + 1) if gone is not None else None
             return changed(name, changes, is_flag=False) or gone
-        return unlike(name, self.role, self.readings, num_past)
+        return unlike(name, self.role, self.readings, num_past=num_past)
 
 
 @dataclass
@@ -113,51 +185,29 @@ class StatePart:
         return is_own and self.tensor.is_floating_point()
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A number that is no tensor: its readings where it changed, and the ``values`` themselves."""
-
-    name: str
-    is_flag: bool
-    readings: list[Reading] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-
-    def before(self, step: int) -> Any:
-        """Its value before a step, else the first one."""
-        place = next((n for n, one in enumerate(self.readings) if one.step >= step), len(self.values))
-        return self.values[max(0, place - 1)]
-
-
 class InputWatch(LossWatch):
     """Reads what the steps were given. ``parts`` are parameters and buffers by ``id``; of these some are
     ``followed``."""
 
-    def __init__(
-        self, deadline: float, state: set[int], parts: Mapping[int, StatePart], frame: FrameType | None
-    ) -> None:
+    def __init__(self, deadline: float, state: set[int], parts: Mapping[int, StatePart]) -> None:
         super().__init__(deadline)
-        self._spaces = spaces_of(frame)
         self.series: dict[Slot, Series] = {}
-        self.settings: dict[Key, Setting] = {}
         self.followed = [part for part in parts.values() if part.is_followed]
         self.written: list[tuple[Unlike, torch.Tensor, torch.Tensor]] = []  # with what it was
         self.lost: list[tuple[Unlike, States]] = []  # states of optimizers, with what their last step has left
         self.updates: list[float] = []  # over the norm of the parameters
         self.norms: list[float] = []  # of gradients
         self.halves: set[str] = set()  # half precisions of what the last step has made
-        self._parts, self._state = parts, state
-        self._made_in: dict[Number, int] = {}  # the step in which something was computed of parameters
-        self._seen: set[Number] = set()
-        self._random: set[Number] = set()
-        self._derived: set[Number] = set()  # computed of data
-        self._noted: dict[int, Any] = {}  # attributes of root modules
+        self._parts = parts
+        self._inputs = Inputs(state)
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, or what is written
         self._left: States = {}  # by the last update of each parameter
         self._lines: dict[int, str] = {}  # that wrote into tensors, by their ``id``
         self._num_kept = 0
 
     def begin(self, replay: Replay) -> bool:
-        self._seen, self.halves = set(), set()
+        self._inputs.begin(replay.player)
+        self.halves = set()
         for part in self.followed:
             if not part.readings:
                 part.first = part.tensor.detach().clone()
@@ -171,31 +221,17 @@ class InputWatch(LossWatch):
             self._compare_states(step, op.target)
             norm = norm_of(parameter.grad for parameter in changed if parameter.grad is not None)
             self.norms += [norm] if norm is not None else []
-            for place, group in enumerate(op.note.options):
-                for name, value in group.items():
-                    self._set((op.target, place, name), name, step, value)
         else:
             changed = list(self._written(replay, op))
         self._before = [(tensor, tensor.detach().clone()) for tensor in changed]
-        if op.kind.is_forward:
-            for argument, value in arguments_of(op):
-                self._set((op.code, op.instruction, argument), "", step, value, op)
-            if self._meets_model(replay, op):
-                self._read_all(replay, op)
-        if op.kind is Root and op.note.attributes is not None and op.mode.grad:
-            self._read_attributes(step, op)
+        self._read_all(replay, op)
         return super().before(replay, op)
 
     def after(self, replay: Replay, op: Op) -> bool:
         step = replay.segment.mark.step
         made = [value for number in op.outs if (value := replay.player.value(number)) is not None]
         self.halves.update(str(value.dtype).removeprefix("torch.") for value in made if value.dtype in HALVES)
-        if (op.kind.is_forward and self._meets_model(replay, op)) or op.kind is Backward:
-            self._made_in.update(dict.fromkeys(op.outs, step))
-        elif op.kind is Function:
-            self._derived.update(() if all(self._is_plain(replay, number) for number in op.ins) else op.outs)
-            is_drawn = op.note is not None and op.note.rng is not None
-            self._random.update(op.outs if is_drawn or not self._random.isdisjoint(op.ins) else ())
+        self._inputs.made(step, op)
         if op.kind is OptimizerStep:
             update = update_of([old for _, old in self._before], [tensor.detach() for tensor, _ in self._before])
             self.updates += [update] if update is not None else []
@@ -244,61 +280,17 @@ class InputWatch(LossWatch):
                     return found
         return None
 
-    def _meets_model(self, replay: Replay, op: Op) -> bool:
-        is_whole = op.kind in (Root, Transform, CompiledStep)  # with parameters that are no arguments
-        return is_whole or any(number in self._made_in or self._is_state(replay, number) for number in op.ins)
-
-    def _is_state(self, replay: Replay, number: Number) -> bool:
-        tensor = replay.player.alive.get(number)
-        return tensor is not None and id(tensor) in self._state
-
-    def _is_plain(self, replay: Replay, number: Number) -> bool:
-        """True for a single number that the loop has made a tensor of, such as a coefficient, and no loader."""
-        value, is_made = replay.player.value(number), number not in self._derived and number not in self._random
-        return is_made and value is not None and value.dim() == 0 and getattr(number, "batch", None) is None
-
     def _read_all(self, replay: Replay, op: Op) -> None:
-        step = replay.segment.mark.step
-        for slot, number in given_to(op):
-            is_own = self._is_state(replay, number) or self._made_in.get(number) == step
-            tensor = replay.player.value(number)
-            if is_own or number in self._seen or tensor is None:
+        step, inputs = replay.segment.mark.step, self._inputs
+        for slot, number in inputs.given(step, op):
+            if (tensor := replay.player.value(number)) is None:
                 continue
-            self._seen.add(number)
-            is_factor = name_of(op).rpartition(".")[2].strip("_") in _FACTORS and self._is_plain(replay, number)
-            role = "carried" if number in self._made_in else "setting" if is_factor else "batch"
-            series = self.series.setdefault(slot, Series(role, op, number in self._random))
+            series = self.series.setdefault(slot, Series(inputs.role(op, number), op, inputs.is_random(number)))
             _add(series.readings, read(step, tensor))
             series.numbers.setdefault(step, []).append(number)
             if self._num_kept + tensor.numel() <= _MOST_KEPT:
                 self._num_kept += tensor.numel()
                 series.values.setdefault(step, []).append(tensor.detach().clone())
-
-    def _set(self, key: Key, name: str, step: int, value: Any, op: Op | None = None) -> None:
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            return
-        if key not in self.settings:
-            name = name or (argument_name(op, key[2], self._spaces) if op is not None else "")
-            self.settings[key] = Setting(name, isinstance(value, bool))
-        known = self.settings[key]
-        reading = Reading(step, float(value), float(value))
-        if known.readings and known.readings[-1].step == step:
-            _add(known.readings, reading)
-        elif not known.readings or not known.readings[-1].low <= value <= known.readings[-1].high:
-            known.readings.append(reading)
-            known.values.append(value)
-
-    def _read_attributes(self, step: int, op: Op) -> None:
-        """Those of a root that have changed."""
-        noted = op.note.attributes
-        if self._noted.get(id(op.target)) is noted:
-            return
-        self._noted[id(op.target)] = noted
-        paths = {id(vars(module)): path for path, module in op.target.named_modules()}
-        for (space, name), value in noted.items():
-            if id(space) in paths:
-                path = ".".join(filter(None, [user_path(paths[id(space)]), name]))
-                self._set((op.target, id(space), name), path, step, value)
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> States:
@@ -321,17 +313,25 @@ def _add(readings: list[Reading], reading: Reading | None) -> None:
 
 def read(step: int, tensor: torch.Tensor) -> Reading | None:
     """The range of a tensor; ``None`` of one that has none, or a bad value, which is the failure itself."""
-    if tensor.numel() == 0 or tensor.is_complex() or tensor.layout is not torch.strided:
-        return None
-    try:
-        low, high = map(float, tensor.detach().aminmax())
-        zeros = 1 - int(tensor.detach().count_nonzero()) / tensor.numel()
-    except (RuntimeError, NotImplementedError):  # of a type that torch cannot compare, or without memory
-        return None
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return None
-    rows, dtype = len(tensor) if tensor.dim() else 0, str(tensor.dtype).removeprefix("torch.")
-    return Reading(step, low, high, tensor.numel(), zeros, rows, dtype)
+    return next(iter(read_all(step, [(None, tensor)]).values()), None)
+
+
+def read_all(step: int, given: Iterable[tuple[S, torch.Tensor]]) -> dict[S, Reading]:
+    """The values of a step; what one line read several times as one. Waits for a device once."""
+    known, parts = list[tuple[S, torch.Tensor]](), list[torch.Tensor]()
+    for slot, one in given:
+        with torch.no_grad(), suppress(RuntimeError, NotImplementedError, TypeError):  # of a type that has no such call
+            if one.layout is torch.strided and not one.is_complex() and one.numel():
+                parts += [*one.aminmax(), one.count_nonzero(), one.sum(dtype=torch.double)]
+                known.append((slot, one))
+    numbers, found = iter(numbers_of(parts)), dict[S, Reading]()
+    for slot, one in known:
+        low, high, count, total = (next(numbers) for _ in range(4))
+        if all(map(math.isfinite, (low, high, total))):
+            rows, dtype = one.shape[0] if one.dim() else 0, str(one.dtype).removeprefix("torch.")
+            reading = Reading(step, low, high, one.numel(), 1 - count / one.numel(), rows, dtype, total)
+            found[slot] = found[slot].joined(reading) if slot in found else reading
+    return found
 
 
 def arguments_of(op: Op) -> Iterator[tuple[int | str, Any]]:
@@ -348,6 +348,88 @@ def given_to(op: Op) -> Iterator[tuple[Slot, Number]]:
         else:
             for inner, number in enumerate(iter_leaves(value, Number)):
                 yield (op.code, op.instruction, f"{place}[{inner}]"), number
+
+
+def settings_of(ops: Sequence[Op], *, of_all: bool = False) -> dict[Key, Value]:
+    """The numbers, flags and words that a step ran with: arguments of calls, ``of_all`` or of those that gradients are
+    made of, options, attributes of its roots; that it made the calls which belong to a step. An evaluation comes before
+    the step, whose own ones stay."""
+    used = {n for n, op in enumerate(ops) if op.kind.is_forward} if of_all else _used_by_gradients(ops)
+    found = dict[Key, Any]()
+    for place, op in enumerate(ops):
+        if op.kind in (OptimizerStep, ZeroGrad, Clip):
+            owner = op.target if op.kind is OptimizerStep else op.args[0] if op.kind is ZeroGrad else None
+            found["call", op.kind, id(owner)] = True
+        if op.kind is OptimizerStep:
+            options = ((n, name, value) for n, group in enumerate(op.note.options) for name, value in group.items())
+            for n, name, value in options:
+                parts = enumerate(value) if isinstance(value, tuple) else [(0, value)]
+                found.update({("option", id(op.target), n, part, name): one for part, one in parts})
+        elif place in used:
+            found.update({("argument", op.code, op.instruction, name): value for name, value in arguments_of(op)})
+        if op.kind is Root and op.note.attributes is not None and op.mode.grad:
+            noted, parameters = op.note.attributes, op.note.attributes.layout.parameters
+            found.update({("attribute", id(space), name): value for (space, name), value in noted.items()})
+            flags = zip(parameters, noted.values[len(noted.values) - len(parameters) :], strict=True)
+            found.update({("flag", id(parameter)): flag for parameter, flag in flags})
+    return {key: value for key, value in found.items() if is_plain(value)}
+
+
+def _used_by_gradients(ops: Sequence[Op]) -> set[int]:
+    """The positions of the calls that gradients are made of, or that are made of gradients, and of writes."""
+    needed, of_gradients, found = set[Number](), set[Number](), set[int]()
+    for place in range(len(ops) - 1, -1, -1):
+        if ops[place].kind.differentiates or (ops[place].kind.is_forward and not needed.isdisjoint(ops[place].outs)):
+            found.add(place)
+            needed.update(ops[place].ins)
+    for place, op in enumerate(ops):
+        if (
+            op.kind is Clip
+            or op.kind.writes_state(op)
+            or op.kind.reads_gradients(op)
+            or not of_gradients.isdisjoint(op.ins)
+        ):
+            found.add(place)
+            of_gradients.update(op.outs)
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def settings_over(segments: Iterable[Segment], *, of_all: bool = False) -> dict[Key, list[tuple[int, Value]]]:
+    """The settings of steps, each with the steps that ran with one."""
+    found: dict[Key, list[tuple[int, Value]]] = {}
+    for ops, mark in segments:
+        for key, value in settings_of(ops, of_all=of_all).items():
+            found.setdefault(key, []).append((mark.step, value))
+    return found
+
+
+def setting_name(key: Key, loop: Loop, frame: FrameType | None) -> tuple[str, str | None]:
+    """The name of a setting as the user knows it, in words, and the module that it is of."""
+    kind, *where = key
+    modules, ops = loop.world.modules, loop.tape.ops()
+    if kind == "call":
+        found = names_of([op.target for op in ops if id(op.target) == where[1]][:1], frame)
+        names = {OptimizerStep: f"{found.get(where[1], 'optimizer')}.step", ZeroGrad: "zero_grad"}
+        return f"`{names.get(where[0], 'clip_grad_norm_')}`", None
+    if kind == "argument":
+        op = next((op for op in reversed(ops) if (op.code, op.instruction) == (where[0], where[1])), None)
+        name = argument_name(op, where[2], spaces_of(frame)) if op is not None else ""
+        site = make_site(where[0], where[1]) if where[0] is not None and not name else None
+        text = ast.unparse(next(iter(parts(site)))) if site is not None and parts(site) else ""
+        other = f"a number in `{text}`" if 0 < len(text) < _MOST_WORDS else "a number"
+        return f"`{name}`" if name else other, None
+    if kind == "flag":
+        name = parameter_names(modules, frame).get(where[0], "")
+        return f"`{name}.requires_grad`", name.rpartition(".")[0] or None
+    roots = root_names(modules, frame)
+    known = ((roots.get(id(root)), *one) for root in modules for one in root.named_modules())
+    owner = next((one for one in known if id(vars(one[2])) == where[0]), (None, "", None))
+    place = ".".join(filter(None, [owner[0], user_path(owner[1])]))
+    return f"`{'.'.join(filter(None, [place, where[-1]]))}`", place or None
 
 
 Spaces = Mapping[CodeType, Mapping[str, Any]]  # the variables of running functions

@@ -6,42 +6,44 @@ A look reads the tape and what is still alive; nothing is computed in a step for
 
 from __future__ import annotations
 
-import ast
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence, Set
 from itertools import groupby
-from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit.capture.calls import Clip, CompiledStep, OptimizerStep, Root, Transform, ZeroGrad
-from reprokit.capture.readings import Series, Slot, argument_name, arguments_of, given_to, slot_name, spaces_of
+from reprokit.capture.calls import OptimizerStep, ZeroGrad
+from reprokit.capture.readings import (
+    Inputs,
+    Key,
+    Series,
+    Slot,
+    is_plain,
+    read_all,
+    setting_name,
+    settings_of,
+    settings_over,
+    slot_name,
+    spaces_of,
+)
 from reprokit.capture.replay import PlayObserver, Replay, in_silence
-from reprokit.capture.tape import Number, Op
-from reprokit.capture.tensor_names import Names, names_of, parameter_names, root_names
-from reprokit.compare.quantity import numbers_of
-from reprokit.program.sites import make_site, parts
-from reprokit.series.cause import Reading
+from reprokit.capture.tape import Op
+from reprokit.capture.tensor_names import Names, names_of, root_names
 from reprokit.series.timeline import parameters_of
-from reprokit.series.unlike import CLEARLY, FAR, LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Shift, Value, setting, since
-from reprokit.words import user_path
+from reprokit.series.unlike import LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Reading, Unlike, Value, setting, told, unlike
 
 if TYPE_CHECKING:
     from reprokit.capture.loop import Loop
 
-_MOST_WORDS = 60  # characters of an expression
 _MOST_SETTINGS = 100_000
 _MOST_SEATS = 4  # optimizers that take turns in one iteration
 _MOST_READINGS, _MOST_ELEMENTS = 16, 2**24  # of a value that looks have read
 _ACTS_IN = 5  # steps, from a setting to the loss
 _LEAST_KEPT = 8  # steps that those from some step on are compared with
 _FREE_SECONDS, _SHARE = 3.0, 0.01  # of playing steps, in CPU time, which other processes do not change
-
-Key = tuple[Any, ...]
 
 
 class Usual:
@@ -55,7 +57,7 @@ class Usual:
         self._counts: dict[int, float] = {}  # of steps in their states
         self._began, self._spent = time.process_time(), 0.0
 
-    def look(self, frame: FrameType | None) -> tuple[list[Shift], list[Slot]]:
+    def look(self, frame: FrameType | None) -> tuple[list[Unlike], list[Slot]]:
         """What has changed since the last look, and the values that are to be read in all steps that are kept."""
         marks = self._loop.tape.marks
         begin = next((n for n in range(len(marks) - 1, 0, -1) if marks[n - 1].step != marks[-1].step), 0)
@@ -71,7 +73,7 @@ class Usual:
             count = _count_of(optimizer)
             if count < self._counts.get(number, 0):
                 name, step = names_of([optimizer], frame)[number], marks[-1].step - int(count) + 1
-                found.append(Shift(f"the state of `{name}`", step, f"counts fewer steps than before ({count:g})"))
+                found.append(told(f"the state of `{name}`", step, f"counts fewer steps than before ({count:g})"))
             self._kinds[number], self._counts[number] = _kind_of(optimizer), count
         return found, self._odd_values(ops)
 
@@ -80,20 +82,14 @@ class Usual:
     def has_moved(self, step: int) -> bool:
         """True if an option of an optimizer is far from all that it was until a few steps before: a restart that sets
         another learning rate, a weight decay in per cent. A schedule comes back to a rate that the run has had."""
-        before: dict[Key, list[Value]] = {}
-        now: dict[Key, Value] = {}
-        for segment in self._loop.tape.segments():
-            options = {key: value for key, value in settings_of(segment.ops).items() if key[0] == "option" and value}
-            for key, value in options.items() if segment.mark.step < step - _ACTS_IN else ():
-                before.setdefault(key, []).append(value)
-            now.update(options if segment.mark.step == step else {})
-        pairs = ((key, [(was, now[key]) for was in known]) for key, known in before.items() if key in now)
-        return any(
-            all(one != is_now and setting(one, is_now, is_rate=key[-1] == "lr") for one, is_now in both)
-            for key, both in pairs
-        )
+        for key, known in settings_over(self._loop.tape.segments()).items():
+            before = [value for at, value in known if value and at < step - _ACTS_IN]
+            now = [value for at, value in known if value and at == step] if before and key[0] == "option" else []
+            if now and all(one != now[-1] and setting(one, now[-1], option=key[-1]) for one in before):
+                return True
+        return False
 
-    def _changes(self, changed: Set[Key], ops: list[Op], frame: FrameType | None) -> Iterator[Shift]:
+    def _changes(self, changed: Set[Key], ops: list[Op], frame: FrameType | None) -> Iterator[Unlike]:
         """Those settings that had one value up to some step, have another one since, and no plan explains it."""
         series: dict[Key, list[tuple[int, Value]]] = {key: [] for key in changed}
         for step, group in groupby(self._loop.tape.segments(), lambda segment: segment.mark.step):
@@ -113,7 +109,7 @@ class Usual:
                 if not is_varied and len(before) >= LEAST_AFTER and since_step >= LEAST_BEFORE:
                     found[key] = since_step, was, now
         for key, (step, was, now) in found.items():
-            words = setting(was, now, is_rate=key[-1] == "lr")
+            words = setting(was, now, option=key[-1] if key[0] == "option" else "")
             is_plain = isinstance(now, (bool, str))
             if key[-1] == "training":
                 words = f"went from {'training' if was else 'eval'} mode to {'training' if now else 'eval'} mode"
@@ -126,8 +122,8 @@ class Usual:
             elif words is None and (step, now, was) in [one for other, one in found.items() if other[0] == key[0]]:
                 words = f"went from {was} to {now}"  # two were exchanged, such as the labels of a GAN
             if words is not None:
-                name, place = self._name(key, frame)
-                yield Shift(name, step, words, place)
+                name, place = setting_name(key, self._loop, frame)
+                yield told(name, step, words, place)
 
     def _ended(self, key: Key, ops: Sequence[Op]) -> str | None:
         """That a call which every step has made is not made any more, or an optimizer has lost its state with it."""
@@ -141,40 +137,18 @@ class Usual:
         new = [one for one in new if id(one) in self._loop.stateless and _kind_of(one) == self._kinds.get(owner)]
         return "is that of a new optimizer, without the state of the old one" if new else None
 
-    def _name(self, key: Key, frame: FrameType | None) -> tuple[str, str | None]:
-        """The name of a setting as the user knows it, and the module that it is of."""
-        kind, *where = key
-        modules, ops = self._loop.world.modules, self._loop.tape.ops()
-        if kind == "call":
-            found = names_of([op.target for op in ops if id(op.target) == where[1]][:1], frame)
-            names = {OptimizerStep: f"{found.get(where[1], 'optimizer')}.step", ZeroGrad: "zero_grad"}
-            return f"`{names.get(where[0], 'clip_grad_norm_')}`", None
-        if kind == "argument":
-            op = next((op for op in reversed(ops) if (op.code, op.instruction) == (where[0], where[1])), None)
-            name = argument_name(op, where[2], spaces_of(frame)) if op is not None else ""
-            site = make_site(where[0], where[1]) if where[0] is not None and not name else None
-            written = ast.unparse(next(iter(parts(site)))) if site is not None and parts(site) else ""
-            return f"`{name}`" if name else f"a number in `{written}`" if 0 < len(
-                written
-            ) < _MOST_WORDS else "a number", None
-        if kind == "flag":
-            name = parameter_names(modules, frame).get(where[0], "")
-            return f"`{name}.requires_grad`", name.rpartition(".")[0] or None
-        roots = root_names(modules, frame)
-        known = ((roots.get(id(root)), *one) for root in modules for one in root.named_modules())
-        owner = next((one for one in known if id(vars(one[2])) == where[0]), (None, "", None))
-        place = ".".join(filter(None, [owner[0], user_path(owner[1])]))
-        return f"`{'.'.join(filter(None, [place, where[-1]]))}`", place or None
-
     # -- values --------------------------------------------------------------------------------------------------
 
     def _odd_values(self, ops: Sequence[Op]) -> list[Slot]:
         """The values of the last step that are unlike those of the looks before."""
-        given = [(slot, tensor) for slot, number in _given_to_model(ops) if (tensor := number()) is not None]
+        step, inputs = self._loop.tape.marks[-1].step, Inputs(self._loop.world.state_ids())
+        inputs.begin()
+        alive = ((slot, number()) for slot, number, _ in inputs.over(step, ops))
+        given = [(slot, one) for slot, one in alive if one is not None and one.numel() <= _MOST_ELEMENTS]
         odd = []
-        for slot, reading in _read(self._loop.tape.marks[-1].step, given).items():
+        for slot, reading in read_all(step, given).items():
             known = self._values.get(slot, [])
-            is_odd = len(known) >= LEAST_ALIKE and since([*known, reading]) is not None
+            is_odd = unlike("", "batch", [*known, reading], least=LEAST_ALIKE, for_good=True) is not None
             totals = [one.total for one in known]
             is_again = totals[-1:] == [reading.total] and LEAST_ALIKE < len(totals) == len(set(totals))
             odd += [slot] if is_odd or is_again else []
@@ -183,7 +157,7 @@ class Usual:
 
     def played(
         self, frame: FrameType | None, wanted: Collection[Slot] | None = None, until: int | None = None
-    ) -> list[Shift]:
+    ) -> list[Unlike]:
         """The values, those ``wanted`` if that is given, which are unlike before in the kept steps, by playing these;
         with ``until`` the values of that step or the one before.
 
@@ -194,7 +168,8 @@ class Usual:
         if left <= 0:
             return []
         segments = [one for one in loop.tape.segments() if until is None or one.mark.step <= until]
-        reader, replay = _Reader(started + left, wanted), Replay(world, loop.tape, segments, world.copies[0])
+        reader = _Reader(started + left, wanted, Inputs(world.state_ids()))
+        replay = Replay(world, loop.tape, segments, world.copies[0])
         try:
             with replay.going_back(), in_silence():
                 if replay.play(reader) or replay.notes:
@@ -205,15 +180,12 @@ class Usual:
         names = Names(loop.tape.alive(), modules, root_names(modules, frame), {}, segments[-1].ops, frame, [])
         found = []
         for slot, series in reader.series.items():
-            one = since(series.readings, _LEAST_KEPT) if series.readings[-1].step == last else None
-            begin = len(series.readings) - LEAST_ALIKE if until is None else math.inf  # one batch may be odd
-            if one is not None and one[0] <= begin and (until is None or series.readings[one[0]].step >= until - 1):
-                sizes = [reading.size for reading in series.readings]
-                usual = max(median(sizes[: one[0]]), max(sizes[: one[0]]) / CLEARLY)
-                times = median(sizes[one[0] :]) / (usual or math.inf)
-                times = times if "float" in series.readings[-1].dtype or times > FAR else 0.0
-                name = f"`{slot_name(names, series, slot, spaces_of(frame))}`"
-                found.append(Shift(name, series.readings[one[0]].step, one[1], times=times))
+            name = f"`{slot_name(names, series, slot, spaces_of(frame))}`"
+            one = unlike(name, "batch", series.readings, least=_LEAST_KEPT, for_good=True)
+            num = len([reading for reading in series.readings if one is not None and reading.step >= one.since])
+            is_near = num >= LEAST_ALIKE if until is None else one is not None and one.since >= until - 1
+            if one is not None and is_near and series.readings[-1].step == last:  # one batch may be odd
+                found.append(one)
                 self._values.pop(slot, None)
         return found
 
@@ -221,91 +193,27 @@ class Usual:
 class _Reader(PlayObserver):
     """Reads the values that the steps are given, or those ``wanted``. Stops at the ``deadline``."""
 
-    def __init__(self, deadline: float, wanted: Collection[Slot] | None) -> None:
+    def __init__(self, deadline: float, wanted: Collection[Slot] | None, inputs: Inputs) -> None:
         self.series: dict[Slot, Series] = {}
-        self._deadline, self._wanted = deadline, wanted
+        self._deadline, self._wanted, self._inputs = deadline, wanted, inputs
 
     def begin(self, replay: Replay) -> bool:
         return time.process_time() > self._deadline
 
     def end(self, replay: Replay) -> bool:
-        ops, wanted, value = replay.segment.ops, self._wanted, replay.player.value
-        numbers = (one for one in _given_to_model(ops) if wanted is None or one[0] in wanted)
-        given = ((slot, tensor) for slot, number in numbers if (tensor := value(number)) is not None)
-        for slot, reading in _read(replay.segment.mark.step, given).items():
-            op = next(op for op in ops if (op.code, op.instruction) == slot[:2])
-            self.series.setdefault(slot, Series("batch", op, False)).readings.append(reading)
+        step, wanted, value = replay.segment.mark.step, self._wanted, replay.player.value
+        self._inputs.begin(replay.player)
+        given = [one for one in self._inputs.over(step, replay.segment.ops) if wanted is None or one[0] in wanted]
+        calls = {slot: op for slot, _, op in given}
+        read = read_all(step, ((slot, tensor) for slot, number, _ in given if (tensor := value(number)) is not None))
+        for slot, reading in read.items():
+            self.series.setdefault(slot, Series("batch", calls[slot], False)).readings.append(reading)
         return False
-
-
-def _read(step: int, given: Iterable[tuple[Slot, torch.Tensor]]) -> dict[Slot, Reading]:
-    """The values of a step; what one line read several times as one. Waits for a device once."""
-    known, parts = list[tuple[Slot, torch.Tensor]](), list[torch.Tensor]()
-    for slot, one in given:
-        is_plain = one.layout is torch.strided and not one.is_complex() and 0 < one.numel() <= _MOST_ELEMENTS
-        with torch.no_grad(), suppress(RuntimeError, NotImplementedError, TypeError):  # of a type that has no such call
-            if is_plain:
-                parts += [*one.aminmax(), one.count_nonzero(), one.sum(dtype=torch.double)]
-                known.append((slot, one))
-    numbers, found = iter(numbers_of(parts)), dict[Slot, Reading]()
-    for slot, one in known:
-        low, high, count, total = (next(numbers) for _ in range(4))
-        if all(map(math.isfinite, (low, high, total))):
-            rows, dtype = one.shape[0] if one.dim() else 0, str(one.dtype).removeprefix("torch.")
-            reading = Reading(step, low, high, one.numel(), 1 - count / one.numel(), rows, dtype, total)
-            found[slot] = found[slot].joined(reading) if slot in found else reading
-    return found
-
-
-def settings_of(ops: Sequence[Op]) -> dict[Key, Value]:
-    """The numbers, flags and words that a step ran with: arguments of calls, options, attributes of its roots; that it
-    made the calls which belong to a step. An evaluation comes before the step, whose own ones stay."""
-    used, found = _used_by_gradients(ops), dict[Key, Any]()
-    for place, op in enumerate(ops):
-        if op.kind in (OptimizerStep, ZeroGrad, Clip):
-            owner = op.target if op.kind is OptimizerStep else op.args[0] if op.kind is ZeroGrad else None
-            found["call", op.kind, id(owner)] = True
-        if op.kind is OptimizerStep:
-            options = ((n, name, value) for n, group in enumerate(op.note.options) for name, value in group.items())
-            for n, name, value in options:
-                parts = enumerate(value) if isinstance(value, tuple) else [(0, value)]
-                found.update({("option", id(op.target), n, part, name): one for part, one in parts})
-        elif place in used:
-            found.update({("argument", op.code, op.instruction, name): value for name, value in arguments_of(op)})
-        if op.kind is Root and op.note.attributes is not None and op.mode.grad:
-            noted, parameters = op.note.attributes, op.note.attributes.layout.parameters
-            found.update({("attribute", id(space), name): value for (space, name), value in noted.items()})
-            flags = zip(parameters, noted.values[len(noted.values) - len(parameters) :], strict=True)
-            found.update({("flag", id(parameter)): flag for parameter, flag in flags})
-    return {key: value for key, value in found.items() if _is_plain(value)}
-
-
-def _used_by_gradients(ops: Sequence[Op]) -> set[int]:
-    """The positions of the calls that gradients are made of, or that are made of gradients, and of writes."""
-    needed, of_gradients, found = set[Number](), set[Number](), set[int]()
-    for place in range(len(ops) - 1, -1, -1):
-        if ops[place].kind.differentiates or (ops[place].kind.is_forward and not needed.isdisjoint(ops[place].outs)):
-            found.add(place)
-            needed.update(ops[place].ins)
-    for place, op in enumerate(ops):
-        if (
-            op.kind is Clip
-            or op.kind.writes_state(op)
-            or op.kind.reads_gradients(op)
-            or not of_gradients.isdisjoint(op.ins)
-        ):
-            found.add(place)
-            of_gradients.update(op.outs)
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
     """What an optimizer has in common with one in its place that goes on with its work."""
-    options = [{name: value for name, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
+    options = [{name: value for name, value in group.items() if is_plain(value)} for group in optimizer.param_groups]
     return type(optimizer), frozenset(map(id, parameters_of(optimizer))), options
 
 
@@ -313,19 +221,3 @@ def _count_of(optimizer: torch.optim.Optimizer) -> float:
     """The steps in the state of an optimizer; infinity where it has none, or a device would have to be waited for."""
     count = next((one for one in optimizer.state.values() if isinstance(one, dict)), {}).get("step", math.inf)
     return float(count) if not isinstance(count, torch.Tensor) or count.is_cpu else math.inf
-
-
-def _given_to_model(ops: Sequence[Op]) -> Iterator[tuple[Slot, Number]]:
-    """What calls that use parameters were given besides, and what these have not made."""
-    made: set[Number] = set()
-    for op in ops:
-        if op.kind.is_forward:
-            given = [(slot, number, number()) for slot, number in given_to(op)]
-            is_met = any(number in made or isinstance(tensor, torch.nn.Parameter) for _, number, tensor in given)
-            if is_met or op.kind in (Root, Transform, CompiledStep):
-                yield from (
-                    (slot, number)
-                    for slot, number, tensor in given
-                    if number not in made and not isinstance(tensor, torch.nn.Parameter)
-                )
-                made.update(op.outs)

@@ -25,7 +25,8 @@ from reprokit.capture.experiments import Experiments
 from reprokit.capture.session import Session
 from reprokit.cli.app import main
 from reprokit.program.dataflow import same_bits
-from reprokit.series.cause import Cause, Reading, divergence, drift, growth, jump, usual_limits
+from reprokit.series.cause import Cause, divergence, usual_limits
+from reprokit.series.unlike import Reading, drift, growth, unlike
 from reprokit.snapshot.format import Snapshot, load
 from reprokit.words import number_words
 
@@ -786,11 +787,11 @@ def readings(*values: float) -> list[Reading]:
 
 
 def test_jump_is_beyond_all_of_before_in_the_failing_step() -> None:
-    found = jump("x", "batch", readings(1, -2, 1, 30, 40))
+    found = unlike("x", "batch", readings(1, -2, 1, 30, 40))
     assert found is not None and (found.since, found.before, found.now) == (3, (-2, 1), (30, 30))
-    assert jump("x", "batch", readings(1, -2, 1, 30, 1)) is None
-    assert jump("x", "batch", readings(0, 0, 0, 30)) is None  # nothing is known of what is usual
-    assert jump("x", "batch", readings(30)) is None
+    assert unlike("x", "batch", readings(1, -2, 1, 30, 1)) is None
+    assert unlike("x", "batch", readings(0, 0, 0, 30)) is None  # nothing is known of what is usual
+    assert unlike("x", "batch", readings(30)) is None
 
 
 def test_drift_goes_the_same_way_by_the_same_amount() -> None:

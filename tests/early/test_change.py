@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[Callable[[_Run], object], str]] = {
     "sign": (_setting("weight", -0.01), "went from 0.01 to -0.01"),
     "discount": (_setting("discount", 1.01), "went from 0.9 to 1.01"),
     "labels": (_setting("labels", (0.0, 1.0)), "went from 1.0 to 0.0"),
-    "zeros": (_setting("scale", 0.0), "`x` is 0 and was"),
+    "zeros": (_setting("scale", 0.0), "`x` is 0 everywhere and was"),
     "size": (_setting("scale", 0.01), "`x` is "),
     "batch": (_setting("batches", itertools.repeat(torch.randn(16, 8))), "`x` is the same as in step 70"),
 }  # fmt: skip
