@@ -465,7 +465,7 @@ def test_the_issue_says_no_more_than_is_known(
         (state_kept_by_the_model, RuntimeError, None, [
             "`hidden` of the module `Remembering` (assigned at ", ") holds a graph, and may carry it from step"]),
         (doubles_in_place_of_gaps, RuntimeError, BACKWARD, [
-            "`target` is float64 in step 3, and was float32 before (put into a batch by `means_for_gaps` ("]),
+            "`target` is float64 in step 3, and was float32 in steps 0-2 (put into a batch by `means_for_gaps` ("]),
         (two_losses_of_one_graph, RuntimeError, BACKWARD, [
             ": `shared`, made by `Tensor.tanh` (", "is part of both graphs, and the backward pass of `first` ("]),
     ],
