@@ -228,8 +228,8 @@ STEPS = [
         when=[raises("batch_size|must match the size|equal size|shape mismatch|size mismatch|shapes cannot be "
                      "multiplied|target size|same size")],
         why="The arguments of `{call}` do not have sizes that go together.", seen=["`{call}` raises {exception}"],
-        advice="Compare the shapes of both arguments; a last batch that is smaller, or a length of padding, is the "
-               "usual reason."),
+        advice="Compare the shapes of the arguments; usual reasons are a smaller last batch, a sample of another "
+               "length, and padding."),
     Rule("bad-data", "The data is bad already", when=[input_is("batch random")], cause="data",
         why="The input {input} is not finite before the first call reads it. No torch call of the step computed it, "
             "so the failure lies in the data or in what prepared it.",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from reprokit.compare.healthy import explained
 from reprokit.grammar import plain_of, read
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import EVENTS, EXCEPTION, Failure, Predicate
+from reprokit.locate.failure import EVENTS, EXCEPTION, SILENT, Failure, Predicate
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.render.expectation import expect
@@ -56,7 +56,7 @@ def test_the_table_is_sound() -> None:
     assert set(MISSES) <= set(CASES) == set(BY_NAME)
     for rule in RULES:
         assert rule.confidence in CONFIDENCES and rule.tier in TIERS, rule.name
-        assert {*rule.kinds.split()} <= {"nan", "inf", EXCEPTION, *EVENTS}, rule.name
+        assert {*rule.kinds.split()} <= {"nan", "inf", EXCEPTION, SILENT, *EVENTS}, rule.name
         assert {*rule.phases.split()} <= {*Phase}, rule.name
         assert rule.cause in ("", "data", "setting", "state", "numerics", "framework"), rule.name
 
