@@ -229,11 +229,8 @@ class _Work:
 
 def open_view(verbosity: console.Verbosity) -> View:
     """Nothing for ``-q``, else lines."""
-    return (
-        View()
-        if verbosity is console.Verbosity.QUIET
-        else LineView(0.0 if verbosity is console.Verbosity.VERBOSE else _PAUSE)
-    )
+    pause = 0.0 if verbosity is console.Verbosity.VERBOSE else _PAUSE
+    return LineView(pause) if verbosity is not console.Verbosity.QUIET else View()
 
 
 class LineView(View):

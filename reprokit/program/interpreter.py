@@ -259,10 +259,7 @@ def _written(calls: Sequence[Call]) -> set[int]:
 
 
 def _last_uses(calls: Sequence[tuple[int, Call]], kept: frozenset[int]) -> dict[int, list[int]]:
-    last: dict[int, int] = {}
-    for index, call in calls:
-        for value in (*call.input_refs(), *call.output_refs()):
-            last[value] = index
+    last = {value: index for index, call in calls for value in (*call.input_refs(), *call.output_refs())}
     uses: dict[int, list[int]] = {}
     for value, index in last.items():
         if value not in kept:

@@ -190,24 +190,17 @@ def _without_leaves(candidate: Step, values: list[int]) -> Step:
 
 
 def _simplify_differentiation(problem: Problem, index: int) -> None:
-    """Start from fewer outputs, and without options."""
-    if problem.best.program.calls[index].target == AUTOGRAD_BACKWARD:
-        _drop_starts(problem, index)
+    """Start from one output alone, and without options."""
+    call = problem.best.program.calls[index]
+    for place in range(len(call.args[0])) if call.target == AUTOGRAD_BACKWARD else ():
+        starts, gradients = call.args
+        alone = replace(call, args=([starts[place]], [gradients[place]]))
+        if len(starts) > 1 and problem.consider(problem.best.with_call(index, alone), "one output differentiated"):
+            break
     for name in problem.best.program.calls[index].kwargs:
         call = problem.best.program.calls[index]
         kwargs = {key: value for key, value in call.kwargs.items() if key != name}
         problem.consider(problem.best.with_call(index, replace(call, kwargs=kwargs)), f"no `{name}`")
-
-
-def _drop_starts(problem: Problem, index: int) -> None:
-    """Start from one output alone."""
-    call = problem.best.program.calls[index]
-    for place in range(len(call.args[0])):
-        starts, gradients = problem.best.program.calls[index].args
-        if len(starts) > 1 and place < len(starts):
-            alone = replace(call, args=([starts[place]], [gradients[place]]))
-            if problem.consider(problem.best.with_call(index, alone), "one output differentiated"):
-                return
 
 
 def _simplify_optimizer(problem: Problem, index: int) -> None:
