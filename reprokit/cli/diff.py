@@ -85,21 +85,24 @@ def command(
     FIRST alone is run again here, and compared with what was recorded; with --python, --dtype, --device or --compile
     with a run in that way. The exit code is 1 if they differ by more than rounding.
     """
-    ways = [("python", p) for p in python] + [("dtype", d) for d in dtype]
-    ways += [("device", d) for d in device] + [("compile", c) for c in compilers]
+    options = {"python": python, "dtype": dtype, "device": device, "compile": compilers}
+    ways = [(kind, value) for kind, values in options.items() for value in values]
     if second is not None and ways:
         raise UsageError("two files are compared as they are", hint="leave out SECOND, or the other ways to run")
+    is_log, *is_other = (
+        file.name.removesuffix(".1").endswith(".jsonl") for file in (first, second) if file is not None
+    )
+    if (is_log and (not is_other or output is not None)) or is_log not in (is_other or [is_log]):
+        hint = "name two .jsonl files and no -o, or snapshots only"
+        raise UsageError("numbers of a run are compared with those of another, and hold no step", hint=hint)
     if output is not None:
         console.check_file(output, overwrite=force)
-    is_log = first.name.removesuffix(".1").endswith(".jsonl")
     with console.deadline(max_time, f"--max-time {2 * max_time:g} waits longer"):
-        if is_log:
-            if second is None:
-                raise UsageError("numbers of a run are compared with those of another", hint="name two .jsonl files")
+        from reprokit.snapshot.format import load
+
+        if is_log and second is not None:
             found = [_of_logs(rows_in(first), rows_in(second), first, second)]
         else:
-            from reprokit.snapshot.format import load
-
             snapshot = load(first)
             if second is not None:
                 other = load(second)
@@ -164,24 +167,40 @@ def _save(snapshot: Snapshot, rows: list[dict[str, Any]], output: Path) -> None:
 
 
 def _of_files(one: Snapshot, other: Snapshot) -> dict[str, Any]:
-    from reprokit.compare.runs import Comparison, first_other_digest
+    from reprokit.compare.runs import Comparison
     from reprokit.program.interpreter import determinism
 
     with determinism(other.settings):
-        found = Comparison.of(one, other)
-    given = [item for item in found.inputs if item.role != "rng"]
-    num_inputs = sum(item.role != "rng" for step in (one, other) for item in step.program.inputs)
-    if given and len(given) == num_inputs and all(item.is_alone for item in given):
+        found = Comparison.of(one, other, max(one.step, other.step))
+    if not any(item.role != "rng" and found.walk.has(item.value) for item in other.program.inputs):
         hint = "save the same step of both runs, with `reprokit capture --at-step N`"
         raise UsageError("the two files have no input in common: they are steps of different programs", hint=hint)
+    row = _beside_recorded(one, other, found)
     if found.inputs:
         more = [f"and {len(found.inputs) - _MOST} more"] if len(found.inputs) > _MOST else []
-        inputs = [f"`{item.name}` ({item.role}): {item.words}" for item in found.inputs[:_MOST]]
+        inputs = [
+            f"`{item.name}` ({item.role}): {item.words}"
+            for item in sorted(found.inputs, key=lambda item: item.is_rounding)[:_MOST]
+        ]
         steps = f" (step {one.step} and step {other.step})" if one.step != other.step else ""
-        lines = [f"what the step is given differs, before any call{steps}:", *inputs, *more, *_since(one, other)]
-        return _row("", DIFFERENT, lines, inputs=[asdict(item) for item in found.inputs])
+        is_rounding = all(item.is_rounding for item in found.inputs)
+        what = "what the step is given differs" + (
+            " by rounding in each step before" if is_rounding else ", before any call"
+        )
+        row["lines"] = [f"{what}{steps}:", *inputs, *more, *_since(one, other), "from the same inputs:", *row["lines"]]
+        row["verdict"] = max(
+            row["verdict"], ROUNDING if is_rounding else DIFFERENT, key=[EQUAL, ROUNDING, DIFFERENT].index
+        )
+        row["inputs"] = [{"name": i.name, "role": i.role, "words": i.words} for i in found.inputs]
+    return row
+
+
+def _beside_recorded(one: Snapshot, other: Snapshot, found: Comparison) -> dict[str, Any]:
+    """The row of two runs, by what was recorded if they differ there only."""
+    from reprokit.compare.runs import first_other_digest
+
     here, recorded = (found.one.digests, found.other.digests), (one.digests, other.digests)
-    if one.digests and other.digests and here != recorded and found.walk is not None:
+    if one.digests and other.digests and here != recorded and not found.inputs:
         alike = {at: before for at, before in found.walk.calls.items() if here[0][before] == here[1][at]}
         there = first_other_digest(other.program, one.digests, other.digests, alike)
         if there is not None:
@@ -194,9 +213,9 @@ def _since(one: Snapshot, other: Snapshot) -> Iterator[str]:
     """The first step whose loss differs, of those that both files know."""
     losses = {row.step: row.loss for row in one.timeline}
     step = next((row.step for row in other.timeline if row.step in losses and losses[row.step] != row.loss), None)
-    if step is not None:
-        earlier = f"save steps {step - 1} and {step} of both with `--at-step {step - 1},{step}`" if step else ""
-        yield f"their losses differ since step {step}" + (f": {earlier}" if earlier else "")
+    if step is not None and step < other.step:
+        at = f"{step - 1},{step}" if step else "0"
+        yield f"their losses differ since step {step}: save that step of both with `reprokit capture --at-step {at}`"
 
 
 def _as_recorded(snapshot: Snapshot) -> dict[str, Any]:
@@ -227,7 +246,7 @@ def _recorded(call: Call, phase: Phase, one: Any, other: Any, more: str) -> dict
     pairs = ((name, getattr(one, name), getattr(other, name)) for name in names)
     words = [f"{name} {before or 'unknown'} -> {now or 'unknown'}" for name, before, now in pairs if before != now]
     lines += [f"environments: {', '.join(words)}"] if words else []
-    return _row("", DIFFERENT, [*lines, more], **_place(call, phase))
+    return _row("", DIFFERENT, [*lines, more], **_place(call), phase=str(phase))
 
 
 # -- one step in other ways ------------------------------------------------------------------------------------------
@@ -286,7 +305,9 @@ def _compiled(name: str, snapshot: Snapshot, backend: str) -> dict[str, Any]:
 
 def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison, str]:
     """The comparison with the run of another Python, and its version of torch."""
-    from reprokit.compare.runs import Comparison, Imprint, Run, read_answer
+    import torch
+
+    from reprokit.compare.runs import Comparison, Imprint, Run, Version
     from reprokit.program.interpreter import determinism
     from reprokit.program.step import Step
 
@@ -294,9 +315,9 @@ def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison,
         package, written = Path(folder, "package"), Path(folder, "run.pt")
         package.mkdir()
         (package / "reprokit").symlink_to(Path(reprokit.__file__).parent)  # and nothing else of this environment
+        words = [python, "-c", _CHILD, str(package), str(path.resolve()), str(written)]
 
-        def ask(places: Collection[Any]) -> Any:
-            words = [python, "-c", _CHILD, str(package), str(path.resolve()), str(written)]
+        def ask(places: Collection[Version]) -> Any:
             written.unlink(missing_ok=True)
             asked = json_format.dumps([*places])
             try:
@@ -306,12 +327,12 @@ def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison,
             if not written.exists():
                 said = done.stderr.strip().splitlines() if done.returncode > 0 else []
                 raise ReprokitError((said or [f"it ended with {done.returncode}"])[-1])
-            return read_answer(str(written))
+            with torch.serialization.safe_globals([Imprint, Version]):
+                return torch.load(written, weights_only=True)
 
-        version, (marks, calls, *_), error, loss = ask([])
-        step = Step.of(snapshot)
-        there = Run(step, step, {place: Imprint(*mark) for place, mark in marks.items()}, calls, error, loss)
-        there.ask = lambda places: ask(places)[1][2:]
+        step, (version, made) = Step.of(snapshot), ask([])
+        there = Run(step, step, *made)
+        there.ask = lambda places: ask(places)[2:]
         return Comparison.of_runs(Run.of(snapshot), there), version
 
 
@@ -320,46 +341,50 @@ def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison,
 
 def _described(name: str, found: Comparison) -> dict[str, Any]:
     """The row of a comparison whose inputs agree."""
-    errors = found.one.error, found.other.error
+    from reprokit.compare.runs import MOST_ELEMENTS
+
+    errors, walk = (found.one.error, found.other.error), found.walk
     raised = [f"the {which} raises {error}" for which, error in zip(("first", "second"), errors, strict=True) if error]
     if errors[0] != errors[1] and name:
         return _row(name, IMPOSSIBLE, raised)
-    raised = [f"both raise {errors[0]}"] if errors[0] == errors[1] != "" else raised
-    losses = found.one.loss, found.other.loss
-    loss = f"loss {losses[0]:.9g} and {losses[1]:.9g}" if None not in losses else ""
+    end = [f"both raise {errors[0]}"] if errors[0] == errors[1] != "" else [*raised]
+    end += [f"loss {walk.losses[0]:.9g} and {walk.losses[1]:.9g}"] if walk.losses is not None else []
+    if walk.is_cut:
+        end.append(f"the first {MOST_ELEMENTS:,} elements of larger tensors were compared, which 2 GiB have room for")
+    changed = list(walk.alone())
+    for which in ("first", "second"):
+        names = [f"`{item.name}`" for side, item in changed if side == which]
+        end += (
+            [f"only the {which} changes {listed(names[:_MOST])}" + " and more" * (len(names) > _MOST)] if names else []
+        )
+    is_other = found.real is not None or errors[0] != errors[1] or any(item.role != "batch" for _, item in changed)
     departure = found.real or found.first
     if departure is None:
-        alone = _only(found)
-        lines = [f"all {counted(len(alone[2]), 'call')} of both, their gradients and updates agree in all bits"]
-        lines += [_only_words(*alone[:2])] if any(alone[:2]) else []
-        is_other = str(losses[0]) != str(losses[1]) or errors[0] != errors[1] or (any(alone[:2]) and bool(raised))
-        return _row(name, DIFFERENT if is_other else EQUAL, [*lines, *raised, *filter(None, [loss])])
-    gap, lines = departure.gap, [f"first different call: {_call_words(departure.call)}: {found.words}"]
-    if found.real is None:
-        lines.insert(0, f"within what {gap.dtype or 'the format'} explains: in float64 what the step leaves agrees")
-    elif gap.num_bad:
-        lines.insert(0, f"beyond what {gap.dtype or 'the format'} explains: {gap.why}")
-    if departure.settings:
-        lines.append(f"it is called with {departure.settings}")
-    if departure.only_first or departure.only_second:
-        lines.append(_only_words(departure.only_first, departure.only_second))
+        known = set(walk.calls.values())
+        only = (
+            [call for at, call in enumerate(found.one.calls) if at not in known],
+            [call for at, call in enumerate(found.other.calls) if at not in walk.calls],
+        )
+        lines = [f"all {counted(len(walk.calls), 'call')} of both, their gradients and updates agree in all bits"]
+        lines += [_only_words(*only)] if any(only) else []
+        is_other = is_other or (any(only) and bool(raised))
+        return _row(name, DIFFERENT if is_other else EQUAL, [*lines, *end])
+    gap, lines = departure.gap, [f"first different call: {_call_words(departure.call)}: {departure.words}"]
+    if found.real is not None and gap.num_bad and gap.dtype:
+        lines.insert(0, f"beyond what {gap.dtype} explains: {gap.why}")
+    elif found.real is None:
+        inside = "what the step leaves agrees up to rounding, calls in between make other numbers"
+        explained = f"within what {gap.dtype or 'the format'} explains: in float64 they agree"
+        lines.insert(0, inside if gap.why else explained)
+    who = "it" if departure.called is departure.call else _call_words(departure.called)
+    lines += [f"{who} is called with {departure.settings}"] if departure.settings else []
+    lines += [_only_words(*departure.only)] if any(departure.only) else []
     if found.real is not None and found.first is not None and found.first.call is not found.real.call:
         lines.append(f"rounding differs before, first in {_call_words(found.first.call)}: {found.first.gap.words}")
     numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(gap).items()}
-    more = {**_place(departure.call, departure.phase), "gap": numbers, "settings": departure.settings}
-    verdict = ROUNDING if found.real is None and errors[0] == errors[1] else DIFFERENT
-    return _row(name, verdict, [*lines, *raised, *filter(None, [loss])], **more, comparison=found)
-
-
-def _only(found: Comparison) -> tuple[list[Call], list[Call], dict[int, int]]:
-    """The calls that only one of both programs has, and those of both."""
-    calls = found.walk.calls if found.walk is not None else {}
-    ours, theirs, known = found.one.step.program.calls, found.other.step.program.calls, set(calls.values())
-    return (
-        [c for at, c in enumerate(ours) if at not in known],
-        [c for at, c in enumerate(theirs) if at not in calls],
-        calls,
-    )
+    more = {**_place(departure.call), "phase": str(departure.phase), "gap": numbers, "settings": departure.settings}
+    verdict = DIFFERENT if is_other else ROUNDING
+    return _row(name, verdict, [*lines, *end], **more, comparison=found)
 
 
 def _only_words(first: list[Call], second: list[Call]) -> str:
@@ -367,58 +392,57 @@ def _only_words(first: list[Call], second: list[Call]) -> str:
 
 
 def _calls_words(calls: list[Call]) -> str:
-    if not calls:
-        return "no call there"
     names = list(dict.fromkeys(f"`{call.name}`" for call in calls))
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    site = calls[0].site
-    return listed(names[:_MOST]) + more + (f" ({site.place})" if site is not None else "")
+    site = f" ({calls[0].site.place})" if calls and calls[0].site is not None else ""
+    return listed(names[:_MOST]) + more + site if calls else "no call there"
 
 
 def _call_words(call: Call) -> str:
-    from reprokit.locate.failure import module_of
-    from reprokit.program.functions import display_name
-
-    module, site = module_of(call), call.site
-    where = f" in `{module}`" if module else ""
-    return f"`{display_name(call.target)}`{where}" + (f", {site.place}" if site is not None else "")
+    found = _place(call)
+    where = f" in `{found['module']}`" if found["module"] else ""
+    return f"`{found['call']}`{where}" + (f", {found['site']}" if found["site"] else "")
 
 
-def _place(call: Call, phase: Phase) -> dict[str, Any]:
+def _place(call: Call) -> dict[str, Any]:
     from reprokit.locate.failure import module_of
     from reprokit.program.functions import display_name
 
     site = call.site.place if call.site is not None else None
-    return {"call": display_name(call.target), "module": module_of(call), "site": site, "phase": str(phase)}
+    return {"call": display_name(call.target), "module": module_of(call), "site": site}
 
 
 # -- numbers of runs -------------------------------------------------------------------------------------------------
 
+_COMPARED = ("loss", "grad_norm", "update", "weight_norm")
 Numbers = Mapping[str, Any]
 
 
 def _of_logs(one: list[Numbers], other: list[Numbers], first: Path, second: Path) -> dict[str, Any]:
     """The first step of two runs whose loss or norm differs in any bit."""
-    known = {row["step"]: row for row in one}
-    for row in other:
-        before = known.get(row["step"], {})
-        names = [
-            name for name in row if name in before and name.startswith(("loss", "grad_norm", "update", "weight_norm"))
-        ]
-        name = next((name for name in names if not _is_same(before[name], row[name])), None)
+    rows = [{(row["step"], row.get("optimizer")): row for row in side} for side in (one, other)]
+    shared = [(rows[0][key], row) for key, row in rows[1].items() if key in rows[0]]
+    names = [{name for pair in shared for name in pair[n] if name.startswith(_COMPARED)} for n in (0, 1)]
+    compared = names[0] & names[1]
+    if not compared:
+        what = "loss and no norm" if shared else "step"
+        raise UsageError(f"the two files have no {what} in common", hint="measure the same steps, with `--record N`")
+    sides = ("first", names[0] - compared, len(rows[0])), ("second", names[1] - compared, len(rows[1]))
+    more = [f"only the {which} has {listed(sorted(found))}" for which, found, _ in sides if found]
+    steps = counted(len(shared), "step")
+    more += [f"the {which} has {n:,} steps, {steps} are in both" for which, _, n in sides if n > len(shared)]
+    for before, row in shared:
+        both = (name for name in row if name in compared and name in before)
+        name = next((name for name in both if not _is_same(before[name], row[name])), None)
         if name is not None:
             step = int(row["step"])
-            steps = f"{step - 1},{step}" if step else "0"
             words = f"step {step} is the first that differs: {name} {before[name]!r} and {row[name]!r}"
-            save = [
-                f"reprokit capture --at-step {steps} -o {path.with_suffix('.pt').name} train.py ARGS of that run"
-                for path in (first, second)
-            ]
-            return _row("", DIFFERENT, [words, *save], step=step, number=name)
-    shared = known.keys() & {row["step"] for row in other}
-    if not shared:
-        raise UsageError("the two files have no step in common", hint="measure the same steps, with `--record N`")
-    return _row("", EQUAL, [f"loss and norms of {counted(len(shared), 'step')} agree in all bits"])
+            at = f"{step - 1},{step}" if step else "0"
+            stems = [str(path).removesuffix(".1").removesuffix(".jsonl") for path in (first, second)]
+            save = [f"reprokit capture --at-step {at} -o {stem}.pt train.py ARGS of that run" for stem in stems]
+            save.append(f"reprokit diff {' '.join(f'{stem}-step{step}.pt' for stem in stems)}")
+            return _row("", DIFFERENT, [words, *save, *more], step=step, number=name)
+    return _row("", EQUAL, [f"{listed(sorted(compared))} of {steps} agree in all bits", *more])
 
 
 def _is_same(one: float, other: float) -> bool:

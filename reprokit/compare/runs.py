@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
@@ -41,11 +41,10 @@ from reprokit.program.step import HasProgram, Step
 
 MOST_BYTES = 2**31  # of tensors that are held to be compared, as of the copies that a capture keeps
 _BYTES = 32  # of an element: of both runs, in float64 as well
+MOST_ELEMENTS = MOST_BYTES // _BYTES
 _SAME_FORMULA = 1e-9  # of the largest element: float64 leaves 1e-16 times the number of operations
-_SAME_DRAWN = (
-    1e-6  # the same behind a random call, which is made in float32 there, because float64 draws other numbers;
-)
-# and after an update: Adam divides gradients that are rounding, as that of a bias of keys, by their own size
+_SAME_DRAWN = 1e-6  # the same behind a random call, which is made in float32 there, because float64 draws other numbers
+_SMALL = 1e-5  # of an `eps`: a format that is no half precision
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C1  # odd bits of the golden ratio, which spreads neighbours (Knuth, volume 3, 6.4)
 _MOST_CONSTANTS = 64
@@ -97,6 +96,11 @@ class Imprint(NamedTuple):
         return cls(digest_of(tensor), tuple(tensor.shape), _size(plain) if plain.is_floating_point() else 0.0)
 
 
+def _head(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, of a tensor that is too large to be compared of its first elements."""
+    return copied(tensor if tensor.numel() <= MOST_ELEMENTS else tensor.reshape(-1)[:MOST_ELEMENTS])
+
+
 Tensors = dict[Version, torch.Tensor]
 Digests = Sequence[tuple[int, int]]
 
@@ -106,10 +110,12 @@ class _Look(Trace[Any]):
 
     def __init__(self, program: Program, measure: Callable[[torch.Tensor], Any], wanted: set[Version] | None) -> None:
         super().__init__(program, measure, gradients_of=measure)
-        self.wanted, self.found, self.made_by = wanted, dict[Version, Any](), dict[Version, int]()
+        self.wanted, self.found, self.made = wanted, dict[Version, Any](), dict[Version, int]()
         self._times, self._num_starts = Counter[int](), 0
 
-    def take(self, place: Version, tensor: torch.Tensor) -> None:
+    def take(self, place: Version, tensor: torch.Tensor | None) -> None:
+        if tensor is None:  # as hooks of a second derivative get where nothing depends on a value
+            return
         if self.wanted is None or place in self.wanted:
             self.found[place] = self.measure(tensor)
 
@@ -124,7 +130,7 @@ class _Look(Trace[Any]):
         for value in (value for value in wanted if value in values):
             place = Version(value, self._times[value])
             self._times[value] += 1
-            self.made_by[place] = self._running
+            self.made[place] = self._running
             self.take(place, values[value])
         return {}
 
@@ -147,14 +153,14 @@ class _Look(Trace[Any]):
 
 @dataclass(eq=False)
 class Run:
-    """One run of a step: ``marks`` of all that it made, ``calls`` that made the results. Its float64 run starts from
-    ``wide``. ``error`` is what a call raised, after which nothing was made; empty if none did. ``ask`` has it run again
-    elsewhere."""
+    """One run of a step: ``marks`` of all that it made, and the call that has ``made`` each result. Its float64 run
+    starts from ``wide``. ``error`` is what a call raised, after which nothing was made; empty if none did. ``ask`` has
+    it run again elsewhere."""
 
     step: Step
     wide: Step
     marks: dict[Version, Imprint] = field(default_factory=dict)
-    calls: dict[Version, int] = field(default_factory=dict)
+    made: dict[Version, int] = field(default_factory=dict)
     error: str = ""
     loss: float | None = None
     ask: Callable[[Collection[Version]], tuple[Tensors, Tensors]] | None = None
@@ -166,16 +172,20 @@ class Run:
         look = _Look.at(step, Imprint.of, None)
         error, loss = look.outcome.error, next(map(number_of, look.outcome.values.values()), None)
         words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}" if error is not None else ""
-        return cls(step, step.with_tensors(exact_inputs or {}), look.found, look.made_by, words, loss)
+        return cls(step, step.with_tensors(exact_inputs or {}), look.found, look.made, words, loss)
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        return self.step.program.calls
 
     def fetch(self, places: Collection[Version]) -> tuple[Tensors, Tensors]:
         """The tensors at places, and what they are in float64, as far as that can be run."""
         if self.ask is not None:
             return self.ask(places)
-        found, exact = _Look.at(self.step, copied, {*places}).found, Tensors()
+        found, exact = _Look.at(self.step, _head, {*places}).found, Tensors()
         try:
             with default_dtype(torch.float64):
-                exact = _Look.at(in_dtype(self.wide, torch.float64), copied, {*places}).found
+                exact = _Look.at(in_dtype(self.wide, torch.float64), _head, {*places}).found
         except Exception as error:  # kernels refuse in as many ways as there are functions
             pass_on(error)
         return found, exact
@@ -183,43 +193,42 @@ class Run:
     @functools.cached_property
     def digests(self) -> list[tuple[int, int]]:
         """For every call a hash of what it wrote, and of the gradients that arrived there; 0 stands for nothing."""
-        found = [[0, 0] for _ in self.step.program.calls]
+        found = [[0, 0] for _ in self.calls]
         for place, mark in self.marks.items():
             if place.number != _GIVEN:
-                found[self.calls[place.result]][place.start > 0] += mark.digest
+                found[self.made[place.result]][place.start > 0] += mark.digest
         return [(result % 2**63, gradient % 2**63) for result, gradient in found]
 
     @functools.cached_property
-    def written(self) -> dict[int, list[Version]]:
-        """The places of every value, in the order of time."""
-        found: dict[int, list[Version]] = {}
-        for place in self.calls:
-            found.setdefault(place.value, []).append(place)
-        return found
+    def changed(self) -> dict[Version, Input]:
+        """The inputs that the step leaves with other contents, by what they were."""
+        found = {Version(item.value, _GIVEN): item for item in self.step.program.inputs}
+        ends = {place: self.last(place.value, len(self.calls)) for place in found}
+        return {at: item for at, item in found.items() if self.marks[ends[at]].digest != self.marks[at].digest}
 
     def last(self, value: int, before: int) -> Version:
         """Where a value was written last in front of a call."""
-        return next(
-            (p for p in reversed(self.written.get(value, [])) if self.calls[p] < before), Version(value, _GIVEN)
-        )
+        place = Version(value, _GIVEN)
+        while self.made.get(later := Version(value, place.number + 1), before) < before:
+            place = later
+        return place
+
+    def given(self, chosen: Sequence[int]) -> dict[int, Version]:
+        """What chosen calls read and do not make themselves."""
+        found, made = dict[int, Version](), set[int]()
+        for at in chosen:
+            reads = self.calls[at].input_refs()
+            found.update((v, self.last(v, at)) for v in reads if v not in made and v not in found)
+            made.update(self.calls[at].output_refs())
+        return found
 
 
 def answer(step: HasProgram, settings: Settings, asked: str, path: str) -> None:
     """Run a step, and write what it made and the tensors that are asked for; for another Python of `reprokit diff`."""
     with determinism(settings):
         run, places = Run.of(step), [Version(*place) for place in json.loads(asked)]
-        tensors = run.fetch(places) if places else ({}, {})
-    parts: list[Mapping[Version, Any]] = [run.marks, run.calls, *tensors]
-    plain = [
-        [(*place, tuple(item) if isinstance(item, Imprint) else item) for place, item in part.items()] for part in parts
-    ]
-    torch.save((str(torch.__version__), plain, run.error, run.loss), path)
-
-
-def read_answer(path: str) -> tuple[str, tuple[dict[Version, Any], ...], str, float | None]:
-    """The version of torch there; marks, calls, tensors and tensors in float64 by place; the error; the loss."""
-    version, plain, error, loss = torch.load(path, weights_only=True)
-    return version, tuple({Version(*place): item for *place, item in rows} for rows in plain), error, loss
+        tensors = run.fetch(places) if places else ()
+    torch.save((str(torch.__version__), (run.marks, run.made, run.error, run.loss), *tensors), path)
 
 
 # -- two tensors ---------------------------------------------------------------------------------------------------
@@ -269,6 +278,8 @@ def gap_between(
     largest, scale = largest_gap(one, other), max(_size(one), _size(other))
     relative = largest / scale if scale else math.inf
     num_bad = int((bad.any(-1) if first.is_complex() else bad).sum())
+    if not num_bad and first.dtype != second.dtype:
+        return None  # the same numbers in another format
     own, others = ({tensor.dtype, *halves} for tensor, halves in zip((first, second), formats, strict=True))
     eps, name = max(((torch.finfo(d).eps, str(d)) for d in own | others if d.is_floating_point), default=(0.0, ""))
     found = Gap(num_bad, first.numel(), largest, relative, _units(first, second), "", name.removeprefix("torch."))
@@ -278,7 +289,8 @@ def gap_between(
         formula, size = largest_gap(real_numbers(wide), real_numbers(wide_other)), max(_size(real_numbers(wide)), least)
         if formula > same_formula * size:
             return replace(found, why=f"in float64 they differ by {formula / size if size else math.inf:.1g} as well")
-        noise = max(noise, largest_gap(one, real_numbers(wide)))
+        # of a mean near zero the error may be small by chance, such as of a channel in another memory format
+        noise = max(noise, largest_gap(one, real_numbers(wide)), MARGIN * noise if eps < _SMALL else 0.0)
         noise = max(noise, largest_gap(other, real_numbers(wide_other))) if own != others else noise
     if not largest <= MARGIN * noise:
         times = largest / noise if noise else math.inf
@@ -308,78 +320,62 @@ def _units(first: torch.Tensor, second: torch.Tensor) -> int | None:
 # -- two programs --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class InputDifference:
-    """An input of one step or both that is not the same."""
+class InputDifference(NamedTuple):
+    """An input that is not the same in both steps; ``is_rounding``: by no more than rounding in each step before."""
 
     name: str
     role: str
     words: str
-
-    @property
-    def is_alone(self) -> bool:
-        """True if one step only has it."""
-        return self.words.startswith("only the ")
+    is_rounding: bool
 
 
-@dataclass(frozen=True)
-class Departure:
+class Departure(NamedTuple):
     """The first call of the second program whose result, gradient or update differs, at a ``place`` there.
 
-    ``only_first`` and ``only_second`` are the calls that lead to it from values that agree, where a program has more
-    than this one: then these differ together. ``settings`` are the arguments that differ; ``is_exact``: what it is
-    given is equal in all bits.
+    ``only`` are the calls that lead to it from values that agree, of each program, where it has more than this one:
+    then these differ together. ``settings`` are the arguments of ``called`` that differ, this call or one before it.
+    ``words`` have what it is given, the difference, and what becomes of it in the loss.
     """
 
     place: Version
     call: Call
     phase: Phase
     gap: Gap
-    only_first: list[Call]
-    only_second: list[Call]
-    settings: str = ""
-    is_exact: bool = False
-
-    @property
-    def words(self) -> str:
-        """``inputs equal in all bits, 12 of 4,096 elements differ by up to 3 units in the last place``."""
-        what = {"backward": "the gradient that it passes on: ", "optimizer": "the parameters after it: "}
-        is_alone = self.phase is Phase.FORWARD and not (self.only_first or self.only_second)
-        given = f"inputs {'equal in all bits' if self.is_exact else 'agree'}, " if is_alone else ""
-        return what.get(self.phase, given) + self.gap.words
+    only: tuple[list[Call], list[Call]]
+    called: Call
+    settings: str
+    words: str
 
 
 @dataclass
 class Comparison:
-    """Two runs beside each other. ``inputs`` that differ are the answer; else ``first`` is the first departure in any
-    bit, and ``real`` the first that is no rounding, if what the step leaves differs by more than that."""
+    """Two runs beside each other, from the same inputs as far as both have them; ``inputs`` are those that differed.
+
+    ``first`` is the first departure in any bit, and ``real`` the first that is no rounding, if what the step leaves
+    differs by more than that."""
 
     one: Run
     other: Run
+    walk: _Walk
+    first: Departure | None
+    real: Departure | None
     inputs: list[InputDifference] = field(default_factory=list)
-    first: Departure | None = None
-    real: Departure | None = None
-    walk: _Walk | None = None
-
-    @property
-    def words(self) -> str:
-        """The first departure that is no rounding, and what becomes of it."""
-        found, losses = self.real or self.first, (self.one.loss, self.other.loss)
-        gap = abs(losses[0] - losses[1]) if losses[0] is not None and losses[1] is not None else 0.0
-        grown = f", which grow to {gap:.2g} in the loss" if found and found.gap.num_bad and 0 < gap < math.inf else ""
-        return (found.words if found is not None else "") + grown
 
     @classmethod
-    def of(cls, one: HasProgram, other: HasProgram) -> Comparison:
-        """Run both steps and compare them."""
+    def of(cls, one: HasProgram, other: HasProgram, num_steps: int = 0) -> Comparison:
+        """Run both steps and compare them; ``num_steps`` were made before."""
         mine, others = Step(one.program, one.tensors), Step(other.program, other.tensors)
         inputs = _input_partners(mine, others)
-        found = list(_input_differences(mine, others, inputs))
-        if found:
-            return cls(Run(mine, mine), Run(others, others), found)
-        drawn = {item.value for item in other.program.inputs if item.role == "rng"}
-        wide = {value: mine.tensors[partner] for value, partner in inputs.items() if value not in drawn}
-        return cls.of_runs(Run.of(one), Run.of(other, wide))
+        found = dict(_input_differences(mine, others, inputs, num_steps))
+        pairs = {v: (mine.tensors[p], others.tensors[v]) for v, p in inputs.items()}
+        moved = {*found}
+        if any(item.role == "rng" for item in found.values()):  # the states of later calls follow from the first
+            moved |= {item.value for item in other.program.inputs if item.role == "rng"}
+        pairs = {v: (one, own) for v, (one, own) in pairs.items() if one.shape == own.shape}
+        given = {v: one for v, (one, own) in pairs.items() if v in moved or one.dtype != own.dtype}
+        same = {v: pairs[v][1].clone().copy_(one) for v, one in given.items() if v in moved}  # in its memory format
+        compared = cls.of_runs(Run.of(one), Run.of(others.with_tensors(same), given))
+        return replace(compared, inputs=[*found.values()])
 
     @classmethod
     def of_runs(cls, one: Run, other: Run) -> Comparison:
@@ -389,7 +385,7 @@ class Comparison:
         found = ((place, gap) for place in walk.differing if (gap := walk.gap(place)) is not None)
         first = next(found, None)
         real = next((item for item in (first, *found) if item is not None and item[1].why), None) if is_real else None
-        return cls(one, other, [], first and walk.departure(*first), real and walk.departure(*real), walk)
+        return cls(one, other, walk, first and walk.departure(*first), real and walk.departure(*real))
 
 
 def first_other_digest(
@@ -397,57 +393,61 @@ def first_other_digest(
 ) -> tuple[int, Phase] | None:
     """The first call of a program, and the phase, in which a hash of ``others``, that program's, is not the one of
     ``mine`` for the call that ``calls`` puts beside it."""
-    found = list[tuple[tuple[int, int, int], int, Phase]]()
+    found = list[tuple[int, int, int, Phase]]()  # in the order of time
     for at, before in calls.items():
-        call = program.calls[at]
-        phase = Phase.OPTIMIZER if phase_of(call) is Phase.OPTIMIZER else Phase.FORWARD
-        found += [((at, 1, 0), at, phase)] if mine[before][0] != others[at][0] else []
-        start = next((n for n, later in enumerate(program.calls) if n > at and later.is_differentiation), at)
-        found += [((start, 0, -at), at, Phase.BACKWARD)] if mine[before][1] != others[at][1] else []
-    return min(found)[1:] if found else None
+        phase = Phase.OPTIMIZER if phase_of(program.calls[at]) is Phase.OPTIMIZER else Phase.FORWARD
+        start = next((n for n, call in enumerate(program.calls) if n > at and call.is_differentiation), at)
+        rows = (at, 1, at, phase), (start, -at, at, Phase.BACKWARD)
+        found += [row for n, row in enumerate(rows) if 0 != mine[before][n] != others[at][n] != 0]
+    return min(found)[2:] if found else None
 
 
 def _input_partners(one: Step, other: Step) -> dict[int, int]:
-    """Inputs of the first step by those of the second: by name, then by equal contents, then by order."""
+    """Inputs of the first step by those of the second: by name and contents, or one of these, or in order."""
     found: dict[int, int] = {}
-    keys: Sequence[Callable[[Step, Input], Hashable]] = (
-        lambda step, item: (item.role, item.name),
-        lambda step, item: digest_of(step.tensors[item.value]),
-        lambda step, item: (item.role, step.tensors[item.value].shape),
+    digests = [{v: digest_of(tensor) for v, tensor in step.tensors.items()} for step in (one, other)]
+    keys: Sequence[Callable[[Input, Step, Mapping[int, int]], Hashable]] = (
+        lambda item, step, made: (item.role, item.name, made[item.value]),
+        lambda item, step, made: (item.role, made[item.value]),
+        lambda item, step, made: (item.role, item.name, step.tensors[item.value].shape),
+        lambda item, step, made: (item.role, step.tensors[item.value].shape),
     )
     for key in keys:
         left: dict[Hashable, list[int]] = {}
         for item in one.program.inputs:
             if item.value not in found.values():
-                left.setdefault(key(one, item), []).append(item.value)
+                left.setdefault(key(item, one, digests[0]), []).append(item.value)
         for item in other.program.inputs:
-            partners = left.get(key(other, item), []) if item.value not in found else []
+            partners = left.get(key(item, other, digests[1]), []) if item.value not in found else []
             if partners:
                 found[item.value] = partners.pop(0)
-    return found
+    twins = {
+        digest: value for value, digest in digests[0].items()
+    }  # a function of the user's gets a parameter as a leaf
+    return {value: twins[digest] for value, digest in digests[1].items() if digest in twins} | found
 
 
-def _input_differences(one: Step, other: Step, partners: Mapping[int, int]) -> Iterator[InputDifference]:
-    """Inputs that differ. Of the states of a random generator only the first is given: draws before make the others."""
-    inputs = [[*step.program.inputs] for step in (one, other)]
-    drawn = [[item for item in items if item.role == "rng"] for items in inputs]
-    for items, states in zip(inputs, drawn, strict=True):
-        items[:] = [item for item in items if item not in states[1 if all(drawn) else 0 :]]
-    for item in inputs[1]:
-        if item.value not in partners:
-            yield InputDifference(item.name, item.role, "only the second step has it")
-            continue
-        first, second = one.tensors[partners[item.value]], other.tensors[item.value]
-        if first.dtype != second.dtype and first.is_floating_point() and second.is_floating_point():
-            narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
-            first, second = first.to(narrow), second.to(narrow)  # the same numbers in another format
-        gap = gap_between(first, second)
-        if gap is not None:
-            words = "the state of the random generator differs" if item.role == "rng" else ""
-            yield InputDifference(item.name, item.role, words or gap.words)
-    for item in inputs[0]:
-        if item.value not in partners.values():
-            yield InputDifference(item.name, item.role, "only the first step has it")
+def _input_differences(
+    one: Step, other: Step, partners: Mapping[int, int], num_steps: int
+) -> Iterator[tuple[int, InputDifference]]:
+    states = [item for item in other.program.inputs if item.role == "rng"][1:]  # draws before have made these
+    for item in other.program.inputs:
+        if item.value in partners and item not in states:
+            first, second = one.tensors[partners[item.value]], other.tensors[item.value]
+            if first.dtype != second.dtype and first.is_floating_point() and second.is_floating_point():
+                narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+                first, second = first.to(narrow), second.to(narrow)  # the same numbers in another format
+            gap = gap_between(first, second)
+            if gap is not None:
+                eps = torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
+                is_rounding = item.role not in ("rng", "batch") and gap.relative <= MARGIN * eps * num_steps
+                words = "the state of the random generator differs" if item.role == "rng" else gap.words
+                yield item.value, InputDifference(item.name, item.role, words, is_rounding)
+    sides = ("first", one, {*partners.values()}), ("second", other, {*partners})
+    for which, step, known in sides:  # a constant may be an input in one program only, but not what an optimizer knows
+        for item in step.program.inputs:
+            if item.value not in known and item.role == "state":
+                yield -1 - item.value, InputDifference(item.name, item.role, f"only the {which} step has it", False)
 
 
 def beside(found: Comparison, *, is_recorded: bool) -> tuple[Step, Failure] | None:
@@ -456,113 +456,108 @@ def beside(found: Comparison, *, is_recorded: bool) -> tuple[Step, Failure] | No
     numbers. ``None`` if it is no result of the forward pass.
     """
     departure, walk = found.real, found.walk
-    if departure is None or walk is None or departure.phase is not Phase.FORWARD:
+    if departure is None or departure.phase is not Phase.FORWARD:
         return None
-    one, other, place = found.one, found.other, departure.place
-    ours, theirs, start = one.step.program.calls, other.step.program.calls, one.step.program.next_value()
-    partner, index = walk.partner[place], other.calls[place]
-    before, matched = one.calls[partner], set(walk.calls.values())
-    mine = sorted({before, *_led_by(ours, before, lambda at: at not in matched)})
-    calls, result = [ours[at] for at in mine], partner.value
-    given, inputs = _given(one, mine), dict[int, torch.Tensor]()
-    number = start + other.step.program.next_value()
+    one, other, place, partner = found.one, found.other, departure.place, walk.partner[departure.place]
+    start, index, before = one.step.program.next_value(), other.made[place], one.made[partner]
+    mine = sorted({before, *_led_by(one, before, {*walk.calls.values()})})
+    calls, last, result = [one.calls[at] for at in mine], len(mine) - 1, Ref(partner.value)
+    given, inputs = one.given(mine), dict[int, torch.Tensor]()
     if is_recorded:
         expected, actual = other.fetch([place])[0][place], one.fetch([partner])[0][partner]
-        number += 1
         if expected.numel() > _MOST_CONSTANTS:
             gaps = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(math.inf)
-            inputs[number] = gaps.topk(_MOST_CONSTANTS).indices
-            flat, chosen = Ref(number + 1), Ref(number + 2)
-            calls.append(Call("torch.Tensor.reshape", (Ref(result), (-1,)), outputs=flat))
-            calls.append(Call("torch.Tensor.index_select", (flat, 0, Ref(number)), outputs=chosen))
-            result, expected = number + 2, expected.reshape(-1)[inputs[number]]
-        inputs[number + 3] = expected
-        outputs = Ref(number + 3), Ref(result)
+            inputs[start] = gaps.topk(_MOST_CONSTANTS).indices
+            flat, expected = Ref(start + 1), expected.reshape(-1)[inputs[start]]
+            calls.append(Call("torch.Tensor.reshape", (result, (-1,)), outputs=flat))
+            calls.append(Call("torch.Tensor.index_select", (flat, 0, Ref(start)), outputs=Ref(start + 2)))
+            result = Ref(start + 2)
+        inputs[start + 3] = expected
+        outputs = Ref(start + 3), result
     else:
-        others = sorted({index, *_led_by(theirs, index, lambda at: at not in walk.calls)})
-        change: dict[int, Any] = {v: Ref(start + v) for at in others for v in theirs[at].output_refs()}
-        for value, source in _given(other, others).items():
+        others = sorted({index, *_led_by(other, index, {*walk.calls})})
+        change: dict[int, Any] = {v: Ref(start + v) for at in others for v in other.calls[at].output_refs()}
+        for value, source in other.given(others).items():
             if source not in walk.partner:
                 return None
             change[value] = Ref(walk.partner[source].value)
             given.setdefault(change[value].value, walk.partner[source])
-        calls += [theirs[at].substituted(change, outputs=True) for at in others]
-        outputs = Ref(result), Ref(start + place.value)
+        calls += [other.calls[at].substituted(change, outputs=True) for at in others]
+        last, outputs = len(calls) - 1, (result, Ref(start + place.value))
     tensors = one.fetch([*given.values()])[0]
     inputs |= {value: tensors[source] for value, source in given.items()}
-    names = {item.value: item for item in one.step.program.inputs}
-    items = [names.get(value, Input(value, f"x{n}")) for n, value in enumerate(inputs)]
-    program = Program(tuple(calls), tuple(replace(item, requires_grad=False) for item in items), outputs)
-    bad, elements = departure.gap.num_bad, departure.gap.num_elements
-    failure = Failure(Phase.FORWARD, MISMATCH, OTHER_WAY, num_bad=bad, num_elements=elements, departure=found.words)
-    at = len(mine) - 1 if is_recorded else len(calls) - 1
-    failure = at_call(replace(failure, value=outputs[1].value), program, at)
-    return Step(program, {value: tensor.detach() for value, tensor in inputs.items()}), failure
-
-
-def _given(run: Run, chosen: Sequence[int]) -> dict[int, Version]:
-    """What chosen calls read and do not make themselves."""
-    found, made = dict[int, Version](), set[int]()
-    for at in chosen:
-        call = run.step.program.calls[at]
-        found.update((v, run.last(v, at)) for v in call.input_refs() if v not in made and v not in found)
-        made.update(call.output_refs())
-    return found
+    names = {item.value: replace(item, requires_grad=False) for item in one.step.program.inputs}
+    items = (names.get(value, Input(value, f"x{n}")) for n, value in enumerate(inputs))
+    program, gap = Program(tuple(calls), tuple(items), outputs), departure.gap
+    words = f"beyond what {gap.dtype or 'the format'} explains: {departure.words}"
+    failure = Failure(Phase.FORWARD, MISMATCH, OTHER_WAY, value=outputs[1].value, num_bad=gap.num_bad,
+                      num_elements=gap.num_elements, departure=words)  # fmt: skip
+    return Step(program, {v: tensor.detach() for v, tensor in inputs.items()}), at_call(failure, program, last)
 
 
 class _Walk:
-    """The calls of the second program beside those of the first; ``partner`` are places of the first by those there."""
+    """The calls of the second program beside those of the first; ``partner`` are places of the first by those there,
+    ``starts`` its backward passes."""
 
     def __init__(self, one: Run, other: Run) -> None:
         self.one, self.other = one, other
         self.formats = halves_in(one.step.program, one.step.tensors), halves_in(other.step.program, other.step.tensors)
-        is_drawn = any(call.mode.rng is not None for call in one.step.program.calls)
-        self.same_formula = _SAME_DRAWN if is_drawn else _SAME_FORMULA
+        self.same_formula = _SAME_DRAWN if any(call.mode.rng is not None for call in one.calls) else _SAME_FORMULA
         self.calls = _aligned(one, other)  # calls of the first by those of the second
         inputs = _input_partners(one.step, other.step)
         self.partner = {Version(value, _GIVEN): Version(partner, _GIVEN) for value, partner in inputs.items()}
-        made = tuple([list[Version]() for _ in run.step.program.calls] for run in (one, other))
+        made: list[dict[int, list[Version]]] = [{}, {}]
         for found, run in zip(made, (one, other), strict=True):
-            for place, index in run.calls.items():
-                found[index].append(place)
-        starts = [[n for n, c in enumerate(run.step.program.calls) if c.is_differentiation] for run in (one, other)]
+            for place, index in run.made.items():
+                found.setdefault(index, []).append(place)
+        starts = [[n for n, call in enumerate(run.calls) if call.is_differentiation] for run in (one, other)]
         for index, before in sorted(self.calls.items()):
-            mine, others = made[0][before], made[1][index]
-            is_alike = [one.marks[at].shape for at in mine] == [other.marks[at].shape for at in others]
+            mine, others = made[0].get(before, []), made[1].get(index, [])
+            given = zip(one.given([before]).values(), other.given([index]).values(), strict=False)
+            pairs = [*zip(mine, others, strict=False), *given]
+            is_alike = all(one.marks[p].shape == other.marks[v].shape for p, v in pairs) and len(mine) == len(others)
             if index in starts[1] and len(starts[0]) != len(starts[1]):
                 is_alike = False  # one backward pass of a sum beside those of its parts
             if not is_alike and not self._shares(before, index):
                 del self.calls[index]  # such as the parts of a weight beside those of what it is multiplied with
             elif len(mine) == len(others):
                 self.partner.update(zip(others, mine, strict=True))
-        self._pair_operands()
+        self._pair_operands(inputs)
         self.passes = starts[1]
         self.starts = {at + 1: starts[0].index(self.calls[n]) + 1 for at, n in enumerate(starts[1]) if n in self.calls}
         self.starts[0] = 0
-        if not any(_writes_gradients(call) for run in (one, other) for call in run.step.program.calls):
+        if not any(map(_writes_gradients, (*one.calls, *other.calls))):
             self.starts[_LEFT] = _LEFT
+        steps = ((index, before) for index, before in self.calls.items() if other.calls[index].is_optimizer_step)
+        names = {index: _settings(one.calls[before], other.calls[index]).split(", ") for index, before in steps}
+        # calls that make another update, be it only from the next step on
+        self.other_options = {
+            at for at, found in names.items() if any(n and not n.startswith(_SAME_UPDATE) for n in found)
+        }
         self._gaps, self._held = dict[Version, Gap | None](), dict[Version, tuple[Any, ...]]()
 
     def _shares(self, before: int, index: int) -> bool:
         """True if all that two calls are given is the same in both programs."""
-        ours, theirs = self.one.step.program.calls[before], self.other.step.program.calls[index]
-        pairs = zip(ours.input_refs(), theirs.input_refs(), strict=False)
+        pairs = zip(self.one.calls[before].input_refs(), self.other.calls[index].input_refs(), strict=False)
         return all(self.one.last(v, before) == self.partner.get(self.other.last(w, index)) for v, w in pairs)
 
-    def _pair_operands(self) -> None:
+    def _pair_operands(self, inputs: Mapping[int, int]) -> None:
         """What an aligned call is given is paired too, where calls that only one program has have made it, and what
         both programs leave in their inputs."""
-        ours, theirs, known = self.one.step.program.calls, self.other.step.program.calls, set(self.partner.values())
-        given = [(mine.value, place.value) for place, mine in self.partner.items() if place.number == _GIVEN]
-        pairs = [(at, n, [*ours[at].input_refs()], [*theirs[n].input_refs()]) for n, at in self.calls.items()]
-        pairs.append((len(ours), len(theirs), [one for one, _ in given], [other for _, other in given]))
+        one, other, known = self.one, self.other, set(self.partner.values())
+        pairs = [(at, n, one.calls[at].input_refs(), other.calls[n].input_refs()) for n, at in self.calls.items()]
+        pairs.append((len(one.calls), len(other.calls), tuple(inputs.values()), tuple(inputs)))
         for before, index, mine, others in pairs:
             for value, value_other in zip(mine, others, strict=True) if len(mine) == len(others) else ():
-                place, other = self.one.last(value, before), self.other.last(value_other, index)
-                is_made = _GIVEN not in (place.number, other.number)
-                if is_made and other not in self.partner and place not in known:
-                    self.partner[other] = place
-                    known.add(place)
+                first, second = one.last(value, before), other.last(value_other, index)
+                is_made = _GIVEN not in (first.number, second.number)
+                if is_made and second not in self.partner and first not in known:
+                    self.partner[second] = first
+                    known.add(first)
+
+    def has(self, value: int) -> bool:
+        """True if an input of the second step has a partner."""
+        return Version(value, _GIVEN) in self.partner
 
     def _mine(self, place: Version) -> Version | None:
         """The place of the first run beside one of the second."""
@@ -571,151 +566,165 @@ class _Walk:
 
     @functools.cached_property
     def differing(self) -> list[Version]:
-        """Places of the second run where hashes differ, in the order of time."""
-        found, calls = list[Version](), self.other.step.program.calls
-        copies = [Counter(map(_kind, run.step.program.calls, run.digests)) for run in (self.one, self.other)]
+        """Places of the second run where hashes differ, in the order of time. A value that is made once more, by a call
+        of the same function, gets a part of its gradient there."""
+        found, runs = list[Version](), (self.one, self.other)
+        kinds = [
+            [(display_name(c.target), made) for c, (made, _) in zip(run.calls, run.digests, strict=True)]
+            for run in runs
+        ]
+        copies = [Counter(found) for found in kinds]
         for result, partner in self.partner.items():
-            for start, start_mine in self.starts.items():
-                place, mine = result._replace(start=start), partner._replace(start=start_mine)
-                marks = self.one.marks.get(mine), self.other.marks.get(place)
+            sides = zip(copies, kinds, (self.one.made.get(partner), self.other.made.get(result)), strict=True)
+            numbers = {number[kind[at]] for number, kind, at in sides if at is not None}
+            for start, mine in self.starts.items():
+                place = result._replace(start=start)
+                marks = self.one.marks.get(partner._replace(start=mine)), self.other.marks.get(place)
                 one, other = (mark.digest if mark is not None else None for mark in marks)
-                if one == other or (not start and (None in (one, other) or result.number == _GIVEN)):
-                    continue
-                if start and result.number != _GIVEN:  # a value that is made again gets its part of the gradient
-                    index, before = self.other.calls[result], self.one.calls[partner]
-                    keys = (
-                        _kind(self.one.step.program.calls[before], self.one.digests[before]),
-                        _kind(calls[index], self.other.digests[index]),
-                    )
-                    if copies[0][keys[0]] != copies[1][keys[1]]:
-                        continue
-                found.append(place)
-        steps = [at for at, call in enumerate(calls) if call.is_optimizer_step and self._has_other_options(at)]
-        found += [place for place, at in self.other.calls.items() if at in steps and place not in found]
+                is_comparable = len(numbers) < 2 if start else None not in marks and result.number != _GIVEN
+                found += [place] if one != other and is_comparable else []
+        found += [place for place, at in self.other.made.items() if at in self.other_options and place not in found]
         return sorted(found, key=self._time)
 
     def _time(self, place: Version) -> tuple[int, ...]:
-        index = self.other.calls.get(place.result, -1)
-        end = self.passes[place.start - 1 if place.start > 0 else -1] if place.start and self.passes else index
-        return (end, 0, -index) if place.start else (index, 1)
+        index = self.other.made.get(place.result, -1)
+        passes = [-1, *self.passes]  # counted from 1; the last one is that of the gradients that are left
+        return (passes[place.start], 0, -index) if place.start else (index, 1)
 
     @functools.cached_property
     def ends(self) -> list[Version]:
         """The places that differ of what the second step leaves: its outputs, what it has written into inputs, their
-        gradients, and what optimizers were given and made of it. All places of a step that raised, or whose loss is NaN
-        or inf, behind which nothing differs."""
+        gradients, and what optimizers were given and made of it. All places of a step that raised, or whose
+        loss is NaN or inf, behind which nothing differs."""
         run, program = self.other, self.other.step.program
         if self.one.error or run.error or not math.isfinite(run.loss or 0.0):
             return self.differing
-        given, steps = (
-            [item.value for item in program.inputs],
-            [n for n, c in enumerate(program.calls) if c.is_optimizer_step],
-        )
-        updated = {value for at in steps for value in program.calls[at].input_refs()}
-        found = {run.last(value, len(program.calls)) for value in (*results_of(program), *given)}
-        found |= {Version(value, _GIVEN, _LEFT) for value in given if value not in updated}
-        found |= {run.last(value, at + 1) for at in steps for value in program.calls[at].input_refs()}
+        given = [item.value for item in program.inputs]
+        updates = [(at + 1, v) for at, c in enumerate(run.calls) if c.is_optimizer_step for v in c.input_refs()]
+        found = {run.last(v, at) for at, v in updates}
+        found |= {run.last(v, len(run.calls)) for v in (*results_of(program), *given)}
+        ours = {v for call in self.one.calls if call.is_optimizer_step for v in call.input_refs()}
+        twins = {v for v in given if (mine := self.partner.get(Version(v, _GIVEN))) is not None and mine.value in ours}
+        found |= {Version(value, _GIVEN, _LEFT) for value in {*given} - {v for _, v in updates} - twins}
         return [place for place in self.differing if place in found]
 
     def gap(self, place: Version) -> Gap | None:
         """The difference at a place; an optimizer's options may show in later steps only, as a beta of Adam does."""
         if place not in self._gaps:
-            mine, index = self._mine(place), self.other.calls.get(place, -1)
-            is_update = index >= 0 and self.other.step.program.calls[index].is_optimizer_step
-            if mine not in self.one.marks or place not in self.other.marks:
-                which = "first" if mine not in self.one.marks else "second"
-                found: Gap | None = Gap(0, 1, math.inf, math.inf, None, f"the {which} has no gradient here")
-            else:
+            has = self._mine(place) in self.one.marks, place in self.other.marks
+            found: Gap | None = Gap(
+                0, 1, math.inf, math.inf, None, f"the {'second' if has[0] else 'first'} has no gradient here"
+            )
+            if all(has):
                 if place not in self._held:
                     self._hold(place)
                 first, second, *exact = self._held.pop(place)
                 least = self.largest_gradient if place.start else 0.0
-                same = max(self.same_formula, _SAME_DRAWN) if is_update else self.same_formula
+                index = self.other.made.get(place, -1)
+                # Adam divides gradients that are rounding, as that of a bias of keys, by their own size
+                same = _SAME_DRAWN if index >= 0 and self.other.calls[index].is_optimizer_step else self.same_formula
                 found = gap_between(first, second, (exact[0], exact[1]), self.formats, same, least)
-            if is_update and (found is None or not found.why) and self._has_other_options(index):
+            if self.other.made.get(place) in self.other_options and not (found and found.why):
                 found = replace(found or Gap(0, 0, 0.0, 0.0, 0), why="its other options show in later steps")
             self._gaps[place] = found
         return self._gaps[place]
 
     def _hold(self, wanted: Version) -> None:
         """Run both again for the tensors at a place, and at as many of those that follow as may be held at once."""
-        chosen, size = dict[Version, Version](), 0
+        chosen, size = dict[Version, Any](), 0
         for place in (wanted, *self.ends, *self.differing):
-            mine = self._mine(place)
-            if place in self._gaps or mine not in self.one.marks or place not in self.other.marks:
-                continue
-            size += _BYTES * math.prod(self.other.marks[place].shape) * (place not in chosen)
-            if chosen and size > MOST_BYTES:
-                break
-            chosen[place] = mine
+            mine, mark = self._mine(place), self.other.marks.get(place)
+            if place not in (*self._gaps, *chosen) and mine in self.one.marks and mark is not None:
+                size += min(math.prod(mark.shape), MOST_ELEMENTS)
+                if chosen and size > MOST_ELEMENTS:
+                    break
+                chosen[place] = mine
         (one, wide), (other, wide_other) = self.one.fetch([*chosen.values()]), self.other.fetch([*chosen])
         self._held = {p: (one[m], other[p], wide.get(m), wide_other.get(p)) for p, m in chosen.items()}
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a tensor is larger than what is held of it."""
+        return any(
+            math.prod(self.other.marks[at].shape) > MOST_ELEMENTS for at in self.differing if at in self.other.marks
+        )
 
     @functools.cached_property
     def largest_gradient(self) -> float:
         """Of leaves of the first run; beside it the gradient of a bias in front of a normalization is rounding."""
         return max((mark.size for place, mark in self.one.marks.items() if place.start == _LEFT), default=0.0)
 
+    @functools.cached_property
+    def losses(self) -> tuple[float, float] | None:
+        """The losses of both, unless they stand for different parts, such as the last micro-batch beside the whole."""
+        values, runs = [loss_of(run.step.program) for run in (self.one, self.other)], (self.one, self.other)
+        places = [run.last(v, len(run.calls)) for run, v in zip(runs, values, strict=True) if v is not None]
+        found = [run.loss for run in runs if run.loss is not None]
+        is_one = len(places) == 2 and self.partner.get(places[1]) == places[0]
+        return (found[0], found[1]) if is_one and len(found) == 2 else None
+
     def departure(self, place: Version, gap: Gap) -> Departure:
         """What differs at a place, with the calls that lead to it."""
-        ours, theirs, matched = self.one.step.program.calls, self.other.step.program.calls, set(self.calls.values())
-        index = self.other.calls.get(place.result, -1)
+        one, other, mine = self.one, self.other, self.partner[place.result]
+        before, index = one.made.get(mine), other.made.get(place.result, -1)
+        matched = {*self.calls.values()}, {*self.calls}
+        phase, given, only = Phase.FORWARD, "", [list[int](), list[int]()]
         if place.start:
-            phase, index = Phase.BACKWARD, self._consumer(place, index)
-            before = self.calls.get(index)
-        else:
-            phase = Phase.OPTIMIZER if phase_of(theirs[index]) is Phase.OPTIMIZER else Phase.FORWARD
-            before = self.one.calls[self.partner[place]]
-        found, found_other = _led_by(ours, before, lambda at: at not in matched), _led_by(theirs, index, self._is_new)
-        if phase is Phase.OPTIMIZER and before is not None:  # what writes into gradients, as clipping does
-            found += [at for at in range(before) if at not in matched and _writes_gradients(ours[at])]
-            found_other += [at for at in range(index) if self._is_new(at) and _writes_gradients(theirs[at])]
-        elif phase is Phase.BACKWARD:  # what reads a value here and not there, so that its gradient is another
-            mine = self.partner[place.result].value
-            found += [at for at, call in enumerate(ours) if at not in matched and mine in call.input_refs()]
-        only_first, only_second = [ours[at] for at in found], [theirs[at] for at in found_other]
-        settings = _settings(ours[before], theirs[index]) if before is not None and index in self.calls else ""
-        if before is not None and not self._draws_alike(ours[before], theirs[index]):
-            settings = ", ".join(filter(None, [settings, "another state of the random generator"]))
-        is_exact = before is not None and not (only_first or only_second) and self._is_given_equal(before, index)
-        return Departure(place, theirs[index], phase, gap, only_first, only_second, settings, is_exact)
+            phase, given = Phase.BACKWARD, "the gradient that arrives there: "
+            reads = [_readers(run, at) for run, at in ((one, mine), (other, place))]
+            only = [[at for at in found if at not in known] for found, known in zip(reads, matched, strict=True)]
+            odd = [at for at in reads[1] if at in only[1] or _settings(one.calls[self.calls[at]], other.calls[at])]
+            if reads[1] and not (only[0] and not odd):  # the call that makes this gradient
+                index, given = (odd or reads[1][-1:])[0], "the gradient that it passes on: "
+                before = self.calls.get(index)
+            index = max(index, 0)
+        elif phase_of(other.calls[index]) is Phase.OPTIMIZER:
+            phase, given = Phase.OPTIMIZER, "the parameters after it: "
+        sides = (one, before), (other, index)
+        for found, (run, at), known in zip(only, sides, matched, strict=True):
+            found += [n for n in _led_by(run, at, known) if n not in found]
+            if phase is Phase.OPTIMIZER:  # what writes into gradients, as clipping does
+                found += [n for n in range(at or 0) if n not in known and _writes_gradients(run.calls[n])]
+        if before is not None and phase is Phase.FORWARD and not any(only):
+            read = [[*run.given([at or 0]).values()] for run, at in sides]
+            made = [[run.marks[place].digest for place in found] for (run, _), found in zip(sides, read, strict=True)]
+            is_shared = [self.partner.get(place) for place in read[1]] == read[0]
+            given = "inputs equal in all bits, " if made[0] == made[1] else "inputs agree, " if is_shared else ""
+        grown = abs(self.losses[0] - self.losses[1]) if self.losses is not None and phase is Phase.FORWARD else 0.0
+        words = f"{given}{gap.words}" + (f", which grow to {grown:.2g} in the loss" if 0 < grown < math.inf else "")
+        others = {n: self._settings(at, n) for n, at in sorted(self.calls.items())}
+        near = others if place.start else {other.made.get(found) for found in other.given([index]).values()}
+        is_open = not any(only) and not others.get(index) and not given.startswith("inputs")
+        earlier = (n for n in others if others[n] and n in near and is_open)
+        calls = [one.calls[at] for at in only[0]], [other.calls[at] for at in only[1]]
+        at = next(earlier, index)
+        return Departure(place, other.calls[index], phase, gap, calls, other.calls[at], others.get(at, ""), words)
 
-    def _draws_alike(self, before: Call, call: Call) -> bool:
-        """True if no call draws random numbers, or both begin with the same state of the generator."""
-        states = [self.one.step.tensors[before.mode.rng.value]] if before.mode.rng is not None else []
-        states += [self.other.step.tensors[call.mode.rng.value]] if call.mode.rng is not None else []
-        return len(states) < 2 or same_bits(*states)
+    def _settings(self, before: int, index: int) -> str:
+        """The arguments of two calls that differ, and whether they draw other random numbers."""
+        sides = (self.one, self.one.calls[before]), (self.other, self.other.calls[index])
+        drawn = {run.marks[Version(c.mode.rng.value, _GIVEN)].digest for run, c in sides if c.mode.rng is not None}
+        words = [_settings(sides[0][1], sides[1][1]), "another state of the random generator" * (len(drawn) > 1)]
+        return ", ".join(filter(None, words))
 
-    def _is_given_equal(self, before: int, index: int) -> bool:
-        calls = (
-            (self.one, self.one.step.program.calls[before], before),
-            (self.other, self.other.step.program.calls[index], index),
-        )
-        digests = [[run.marks[run.last(v, at)].digest for v in call.input_refs()] for run, call, at in calls]
-        return digests[0] == digests[1]
-
-    def _has_other_options(self, index: int) -> bool:
-        """True if an optimizer makes another update than in the first program, be it only from the next step on."""
-        before, ours, theirs = self.calls.get(index), self.one.step.program.calls, self.other.step.program.calls
-        settings = _settings(ours[before], theirs[index]) if before is not None else ""
-        return any(not part.startswith(_SAME_UPDATE) for part in settings.split(", ") if part)
-
-    def _is_new(self, index: int) -> bool:
-        return index not in self.calls
-
-    def _consumer(self, place: Version, index: int) -> int:
-        """The call that made the gradient of a place: of those that read it the one that the first program has not, or
-        has with other arguments, else the last."""
-        calls, ours = self.other.step.program.calls, self.one.step.program.calls
-        reads = [at for at in range(index + 1, len(calls)) if place.value in calls[at].input_refs()]
-        reads = [at for at in reads if not calls[at].is_differentiation and not calls[at].is_optimizer_step]
-        odd = (at for at in reads if at not in self.calls or _settings(ours[self.calls[at]], calls[at]))
-        return next(odd, reads[-1] if reads else max(index, 0))
+    def alone(self) -> Iterator[tuple[str, Input]]:
+        """The inputs that one of the programs changes, such as an average of the parameters, and the other does not."""
+        runs, changed = (self.one, self.other), (self.one.changed, self.other.changed)
+        digests = [{run.marks[at].digest for at in found} for run, found in zip(runs, changed, strict=True)]
+        pairs = [(mine, at) for at, mine in self.partner.items() if at.number == _GIVEN]
+        for n, which in enumerate(("first", "second")):
+            known = {pair[n] for pair in pairs if pair[1 - n]._replace(number=0) in runs[1 - n].made}
+            for place, item in changed[n].items():
+                is_twin = runs[n].marks[place].digest in digests[1 - n]  # of a parameter that is an input twice
+                if place not in known and not is_twin and item.role != "state":
+                    yield which, item
 
 
-def _kind(call: Call, made: tuple[int, int]) -> tuple[str, int]:
-    """What two calls have in common that make one value."""
-    return display_name(call.target), made[0]
+def _readers(run: Run, place: Version) -> list[int]:
+    """The calls that read a value, but for backward passes and optimizers."""
+    reads = (at for at, call in enumerate(run.calls) if place.value in call.input_refs())
+    special = (at for at in reads if run.last(place.value, at) == place.result)
+    return [at for at in special if not run.calls[at].is_differentiation and not run.calls[at].is_optimizer_step]
 
 
 def _writes_gradients(call: Call) -> bool:
@@ -726,21 +735,18 @@ def _writes_gradients(call: Call) -> bool:
 def _aligned(one: Run, other: Run) -> dict[int, int]:
     """Calls of the first run by those of the second: with equal results, then of one function in one module, then of
     one function, each between those that are known."""
-    ours, theirs = one.step.program.calls, other.step.program.calls
-    digests, digests_other = ([result for result, _ in run.digests] for run in (one, other))
 
-    def keys(level: int, calls: Sequence[Call], made: Sequence[int]) -> list[Hashable]:
-        names = [display_name(call.target) for call in calls]
-        if level == 0:
-            return [(name, found) if found else None for name, found in zip(names, made, strict=True)]
-        scopes = [tuple(scope.path for scope in call.scope) if level == 1 else () for call in calls]
-        return list(zip(names, scopes, strict=True))
+    def keys(run: Run, level: int) -> list[Hashable]:
+        names, made = [display_name(call.target) for call in run.calls], [result for result, _ in run.digests]
+        scopes = [tuple(scope.path for scope in call.scope) for call in run.calls]
+        rows = zip(names, (made, scopes, [0] * len(names))[level], strict=True)
+        return [(name, more) if level or more else None for name, more in rows]
 
     found: dict[int, int] = {}
-    stretches = [(0, len(ours), 0, len(theirs))]
+    stretches = [(0, len(one.calls), 0, len(other.calls))]
     for level in range(3):
         left: list[tuple[int, int, int, int]] = []
-        mine, others = keys(level, ours, digests), keys(level, theirs, digests_other)
+        mine, others = keys(one, level), keys(other, level)
         for begin, end, begin_other, end_other in stretches:
             matcher = SequenceMatcher(None, mine[begin:end], others[begin_other:end_other], autojunk=False)
             at, at_other = begin, begin_other
@@ -752,22 +758,24 @@ def _aligned(one: Run, other: Run) -> dict[int, int]:
     return found
 
 
-def _led_by(calls: Sequence[Call], index: int | None, is_unmatched: Callable[[int], bool]) -> list[int]:
+def _led_by(run: Run, index: int | None, matched: Set[int]) -> list[int]:
     """The unmatched calls that lead to a call from values that the programs share, itself included, in order."""
-    if index is None:
-        return []
-    wanted, found = set(calls[index].input_refs()), [index] if is_unmatched(index) else []
-    for at in reversed(range(index)):
-        if not wanted.isdisjoint(calls[at].output_refs()) and is_unmatched(at):
-            found.insert(0, at)
-            wanted |= set(calls[at].input_refs())
-    return found
+    found, left = {index} - {None} - matched, [index]
+    while left:
+        makers = (
+            {run.made.get(place) for place in run.given([at]).values()} if (at := left.pop()) is not None else set()
+        )
+        new = makers - {None} - found - matched
+        found |= new
+        left += new
+    return sorted(at for at in found if at is not None)
 
 
 def _settings(first: Call, second: Call) -> str:
     """``eps: 1e-05 -> 1e-06``: what two calls of one function are given besides tensors, where that differs."""
     one, other = (dict(_leaves("", call.args)) | dict(_leaves("", call.kwargs)) for call in (first, second))
-    one["autocast"], other["autocast"] = first.mode.autocast or "off", second.mode.autocast or "off"
+    for found, mode in ((one, first.mode), (other, second.mode)):
+        found |= {"autocast": mode.autocast or "off", "gradients": "on" if mode.grad else "off"}
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     return ", ".join(f"{name}: {one.get(name, 'default')} -> {other.get(name, 'default')}" for name in names)
 

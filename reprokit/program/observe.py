@@ -108,7 +108,9 @@ class Trace(Generic[T]):
             written[ref.value] = None
         if is_in_place(call.target):
             for target in call.input_refs()[:1]:
-                shared = self._storages.get(_memory(values[target]), {target}) if target in values else set[int]()
+                memory = _memory(values[target]) if target in values else 0
+                known = self._storages.get(memory, set()) & values.keys()  # freed memory may belong to others by now
+                shared = {value for value in known if _memory(values[value]) == memory} | {target} & values.keys()
                 written.update(dict.fromkeys(sorted(shared)))
                 for value in shared:
                     self._known.pop(value, None)  # ``.data`` has a version of its own

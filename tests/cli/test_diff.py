@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprokit.cli import main
+from reprokit.compare import runs as comparison
 from reprokit.compare.runs import digest_of
 from reprokit.program.interpreter import run
 from reprokit.program.step import Step
@@ -92,6 +94,45 @@ y = lin(torch.ones(3, 4))
 y = y * 2 if sys.argv[1] == "b" else y
 (torch.zeros(5) @ y).sum().backward()
 """
+PASSES = """\
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+way = sys.argv[1]
+torch.manual_seed(0)
+G = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+D = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+of_g = torch.optim.Adam(G.parameters(), 1e-3)
+of_d = torch.optim.Adam(D.parameters(), 1e-3, eps=1e-3 if way == "eps" else 1e-8)
+for step in range(2):
+    real, noise = torch.randn(6, 3), torch.randn(6, 4)
+    fake = G(noise)
+    of_d.zero_grad()
+    seen = fake if way == "attached" else fake.detach()
+    good, bad = -F.logsigmoid(D(real)).mean(), -F.logsigmoid(-D(seen)).mean()
+    between = (real + seen.detach()).div(2).requires_grad_()
+    (slope,) = torch.autograd.grad(D(between).sum(), between, create_graph=way != "constant")
+    penalty = (slope.norm(2, 1) - 1).pow(2).mean()
+    if way == "parts":
+        for loss in (good, bad, penalty):
+            loss.backward()
+    else:
+        (good + bad + penalty).backward(retain_graph=way == "attached")
+    of_d.step()
+    of_g.zero_grad()
+    (-F.logsigmoid(D(fake.relu() if way == "relu" else fake)).mean()).backward()
+    of_g.step()
+"""
+OF_PASSES = {  # of a step behind another one, so that the state differs as well
+    "eps": ("from the same inputs:", "`torch.optim.Adam.step`, passes.py:27", "eps: 1e-08 -> 0.001"),
+    "constant": ("`torch.autograd.grad`, passes.py:20 is called with create_graph: True -> False",),
+    "relu": ("`torch.nn.functional.linear` in `0`, passes.py:29", "only the second has `relu` (passes.py:29)"),
+    "parts": ("differs by rounding in each step before", "within what float32 explains"),
+    "attached": ("what the step leaves agrees up to rounding", "the first has no gradient here"),
+}
 DIFFERENCES = {
     "eps": ("`torch.nn.functional.layer_norm` in `0.norm`", "eps: 1e-05 -> 0.001"),
     "biased": ("only the first has `layer_norm`", "only the second has `mean`, `var`"),
@@ -137,6 +178,34 @@ def test_a_difference_is_named(way: str, runs: Path, capsys: pytest.CaptureFixtu
 def test_rounding_is_no_difference(way: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = diff(runs, capsys, "plain-step0.pt", f"{way}-step0.pt")
     assert code == 0 and ("the runs differ by rounding" in text or "agree in all bits" in text), text
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("passes")
+    (folder / "passes.py").write_text(PASSES)
+    for way in ("plain", *OF_PASSES):
+        words = ("capture", "-q", "--at-step", "1", "-o", f"{way}.pt", "passes.py", way)
+        run_python_in(folder, "-m", "reprokit", *words)
+    return folder
+
+
+@pytest.mark.parametrize("way", OF_PASSES)
+def test_gradients_are_those_of_one_backward_pass(
+    way: str, passes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each tensor has to be compared in a run of its own."""
+    code, text = diff(passes, capsys, "plain-step1.pt", f"{way}-step1.pt")
+    assert code == int(way not in ("parts", "attached")), text
+    assert all(words in text for words in OF_PASSES[way]), text
+    monkeypatch.setattr(comparison, "MOST_ELEMENTS", 25)
+    again, cut = diff(passes, capsys, "plain-step1.pt", f"{way}-step1.pt")
+    assert again == code
+    named = [[line for line in lines.splitlines() if "first different call" in line] for lines in (text, cut)]
+    assert [line.partition(": ")[2].split(",")[0] for line in named[0]] == [
+        line.partition(": ")[2].split(",")[0] for line in named[1]
+    ]
+    assert way != "eps" or "the first 25 elements of larger tensors were compared" in cut
 
 
 def test_one_file_in_other_ways(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,13 +257,33 @@ def test_steps_that_raise_and_steps_of_other_programs(runs: Path, capsys: pytest
 
 
 def test_numbers_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, loss in (("one", 2.0), ("two", 2.5)):
-        rows = [{"step": 0, "loss": 1.0}, {"step": 1, "loss": loss}]
+    runs_of: dict[str, list[dict[str, Any]]] = {
+        "one": [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}],
+        "two": [{"step": 0, "loss": 1.0, "grad_norm": 3.0}, {"step": 1, "loss": 2.5, "grad_norm": 3.0}],
+        "resumed": [{"step": step, "loss": loss} for step, loss in ((1, 2.0), (2, "nan"), (3, 1.0))],
+        "again": [{"step": step, "loss": loss} for step, loss in ((1, 2.0), (2, "nan"))],
+        "later": [{"step": 7, "loss": 1.0}],
+        "other": [{"step": 1, "train_loss": 1.0}],
+    }
+    for name, rows in runs_of.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, text = diff(tmp_path, capsys, "one.jsonl", "two.jsonl")
     assert code == 1 and "step 1 is the first that differs: loss 2.0 and 2.5" in text
-    assert "--at-step 0,1 -o one.pt" in text and "--at-step 0,1 -o two.pt" in text
+    assert f"--at-step 0,1 -o {tmp_path}/one.pt" in text and f"--at-step 0,1 -o {tmp_path}/two.pt" in text
+    assert f"reprokit diff {tmp_path}/one-step1.pt {tmp_path}/two-step1.pt" in text
+    assert "only the second has grad_norm" in text
     assert diff(tmp_path, capsys, "one.jsonl", "one.jsonl")[0] == 0
+    code, text = diff(tmp_path, capsys, "again.jsonl", "resumed.jsonl")
+    assert code == 0 and "the second has 3 steps, 2 steps are in both" in text
+    refused = {
+        ("one.jsonl", "later.jsonl"): "no step in common",
+        ("one.jsonl", "other.jsonl"): "no loss and no norm in common",
+        ("one.jsonl",): "compared with those of another",
+        ("one.jsonl", "two.jsonl", "-o", "d.pt"): "hold no step",
+    }
+    for words, said in refused.items():
+        code, text = diff(tmp_path, capsys, *words)
+        assert code == 2 and said in text and "hint: " in text
 
 
 @pytest.mark.usefixtures("few_runs")
@@ -205,11 +294,17 @@ def test_a_difference_is_reduced_with_both_ways(runs: Path, capsys: pytest.Captu
     assert outcome.error is None and len(given.program.outputs) == 2
     assert main(["shrink", "--no-whatif", "-q", "-o", str(runs / "out"), str(runs / "d.pt")]) == 0
     capsys.readouterr()
+    assert main(["show", str(runs / "d.pt")]) == 0
+    shown = capsys.readouterr().err
+    assert "difference between two runs in `torch.nn.functional.layer_norm` at step 0" in shown
+    assert "beyond what float32 explains: inputs equal in all bits" in " ".join(shown.split())
     text = (runs / "out" / "repro.py").read_text()
     assert text.count("layer_norm(") == 2 and "eps=0.001" in text
     done = run_python_in(runs / "out", "repro.py")
     assert done.returncode == 1 and "Tensor-likes are not close" in done.stderr
-    assert "Two ways to make one result" in (runs / "out" / "issue.md").read_text()
+    issue, summary = ((runs / "out" / name).read_text() for name in ("issue.md", "summary.md"))
+    assert "Title: layer_norm differs between two runs" in issue and "Two ways to make one result" in issue
+    assert "which grow to" in issue and "units in the last place" in summary
 
 
 def test_no_side_becomes_a_constant(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
