@@ -634,7 +634,8 @@ class _Walk:
         chosen, size = dict[Version, Any](), 0
         for place in (wanted, *self.ends, *self.differing):
             mine, mark = self._mine(place), self.other.marks.get(place)
-            if place not in (*self._gaps, *chosen) and mine in self.one.marks and mark is not None:
+            is_new = place not in self._gaps and place not in chosen
+            if is_new and mine in self.one.marks and mark is not None:
                 size += min(math.prod(mark.shape), MOST_ELEMENTS)
                 if chosen and size > MOST_ELEMENTS:
                     break
