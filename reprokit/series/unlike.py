@@ -23,7 +23,7 @@ LEAST_BEFORE = 16  # steps of a run before a setting is taken to be constant
 LEAST_AFTER = 8  # steps with one value, and then with another: an evaluation changes modes for a moment
 LEAST_ALIKE = 3  # readings before one can be unlike them in more than its size
 _BELOW_ZERO = 0.2  # of the highest value before, in a run that goes on
-_APART = 0.25  # of shares of zeros: a mask that is inverted
+_OUTSIDE, _APART = 0.02, 0.25  # of shares of zeros, each and their medians: a mask that is inverted
 _LEAST_DRIFT = 5  # steps in a row that make a drift
 _EVEN = 1.5  # the largest step of a drift over its smallest
 _GROWS = 1.1  # a step: what is carried from step to step and grows by more does not settle
@@ -127,7 +127,10 @@ def unlike(
         found = _ways(before, later[0], for_good=for_good)
         is_past = not for_good and len(later) - 1 <= num_past
         ends = [_ways(before, one, for_good=for_good) for one in (later if for_good else later[-1:]) if found]
-        way = next((way for way in found if is_past or all(way in end for end in ends)), None)
+        shares = [median(one.zeros for one in part) for part in (before, later)]
+        is_apart = not for_good or abs(shares[1] - shares[0]) > _APART
+        ways = (way for way in found if way != "zeros" or is_apart)
+        way = next((way for way in ways if is_past or all(way in end for end in ends)), None)
         if way is not None:
             times = median(one.size for one in later) / (max(one.size for one in before) or math.inf)
             times = times if "float" in later[0].dtype or times > FAR else 0.0
@@ -143,14 +146,14 @@ def _ways(before: Sequence[Reading], now: Reading, *, for_good: bool) -> list[st
     ignored are one number; the last batch may be a single row."""
     sizes, limits, zeros = [one.size for one in before], {one.limits for one in before}, [one.zeros for one in before]
     (low, high), is_single = _all_of(before), now.numel == 1
-    is_known = len(before) >= LEAST_ALIKE
+    is_known, slack = len(before) >= LEAST_ALIKE, _OUTSIDE if for_good else _APART
     is_new = all(low < high for low, high in limits) or (low == high and now.limits not in limits)
     found = {
         "flat": is_known and now.low == now.high and is_new and not is_single,
         "larger": now.size > JUMP * max(sizes) > 0,
         "negative": is_known and low >= 0 and high > 0 and -now.low > (_BELOW_ZERO * high if for_good else 0.0),
         "smaller": is_known and for_good and 0 < now.size * JUMP < min(sizes) and not is_single,
-        "zeros": is_known and not min(zeros) - _APART <= now.zeros <= max(zeros) + _APART,
+        "zeros": is_known and not min(zeros) - slack <= now.zeros <= max(zeros) + slack,
         "type": is_known and now.dtype not in [one.dtype for one in before],
         "rows": is_known and 0 < now.rows * JUMP < min(one.rows for one in before),
     }
