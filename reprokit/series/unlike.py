@@ -155,7 +155,7 @@ def _ways(before: Sequence[Reading], now: Reading, *, for_good: bool) -> list[st
         "smaller": is_known and for_good and 0 < now.size * JUMP < min(sizes) and not is_single,
         "zeros": is_known and not min(zeros) - slack <= now.zeros <= max(zeros) + slack,
         "type": is_known and now.dtype not in [one.dtype for one in before],
-        "rows": is_known and 0 < now.rows * JUMP < min(one.rows for one in before),
+        "rows": is_known and not for_good and 0 < now.rows * JUMP < min(one.rows for one in before),
     }
     return [way for way, is_so in found.items() if is_so]
 
