@@ -70,11 +70,12 @@ class Usual:
         changed = {key for key, value in now.items() if self._settings.setdefault(key, value) not in (value, None)}
         found = list(self._changes(changed, ops, frame)) if changed else []
         for number, optimizer in {id(op.target): op.target for op in ops if op.kind is OptimizerStep}.items():
-            count = _count_of(optimizer)
-            if count < self._counts.get(number, 0):
+            count, known = _count_of(optimizer), self._counts.get(number, 0)
+            if count < known:
                 name, step = names_of([optimizer], frame)[number], marks[-1].step - int(count) + 1
                 found.append(told(f"the state of `{name}`", step, f"counts fewer steps than before ({count:g})"))
-            self._kinds[number], self._counts[number] = _kind_of(optimizer), count
+            self._kinds[number] = _kind_of(optimizer)
+            self._counts[number] = count if -math.inf < known <= count else -math.inf  # lost again: by a plan
         return found, self._odd_values(ops)
 
     # -- settings ------------------------------------------------------------------------------------------------

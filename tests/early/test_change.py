@@ -81,6 +81,18 @@ def test_a_change_is_told_with_its_step(name: str, tmp_path: Path) -> None:
     assert {(one.severity, one.began_at) for one in found} == {("warning", began)}
 
 
+def test_a_state_that_is_cleared_again_and_again_is_told_once(tmp_path: Path) -> None:
+    """Low-rank updates that are merged and begun anew clear it by plan; one that is lost by mistake is so once."""
+
+    def change(run: _Run, step: int) -> None:
+        if step in (60, 120, 180):
+            run.optimizer.state.clear()
+
+    (event,) = _events(tmp_path, change, 240)
+    assert (event.kind, event.severity, event.began_at) == ("change", "warning", 60)
+    assert "the state of " in event.evidence and "counts fewer steps than before" in event.evidence
+
+
 def test_a_number_that_is_wrong_once_is_an_error(tmp_path: Path) -> None:
     """In a young run, too; and where the loss itself is no 1,000 times as high, the labels are."""
     for at, code in ((7, 1e4), (60, -999999.0)):
