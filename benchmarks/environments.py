@@ -98,7 +98,7 @@ def main() -> int:
     parser = new_corpus_parser(__doc__, jobs=1)
     parser.add_argument("--python", action="append", required=True, metavar="PATH", help="a Python with another torch")
     parser.add_argument("--there", action="store_true", help="capture with these Pythons too, and compare the files")
-    parser.add_argument("--kinds", nargs="+", default=["healthy", "failing"], help="the steps to compare")
+    parser.add_argument("--kinds", nargs="*", default=["healthy", "failing"], help="the steps to compare")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the files here")
     options = parser.parse_args()
     cases = {f.name: (f / "train.py", _healthy_step(f)) for f in find_cases(options, "case.json")}

@@ -291,16 +291,18 @@ def _converted(snapshot: Snapshot, kind: str, value: str) -> Comparison:
 def _compiled(name: str, snapshot: Snapshot, backend: str) -> dict[str, Any]:
     from reprokit.compare.compiled import Compiled
     from reprokit.compare.difference import first_difference
+    from reprokit.locate.notes import phase_of
     from reprokit.shrink import spec
 
     check = spec.parse(f"mismatch:compile:{backend}")
     found = first_difference(snapshot, Compiled(check.option, check.file.resolve() if check.file is not None else None))
     if found is None:
         return _row(name, ROUNDING, ["no result differs by more than the tolerances of `torch.testing.assert_close`"])
-    index = found.call_index
-    where = _call_words(snapshot.program.calls[index]) if index is not None else "only the whole step shows it"
+    call = snapshot.program.calls[found.call_index] if found.call_index is not None else None
+    where = _call_words(call) if call is not None else "only the whole step shows it"
     lines = [f"first different call: {where}: {found.num_bad:,} of {found.num_elements:,} elements differ"]
-    return _row(name, DIFFERENT, [*lines, f"to reduce it: `reprokit shrink FILE --check {check.text}`"])
+    lines.append(f"to reduce it: `reprokit shrink FILE --check {check.text}`")
+    return _row(name, DIFFERENT, lines, **(_place(call, phase_of(call)) if call is not None else {}))
 
 
 def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison, str]:

@@ -63,6 +63,8 @@ def digest_of(tensor: torch.Tensor) -> int:
     if values.is_floating_point():
         values = torch.where(values.isnan(), math.nan, values)
     bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
+    if values.dtype == torch.float64:
+        bits = bits ^ (bits >> 32)  # the highest bit alone, a sign, would be lost in a sum of two
     places = torch.arange(len(bits), device=bits.device)
     weighted = int((bits * ((places * _MULTIPLIER) | 1)).sum()) if len(bits) else 0
     kind = hashlib.blake2b(f"{tensor.dtype} {[*tensor.shape]} {weighted}".encode(), digest_size=8)
@@ -530,9 +532,11 @@ class _Walk:
             self.starts[_LEFT] = _LEFT
         steps = ((index, before) for index, before in self.calls.items() if other.calls[index].is_optimizer_step)
         names = {index: _settings(one.calls[before], other.calls[index]).split(", ") for index, before in steps}
-        # calls that make another update, be it only from the next step on
+        # calls that make another update, be it only from the next step on; another version of torch has more options
         self.other_options = {
-            at for at, found in names.items() if any(n and not n.startswith(_SAME_UPDATE) for n in found)
+            at
+            for at, found in names.items()
+            if any(n and "default" not in n and not n.startswith(_SAME_UPDATE) for n in found)
         }
         self._gaps, self._held = dict[Version, Gap | None](), dict[Version, tuple[Any, ...]]()
 
