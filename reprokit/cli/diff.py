@@ -291,7 +291,6 @@ def _converted(snapshot: Snapshot, kind: str, value: str) -> Comparison:
 def _compiled(name: str, snapshot: Snapshot, backend: str) -> dict[str, Any]:
     from reprokit.compare.compiled import Compiled
     from reprokit.compare.difference import first_difference
-    from reprokit.locate.notes import phase_of
     from reprokit.shrink import spec
 
     check = spec.parse(f"mismatch:compile:{backend}")
@@ -302,7 +301,7 @@ def _compiled(name: str, snapshot: Snapshot, backend: str) -> dict[str, Any]:
     where = _call_words(call) if call is not None else "only the whole step shows it"
     lines = [f"first different call: {where}: {found.num_bad:,} of {found.num_elements:,} elements differ"]
     lines.append(f"to reduce it: `reprokit shrink FILE --check {check.text}`")
-    return _row(name, DIFFERENT, lines, **(_place(call, phase_of(call)) if call is not None else {}))
+    return _row(name, DIFFERENT, lines, **(_place(call) if call is not None else {}))
 
 
 def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison, str]:
