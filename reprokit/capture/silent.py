@@ -48,6 +48,7 @@ _SAME = 20  # losses in a row that are equal in all bits; of other batches two h
 _SHOWN = 3  # names in a line
 _MOST_PLAYED = 8  # modules without a gradient for which a call is looked for
 _PLAYED = 256  # steps, of those kept, that are looked at for the one in which a gradient ends
+_SECONDS = 3.0  # of steps that are played at the end of a run that is watched for other failures
 _DYING = 0.5  # of the elements of a gradient
 _SUDDEN = 8  # steps in which a layer dies that does not fade out by design
 _ABOUT = 0.75  # of the usual share of a gradient that is not zero
@@ -299,7 +300,9 @@ class _Look:
     def measured(self) -> list[Any]:
         """The kept steps, played; empty if that is not possible."""
         with ignored_errors():  # `NotKept`, or of the user's code
-            most = _PLAYED if self.seen.finds_dead else LEAST_SILENT
+            seconds = max([one.seconds for one in self.loop.timeline.after(-1)[-1:]], default=0.0)
+            quick = max(1, min(LEAST_SILENT, int(_SECONDS / max(seconds, 1e-6))))
+            most = _PLAYED if self.seen.finds_dead else quick
             return EventStep(self.loop, Verdict("gradient", self.frame), ()).measured(self.steps[:most])
         return []
 
