@@ -153,7 +153,10 @@ def _save(snapshot: Snapshot, rows: list[dict[str, Any]], output: Path) -> None:
     is_recorded = row["with"].startswith("--python")
     made = beside(comparison, is_recorded=is_recorded) if comparison is not None else None
     if made is None:
-        row["lines"].append("not saved: no result of a forward pass was made in two ways here")
+        is_rounding = row["verdict"] in (EQUAL, ROUNDING)
+        reason = "the runs do not differ by more than rounding" if is_rounding else "its first different call is none"
+        reason += "" if is_rounding else " of a forward pass whose result can be made in both ways from the same inputs"
+        row["lines"].append(f"not saved: {reason}")
     elif not isinstance(compare(made[0], OtherWay()), Difference):
         row["lines"].append("not saved: the difference is within the tolerances of `torch.testing.assert_close`")
     else:
@@ -211,8 +214,11 @@ def _beside_recorded(one: Snapshot, other: Snapshot, found: Comparison) -> dict[
 
 def _since(one: Snapshot, other: Snapshot) -> Iterator[str]:
     """The first step whose loss differs, of those that both files know."""
-    losses = {row.step: row.loss for row in one.timeline}
-    step = next((row.step for row in other.timeline if row.step in losses and losses[row.step] != row.loss), None)
+    sides: list[dict[int, list[str]]] = [{}, {}]
+    for side, snapshot in zip(sides, (one, other), strict=True):
+        for row in snapshot.timeline:  # one of each optimizer
+            side.setdefault(row.step, []).append(str(row.loss))
+    step = next((step for step, losses in sides[1].items() if sides[0].get(step, losses) != losses), None)
     if step is not None and step < other.step:
         at = f"{step - 1},{step}" if step else "0"
         yield f"their losses differ since step {step}: save that step of both with `reprokit capture --at-step {at}`"
@@ -358,7 +364,15 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
         end += (
             [f"only the {which} changes {listed(names[:_MOST])}" + " and more" * (len(names) > _MOST)] if names else []
         )
-    is_other = found.real is not None or errors[0] != errors[1] or any(item.role != "batch" for _, item in changed)
+    own = [(which, item.name) for which, item in changed if item.role != "batch"]
+    there = {"first": found.other.step.program.inputs, "second": found.one.step.program.inputs}
+    is_shared = any(item.name == name for which, name in own for item in there[which])
+    is_merged = len({which for which, _ in own}) == 2 and not is_shared  # three linear layers are one
+    end += ["which of these belong together is not known: they were not compared"] if is_merged else []
+    halves = [{str(dtype).removeprefix("torch.") for dtype in found} for found in walk.formats]
+    sides = (("first", halves[0] - halves[1]), ("second", halves[1] - halves[0]))
+    formats = [f"only the {which} computes in {listed(sorted(only))}" for which, only in sides if only and not name]
+    is_other = found.real is not None or errors[0] != errors[1] or (bool(own) and not is_merged)
     departure = found.real or found.first
     if departure is None:
         known = set(walk.calls.values())
@@ -369,7 +383,7 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
         lines = [f"all {counted(len(walk.calls), 'call')} of both, their gradients and updates agree in all bits"]
         lines += [_only_words(*only)] if any(only) else []
         is_other = is_other or (any(only) and bool(raised))
-        return _row(name, DIFFERENT if is_other else EQUAL, [*lines, *end])
+        return _row(name, DIFFERENT if is_other else EQUAL, [*formats, *lines, *end])
     gap, lines = departure.gap, [f"first different call: {_call_words(departure.call)}: {departure.words}"]
     if found.real is not None and gap.num_bad and gap.dtype:
         lines.insert(0, f"beyond what {gap.dtype} explains: {gap.why}")
@@ -385,7 +399,7 @@ def _described(name: str, found: Comparison) -> dict[str, Any]:
     numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(gap).items()}
     more = {**_place(departure.call), "phase": str(departure.phase), "gap": numbers, "settings": departure.settings}
     verdict = DIFFERENT if is_other else ROUNDING
-    return _row(name, verdict, [*lines, *end], **more, comparison=found)
+    return _row(name, verdict, [*formats, *lines, *end], **more, comparison=found)
 
 
 def _only_words(first: list[Call], second: list[Call]) -> str:

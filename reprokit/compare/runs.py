@@ -696,7 +696,10 @@ class _Walk:
             is_shared = [self.partner.get(place) for place in read[1]] == read[0]
             given = "inputs equal in all bits, " if made[0] == made[1] else "inputs agree, " if is_shared else ""
         grown = abs(self.losses[0] - self.losses[1]) if self.losses is not None and phase is Phase.FORWARD else 0.0
-        words = f"{given}{gap.words}" + (f", which grow to {grown:.2g} in the loss" if 0 < grown < math.inf else "")
+        more = (
+            f", which grow to {grown:.2g} in the loss" if grown > gap.largest else f"; the loss differs by {grown:.2g}"
+        )
+        words = f"{given}{gap.words}{more if 0 < grown < math.inf else ''}"
         others = {n: self._settings(at, n) for n, at in sorted(self.calls.items())}
         near = others if place.start else {other.made.get(found) for found in other.given([index]).values()}
         is_open = not any(only) and not others.get(index) and not given.startswith("inputs")

@@ -304,7 +304,7 @@ def test_a_difference_is_reduced_with_both_ways(runs: Path, capsys: pytest.Captu
     assert done.returncode == 1 and "Tensor-likes are not close" in done.stderr
     issue, summary = ((runs / "out" / name).read_text() for name in ("issue.md", "summary.md"))
     assert "Title: layer_norm differs between two runs" in issue and "Two ways to make one result" in issue
-    assert "which grow to" in issue and "units in the last place" in summary
+    assert "; the loss differs by " in issue and "units in the last place" in summary
 
 
 def test_no_side_becomes_a_constant(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
