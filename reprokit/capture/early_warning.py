@@ -294,10 +294,10 @@ class EarlyWarning:
     def report(self, silence: Silence, frame: FrameType | None, path: Path | None) -> Path | None:
         """Save a step in which something is not learned, unless that has made the file at ``path``, and report it; the
         path of the file."""
-        is_saved = silence.is_certain and (self._saves_silences or (self._finds_silent and silence.key is not None))
+        is_saved = self._saves_silences or (self._finds_silent and silence.key is not None)
         saved = path or (self._save(silence, frame) if is_saved else None)
         if path is not None or saved is None:
-            self._emit(silence.event("error" if path is not None and silence.is_certain else "warning", path))
+            self._emit(silence.event("error" if path is not None else "warning", path))
         return saved
 
     def _save(self, alarm: Alarm | Silence, frame: FrameType | None) -> Path | None:

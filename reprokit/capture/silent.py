@@ -196,20 +196,19 @@ class _Look:
         return self._silence(f"{text}, since step {first[0].mark.step}{_place(site)}", step, site)
 
     def _unowned(self) -> Found:
-        """Parameters of a model that get gradients, are in no optimizer, and are what they were; others of it are in
-        one. An error of the loop, such as a generator that was used up, or a plan: so never more than a warning."""
+        """A group of an optimizer is empty, as of a generator that was used up, and parameters of its model get
+        gradients, are in no optimizer and are what they were. Without such a group they may be left out on purpose."""
         known = {id(p) for one in self.optimizers for p in parameters_of(one)}
-        own = [list(root.parameters()) for root in self.modules if self.is_last and not self.told]
+        empty = next((one for one in self.optimizers if any(not group["params"] for group in one.param_groups)), None)
+        own = [list(root.parameters()) for root in self.modules if empty and self.is_last and not self.told]
         left = {id(p): p for of_root in own for p in of_root if not known.isdisjoint(map(id, of_root))}
         given = [p for key, p in left.items() if key not in known and p.requires_grad and key in self.copied]
         given = [p for p in given if p.grad is not None and p.grad.layout is torch.strided]
         given = [p for p in given if torch.equal(self.copied[id(p)].to(p.device), p.detach())]
-        if not given or 0.0 in norms_of([_gradient(p) for p in given]):
+        if empty is None or not given or 0.0 in norms_of([_gradient(p) for p in given]):
             return None
         words = f"no optimizer holds {self._listed(given)}, which have a gradient and have not moved"
-        empty = next((one for one in self.optimizers if any(not group["params"] for group in one.param_groups)), None)
-        words += f"; a group of {self._name(empty)} is empty" if empty is not None else ""
-        return self._silence(words)._replace(is_certain=False)
+        return self._silence(f"a group of {self._name(empty)} is empty, and {words}")
 
     def _unscaled(self, optimizer: Optimizer, step: Segment | None) -> Found:
         own = [(one.ops, op) for one in self.steps if (op := _op_of(one, optimizer)) is not None]

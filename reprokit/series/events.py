@@ -27,8 +27,7 @@ class Silence(NamedTuple):
     """Something in a run that is not learned, in words, and a step that shows it; the first one of a ``dead`` layer.
 
     ``origin`` has the call or the line that it comes of, as far as they are known. ``name`` and ``key`` (the ``id``)
-    are those of a parameter that gets no gradient. It was ``seen`` at another step, if that is given. One that may be
-    by design is not certain: it is told, and never saved.
+    are those of a parameter that gets no gradient. It was ``seen`` at another step, if that is given.
     """
 
     text: str
@@ -39,7 +38,6 @@ class Silence(NamedTuple):
     name: str = ""
     key: int | None = None
     seen: int | None = None
-    is_certain: bool = True
 
     def event(self, severity: Literal["warning", "error"], path: Path | None = None) -> TrainingEvent:
         """The event, with the path of the file if its step was saved."""
