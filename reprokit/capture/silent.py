@@ -75,6 +75,7 @@ class Silent:
         self._session, self.loop, self._report, self.finds_dead = session, loop, report, finds_dead
         self.num_looks, self.norm = 0, 0.0
         self.told: Any = weakref.WeakSet()  # optimizers, and the loop for what is of none
+        self.standing: Any = weakref.WeakSet()  # optimizers with a rate of 0 up to the first look
         # At the first look: norm and version of parameters without a gradient, those with one of rounding, the units of
         # weights without one
         self.idle: Any = WeakTensorKeyDictionary()
@@ -135,7 +136,15 @@ class _Look:
 
     def findings(self) -> Iterator[Silence]:
         """The most certain first; one of each optimizer, and one more."""
-        finders = (self._strangers, self._unscaled, self._without_gradient, self._ended, self._rounding, self._fading)
+        finders = (
+            self._strangers,
+            self._unscaled,
+            self._without_gradient,
+            self._standing,
+            self._ended,
+            self._rounding,
+            self._fading,
+        )
         is_between = self.now is None and not self.is_last
         for optimizer in self.optimizers:
             for find in (self._strangers, self._ended) if is_between else finders:
@@ -222,6 +231,20 @@ class _Look:
             return None
         site, lead = _site(own[-1][1]), f"{self._name(optimizer)} steps with gradients of a scaled loss"
         return self._silence(f"{lead}, and the grad scaler has checked none of them{_place(site)}", step, site)
+
+    def _standing(self, optimizer: Optimizer, step: Segment | None) -> Found:
+        """A learning rate of 0 at both looks and in all steps that are kept: a warm-up in whole numbers, for one."""
+        made = [op for one in self.steps if (op := _op_of(one, optimizer)) is not None]
+        rates = [group.get("lr") for op in made for group in op.note.options]
+        if not rates or any(not isinstance(rate, (int, float)) or rate for rate in rates):
+            return None
+        if self.now is optimizer:
+            self.seen.standing.add(optimizer)
+        if self.now is not None or optimizer not in self.seen.standing:
+            return None
+        site, last = _site(made[-1]), counted(len(made), "step")
+        words = f"the learning rate of {self._name(optimizer)} was 0 in the first steps, and is 0 in the last {last}"
+        return self._silence(f"{words}{_place(site)}", step, site)
 
     def _without_gradient(self, optimizer: Optimizer, step: Segment | None) -> Found:
         trained = [p for p in parameters_of(optimizer) if p.requires_grad]

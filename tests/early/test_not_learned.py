@@ -235,6 +235,17 @@ def left_out() -> None:
         update(optimizer, F.mse_loss(model(x), y))
 
 
+def no_rate() -> None:
+    """A warm-up in whole numbers."""
+    model = mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) // 1000))
+    for _ in range(STEPS):
+        x, y = _batch()
+        update(optimizer, F.mse_loss(model(x), y))
+        schedule.step()
+
+
 def vanishing() -> None:
     sizes = [8] * 20
     _train(nn.Sequential(*[layer for size in sizes for layer in (nn.Linear(8, size), nn.Sigmoid())], nn.Linear(8, 1)))
@@ -278,6 +289,7 @@ SILENT: list[tuple[Callable[[], None], str]] = [
     (always_skipped, "the grad scaler has left out all 30 steps"),
     (one_region, "it was entered once around all steps, tests/early/test_not_learned.py:"),
     (left_out, " is empty, and no optimizer holds `enc.weight` and `enc.bias`, which have a gradient and have not"),
+    (no_rate, " was 0 in the first steps, and is 0 in the last 30 steps, tests/"),
     (vanishing, "the gradient of `0.weight` vanishes: its norm is "),
     (nearly_dead, " of the units of `2` have got no gradient in 30 steps"),
     (underflown, "the gradient of `0.weight` underflows in float16: it is "),
