@@ -169,7 +169,7 @@ def test_what_an_input_holds_is_not_reduced(step: failing.Step, name: str, rows:
 
 def test_what_matters_is_told() -> None:
     free = {entry.input: entry.free for entry in minimum_of(failing.adam_half()).explain}
-    assert free == {"fc.weight": True, "grad": False}
+    assert free == {"fc.weight": True, "fc.weight.grad": False}
 
 
 def test_the_wanted_argument_survives() -> None:
