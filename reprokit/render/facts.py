@@ -333,8 +333,8 @@ def surroundings(snapshot: Snapshot) -> list[Fact]:
 
 
 def noticed_in(snapshot: Snapshot) -> str:
-    """The place where the bad value was noticed; empty for an exception."""
-    return _NOTICED.get(snapshot.observed_at, "")
+    """The place where the bad value was noticed; empty for an exception, and where no value is bad."""
+    return _NOTICED.get(snapshot.observed_at, "") if snapshot.failure.kind != SILENT else ""
 
 
 def versions(environment: Environment) -> list[Fact]:

@@ -326,6 +326,7 @@ def test_what_is_never_learned_is_told_once(
     snapshot = reprokit.load(tmp_path / "run.pt")
     shown = dict(facts.of_failure(snapshot))
     assert shown["not learned"] == snapshot.failure.way == event.evidence and shown.get("origin") != "unknown"
+    assert "noticed" not in shown["when"]
     assert ("line" in shown) == (".py:" in event.evidence)
 
 
