@@ -69,7 +69,6 @@ NOT_IN_THESE_RUNS = {
     *("lockstep", "meeting", "ranks"),  # `test_faults_of_ranks.py`
     "compiled_calls",  # `test_a_fault_where_compiled_code_fails`
     *("failure_text", "exceptions", "operands", "recomputed"),  # what is printed of an exception
-    "cut_lines",  # what is printed of a run that never learns, which `Silent.look` guards
     "retry",  # the script runs for its answer alone
 }
 HOME = "reprokit.capture."
