@@ -75,7 +75,7 @@ class Kind:
 
 @dataclass(slots=True)
 class FunctionNote:
-    """What else is known of the call of a function; most need none."""
+    """Fields of a function call that few calls have: its random numbers, what it writes, its line in a library."""
 
     is_write: bool = False  # it changes something
     writes_state: bool = False  # parameters or buffers
@@ -264,7 +264,7 @@ def _watching_updates(recording: TracedPlayer) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class BackwardNote:
-    """What a backward call started from, and what else is known of it."""
+    """The losses that a backward call started from, and whether optimizers stepped inside of it."""
 
     losses: list[float | torch.Tensor] | None = None  # ``None`` unless it is a single number
     has_stepped: bool = False  # optimizers stepped inside of it
@@ -497,7 +497,7 @@ def _plain_items(
 
 @dataclass(slots=True, eq=False)
 class CollectiveNote:
-    """What is known of a collective."""
+    """The result and the other arguments of a collective."""
 
     outcome: torch.Tensor | None  # what it has written, if that is small and no gradient
     others: tuple[Any, ...]  # its other arguments

@@ -480,7 +480,7 @@ class EventStep(Describing):
 
 
 def without_gradient(loop: Loop, key: int, failure: Failure, *, is_all: bool = False) -> Explain:
-    """What explains a step in which the parameter with this ``id`` gets no gradient, see `blocked`."""
+    """A function that finds the call which stops the gradient of the parameter with this ``id``; see `blocked`."""
     address = next(p.data_ptr() for one in loop.world.optimizers for p in parameters_of(one) if id(p) == key)
 
     def explain(program: Program, tensors: Tensors) -> Failure:

@@ -46,8 +46,8 @@ class NormMeter:
     the loop clips right before that.
 
     ``record`` is ``auto``, ``N`` or ``N:PATTERN``; anything else raises `UsageError`. ``names`` gives the names of
-    parameters by ``id``; it is asked again for a parameter that it did not know. ``say`` prints why it measures no
-    more. ``hand_over`` is given the numbers of a step that was measured.
+    parameters by ``id``; it is called again for a parameter that is not in its result. ``say`` prints why it measures
+    no more. ``hand_over`` is given the numbers of a step that was measured.
     """
 
     def __init__(

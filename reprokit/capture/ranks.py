@@ -51,7 +51,7 @@ _FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in
 
 
 class Vote(NamedTuple):
-    """What a rank says before all copy their states, and over a failure."""
+    """What a rank sends to the others before all copy their states, and when a step has failed."""
 
     place: str  # of its last copy, and the step since; empty if it cannot go back
     is_state_bad: bool

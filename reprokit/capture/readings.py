@@ -110,7 +110,7 @@ class Inputs:
         return is_made and tensor is not None and tensor.dim() == 0
 
     def role(self, op: Op, number: Number) -> str:
-        """What a value is that a call was given."""
+        """``carried``, ``setting`` or ``batch``: the role of an argument of a call."""
         is_factor = name_of(op).rpartition(".")[2].strip("_") in _FACTORS and self.is_plain(number)
         return "carried" if number in self._made_in else "setting" if is_factor else "batch"
 

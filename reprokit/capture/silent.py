@@ -207,14 +207,16 @@ class _Look:
     def _unowned(self) -> Found:
         """A group of an optimizer is empty, as of a generator that was used up, and parameters of its model get
         gradients, are in no optimizer and are what they were. Without such a group they may be left out on purpose."""
-        known = {id(p) for one in self.optimizers for p in parameters_of(one)}
         empty = next((one for one in self.optimizers if any(not group["params"] for group in one.param_groups)), None)
-        own = [list(root.parameters()) for root in self.modules if empty and self.is_last and not self.told]
+        if empty is None or not self.is_last or self.told:
+            return None
+        known = {id(p) for one in self.optimizers for p in parameters_of(one)}
+        own = [list(root.parameters()) for root in self.modules]
         left = {id(p): p for of_root in own for p in of_root if not known.isdisjoint(map(id, of_root))}
         given = [p for key, p in left.items() if key not in known and p.requires_grad and key in self.copied]
         given = [p for p in given if p.grad is not None and p.grad.layout is torch.strided]
         given = [p for p in given if torch.equal(self.copied[id(p)].to(p.device), p.detach())]
-        if empty is None or not given or 0.0 in norms_of([_gradient(p) for p in given]):
+        if not given or 0.0 in norms_of([_gradient(p) for p in given]):
             return None
         words = f"no optimizer holds {self._listed(given)}, which have a gradient and have not moved"
         return self._silence(f"a group of {self._name(empty)} is empty, and {words}")

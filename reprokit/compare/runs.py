@@ -49,6 +49,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C1  # odd bits of the golden ratio, which spreads neighbours (Knuth, volume 3, 6.4)
 _MOST_CONSTANTS = 64
 _SAME_UPDATE = ("foreach", "fused", "capturable", "differentiable")  # options that choose kernels only
+_ABSENT: Any = object()  # in place of an option that only the other version of torch has
 _GIVEN = -1  # the number of what an input of the step was before any call
 _LEFT = -1  # in place of a backward pass: the `.grad` that the step leaves
 
@@ -531,12 +532,12 @@ class _Walk:
         if not any(map(_writes_gradients, (*one.calls, *other.calls))):
             self.starts[_LEFT] = _LEFT
         steps = ((index, before) for index, before in self.calls.items() if other.calls[index].is_optimizer_step)
-        names = {index: _settings(one.calls[before], other.calls[index]).split(", ") for index, before in steps}
+        options = {index: _changed_settings(one.calls[before], other.calls[index]) for index, before in steps}
         # calls that make another update, be it only from the next step on; another version of torch has more options
         self.other_options = {
             at
-            for at, found in names.items()
-            if any(n and "default" not in n and not n.startswith(_SAME_UPDATE) for n in found)
+            for at, found in options.items()
+            if any(_ABSENT not in pair and name not in _SAME_UPDATE for name, pair in found.items())
         }
         self._gaps, self._held = dict[Version, Gap | None](), dict[Version, tuple[Any, ...]]()
 
@@ -781,11 +782,19 @@ def _led_by(run: Run, index: int | None, matched: Set[int]) -> list[int]:
 
 def _settings(first: Call, second: Call) -> str:
     """``eps: 1e-05 -> 1e-06``: what two calls of one function are given besides tensors, where that differs."""
+    found = {
+        n: ["default" if one is _ABSENT else one for one in p] for n, p in _changed_settings(first, second).items()
+    }
+    return ", ".join(f"{name}: {one} -> {other}" for name, (one, other) in found.items())
+
+
+def _changed_settings(first: Call, second: Call) -> dict[str, tuple[Any, Any]]:
+    """The numbers and words that two calls are given and that differ, by name; `_ABSENT` where a call has none."""
     one, other = (dict(_leaves("", call.args)) | dict(_leaves("", call.kwargs)) for call in (first, second))
     for found, mode in ((one, first.mode), (other, second.mode)):
         found |= {"autocast": mode.autocast or "off", "gradients": "on" if mode.grad else "off"}
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    return ", ".join(f"{name}: {one.get(name, 'default')} -> {other.get(name, 'default')}" for name in names)
+    return {name: (one.get(name, _ABSENT), other.get(name, _ABSENT)) for name in names}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -135,7 +135,7 @@ def unlike(
             times = median(one.size for one in later) / (max(one.size for one in before) or math.inf)
             times = times if "float" in later[0].dtype or times > FAR else 0.0
             limits = _all_of(before), _all_of(later if for_good else later[:1])
-            says = _said(way, before, later[0])
+            says = _said(way, before, later if for_good else later[:1])
             return Unlike(name, role, *limits, before[0].step, later[0].step, is_now=says[0], was=says[1], times=times)
     return _again(name, role, readings, least) if for_good else None
 
@@ -160,11 +160,12 @@ def _ways(before: Sequence[Reading], now: Reading, *, for_good: bool) -> list[st
     return [way for way, is_so in found.items() if is_so]
 
 
-def _said(way: str, before: Sequence[Reading], now: Reading) -> tuple[str, str]:
-    """What is said of a reading and of those before; nothing where their ranges say it."""
-    was = f"was {_range(*_all_of(before))}"
+def _said(way: str, before: Sequence[Reading], later: Sequence[Reading]) -> tuple[str, str]:
+    """What is said of readings and of those before; nothing where their ranges say it."""
+    now, was, limits = later[0], f"was {_range(*_all_of(before))}", _range(*_all_of(later))
+    is_same = len({one.limits for one in later}) == 1  # labels in the order of their classes are not
     return {
-        "flat": (f"is {value_words(now.low)} everywhere", was),
+        "flat": (f"is {limits} everywhere" if is_same else f"is one number in each step, {limits},", was),
         "smaller": (f"is {_range(*now.limits)}", was),
         "zeros": (f"is zero in {now.zeros:.0%} of its elements", f"was in {median(one.zeros for one in before):.0%}"),
         "type": (f"is {now.dtype}", f"was {before[-1].dtype}"),

@@ -74,10 +74,8 @@ class Certainty:
         on_rate(failed, len(seen))
         found = next((f for f in (*first, *seen) if f is not None and self._num_same([f])), None)
         if found is None:
-            raise NotReproduced(
-                "the snapshot does not fail again",
-                hint="was it made with another torch or device?" if not self.doubt else None,
-                note="; ".join(filter(None, [_told(seen), self.doubt and f"the capture has said so: {self.doubt}"])),
+            raise self._not_reproduced(
+                "the snapshot does not fail again", "was it made with another torch or device?", seen
             )
         self.oracle.start = (whole, found)
         if failed == len(seen):
@@ -123,15 +121,19 @@ class Certainty:
         """Take the first failure of the check's kind for the one in question."""
         found = next((failure for failure in seen if failure is not None and self.check.recognises(failure)), None)
         if found is None:
-            raise NotReproduced(
-                f"the check `{self.check.spec}` does not fail on the snapshot",
-                hint="leave out `--check` to reduce the failure that was captured",
-                note=_told(seen),
-            )
+            said = f"the check `{self.check.spec}` does not fail on the snapshot"
+            raise self._not_reproduced(said, "leave out `--check` to reduce the failure that was captured", seen)
         self.failure = found
         self.check = self.oracle.predicate = self.check.adopted(found, whole)
         if self.is_own_check:
             self.isolation.change(Task.of(self.check, self.settings))
+
+    def _not_reproduced(self, message: str, hint: str, seen: list[Failure | None]) -> NotReproduced:
+        """The error that no run fails, with what the capture has said of it in place of a guess."""
+        doubt = f"the capture has said so: {self.doubt}" if self.doubt else ""
+        return NotReproduced(
+            message, hint=hint if not doubt else None, note="; ".join(filter(None, [_told(seen), doubt]))
+        )
 
     def _num_same(self, seen: Sequence[Failure | None]) -> int:
         return sum(self.check.judge(found) is Ruling.SAME for found in seen)
