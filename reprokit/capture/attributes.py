@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.program.sites import kind_of_file
 
@@ -157,16 +157,16 @@ def attributes_kept(roots: Iterable[torch.nn.Module], optimizers: Iterable[torch
     num_bytes = 0
     for tensor in _tensors_in(containers.all, state):
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-            num_bytes += tensor.numel() * tensor.element_size()
+            num_bytes += native.numel(tensor) * native.element_size(tensor)
             tensors += [tensor] if num_bytes <= _MOST_BYTES else []
-    contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    contents = [(tensor, native.clone(native.detach(tensor))) for tensor in tensors]
     try:
         with torch_private.preserve_versions(tensors):
             yield
     finally:
         containers.give_back()
         for tensor, content in contents:
-            tensor.data.copy_(content)
+            native.copy_(tensor.data, content)
         _set_flags(flags)
 
 
@@ -233,7 +233,7 @@ def _tensors_in(containers: Iterable[Any], found: set[int]) -> Iterator[torch.Te
     """The tensors without a graph in containers and in tuples there; not those ``found`` already."""
     for value in chain.from_iterable(map(_values, containers)):
         for tensor in iter_tensors(value) if isinstance(value, (torch.Tensor, tuple)) else ():
-            if id(tensor) not in found and tensor.grad_fn is None and not tensor.is_inference():
+            if id(tensor) not in found and tensor.grad_fn is None and not native.is_inference(tensor):
                 found.add(id(tensor))
                 yield tensor
 
@@ -247,10 +247,10 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 def _set_flags(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
-    with torch.DisableTorchFunction():
+    with native.DisableTorchFunction():
         for parameter, flag in flags:
             if parameter.requires_grad != flag and parameter.is_leaf:
-                parameter.requires_grad_(flag)
+                native.requires_grad_(parameter, flag)
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:

@@ -15,10 +15,11 @@ import timeit
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.overrides import BaseTorchFunctionMode
 
+from reprokit import native
 from reprokit.capture.options import DEFAULT_PERCENT
+from reprokit.native import clock
 
 PATIENCE = 30.0  # seconds of training before the first window: a short run costs nobody much
 RARELY = 64  # steps between two noted ones at most
@@ -74,13 +75,13 @@ class Budget:
         if now < self._next:
             return
         if self._started is None:
-            self._started, self._num_steps, self._num_noted, self._num_calls = time.thread_time(), 0, 0, 0
+            self._started, self._num_steps, self._num_noted, self._num_calls = clock.thread_time(), 0, 0, 0
             return
         self._num_steps += 1
         self._num_noted += is_noted
         self._num_calls += num_calls if is_noted else 0
         if self._num_steps >= WINDOW and self._num_noted:
-            self.keep(self._num_calls, self._num_noted, self._num_steps, time.thread_time() - self._started)
+            self.keep(self._num_calls, self._num_noted, self._num_steps, clock.thread_time() - self._started)
             self._next, self._started = now + BETWEEN, None
 
     def interrupt(self) -> None:
@@ -108,7 +109,7 @@ class Budget:
 
 def dispatch_seconds() -> float:
     """Seconds that torch takes to ask an empty function mode."""
-    tensor = torch.empty(0, device="cpu")
+    tensor = native.empty(0, device="cpu")
     bare = min(timeit.repeat(tensor.numel, timer=time.thread_time, repeat=3, number=_DISPATCH_CALLS))
     with BaseTorchFunctionMode():
         asked = min(timeit.repeat(tensor.numel, timer=time.thread_time, repeat=3, number=_DISPATCH_CALLS))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.attributes import is_of_torch
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.tape import Number, Op
@@ -119,7 +119,7 @@ class Function(Kind):
                 return args[0].data.copy_(args[1])  # other tensors may look at the same memory
         written = written_argument(name, args, kwargs)
         if op.mode.grad and isinstance(written, torch.Tensor) and is_leaf(written):
-            with torch.no_grad():  # it was written before the loop said that it needs gradients
+            with native.no_grad():  # it was written before the loop said that it needs gradients
                 result = op.target(*args, **kwargs)
         else:
             result = op.target(*args, **kwargs)
@@ -218,7 +218,7 @@ class CompiledStep(Kind):
             tracer.calls[first + number] = replace(call, phase=phase)
         recording.has_differentiated = True
         results = list(iter_tensors(result))
-        with torch.DisableTorchFunction():
+        with native.DisableTorchFunction():
             for place, old in op.note.seen.items():
                 if place < len(results):
                     recording.compare_loss(old, results[place])
@@ -236,7 +236,7 @@ def _watching_updates(recording: TracedPlayer) -> Iterator[None]:
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         look()
         if is_of_torch(optimizer):
-            with torch.DisableTorchFunction():
+            with native.DisableTorchFunction():
                 tracer.record(optimizer_call(recording, optimizer))
             tracer.is_silent = True
 
@@ -289,7 +289,7 @@ class Backward(Kind):
         tracer, name, note = recording.tracer, name_of(op), op.note
         tracer.phase = Phase.BACKWARD
         recording.has_differentiated = True
-        with torch.DisableTorchFunction():
+        with native.DisableTorchFunction():
             seen = note.losses if note.losses is not None else recording.starts_of_training(op)
             for old, new in zip(seen, starts_of(args, kwargs), strict=False):
                 if note.losses is not None or old.numel():
@@ -326,9 +326,9 @@ class ZeroGrad(Kind):
 def _clear(owner: Any, zeroed: Any) -> None:
     for parameter in owned_by(owner):
         if id(parameter) in zeroed:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = native.zeros_like(parameter)
         else:
-            with torch.DisableTorchFunction():  # a program starts without gradients
+            with native.DisableTorchFunction():  # a program starts without gradients
                 parameter.grad = None
 
 
@@ -336,7 +336,7 @@ def clear_gradients(recording: TracedPlayer, owner: Any, zeroed: Any) -> None:
     """Forget the gradients of a module or an optimizer while a step is recorded."""
     _clear(owner, zeroed)
     parameters = owned_by(owner)
-    with torch.DisableTorchFunction():
+    with native.DisableTorchFunction():
         left = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
         recording.zeroed.update(left)
     known = [p for p in parameters if recording.tracer.value_of(p) is not None]
@@ -396,10 +396,10 @@ class Unscale(Kind):
 
     @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> None:
-        with torch.no_grad():
+        with native.no_grad():
             for parameter in parameters_of(args[1]):
                 if parameter.grad is not None:
-                    parameter.grad.mul_(float(op.note))
+                    native.mul_(parameter.grad, float(op.note))
 
 
 @dataclass(slots=True)
@@ -426,7 +426,7 @@ class OptimizerStep(Kind):
         recording.tracer.phase = Phase.OPTIMIZER
         with as_then(op):
             if is_of_torch(optimizer):
-                with torch.DisableTorchFunction():
+                with native.DisableTorchFunction():
                     recording.tracer.record(optimizer_call(recording, optimizer))
                     step_without_hooks(optimizer)
             else:
@@ -525,9 +525,9 @@ class Collective(Kind):
 def restore_generators(note: Any) -> None:
     """The generators as they were before a call, where they were noted."""
     if note.rng is not None:
-        torch.set_rng_state(note.rng[0])
+        native.set_rng_state(note.rng[0])
         if note.rng[1] is not None:
-            torch.cuda.set_rng_state(note.rng[1])
+            native.cuda_set_rng_state(note.rng[1])
     if note.generators is not None:
         set_python_generators(note.generators)
 

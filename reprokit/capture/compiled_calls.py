@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.callers import learn_loop
 from reprokit.capture.calls import CompiledNote, CompiledStep
 from reprokit.capture.loop import Loop
@@ -123,9 +123,9 @@ class CompiledCalls:
             recorder.finish(begun, output)
             self._note_lost(begun, original)
             return None
-        single = (tensor for tensor in enumerate(iter_tensors(output)) if tensor[1].numel() == 1)
-        losses = {n: tensor.detach() for n, tensor in single if tensor.is_floating_point()}
-        seen = {n: loss if loss.is_cuda else loss.item() for n, loss in losses.items()}
+        single = (tensor for tensor in enumerate(iter_tensors(output)) if native.numel(tensor[1]) == 1)
+        losses = {n: native.detach(tensor) for n, tensor in single if native.is_floating_point(tensor)}
+        seen = {n: loss if loss.is_cuda else native.item(loss) for n, loss in losses.items()}
         note = CompiledNote(begun[-1].places, begun[-1].rng, begun[-1].generators, seen, running.has_updated)
         recorder.is_claimed = True
         recorder.finish((CompiledStep, *begun[1:-1], note), output)

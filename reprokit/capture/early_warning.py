@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from reprokit import native
 from reprokit.capture.calls import Backward, OptimizerStep, Unscale
 from reprokit.capture.failure_text import event_words
 from reprokit.capture.fidelity import Made
@@ -274,7 +275,7 @@ class EarlyWarning:
 
     def _follow(self, steps: Sequence[Numbers]) -> None:
         values = [value for step in steps for value in (step.loss, step.norm, step.scale)]
-        is_far = [isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1 for value in values]
+        is_far = [isinstance(value, torch.Tensor) and value.is_cuda and native.numel(value) == 1 for value in values]
         far = [value.detach().reshape(()) for value, is_there in zip(values, is_far, strict=True) if is_there]
         arrived = iter(numbers_of(far))
         near = (next(arrived) if is_there else number_of(value) for value, is_there in zip(values, is_far, strict=True))
@@ -405,7 +406,7 @@ class EventStep(Describing):
     def beside_healthy(self, made: Made) -> Made:
         """``made``, of which an input is bad, with what healthy steps before tell of that: see `let_through`."""
         snapshot, alive = made.snapshot, self.loop.tape.alive()
-        tensors = {v: tensor.to(made.devices.get(v, tensor.device)) for v, tensor in snapshot.tensors.items()}
+        tensors = {v: native.to(tensor, made.devices.get(v, tensor.device)) for v, tensor in snapshot.tensors.items()}
         with self.kept() as steps:
             given = [bad_tensor(alive[n] for op in step.ops for n in op.ins if n in alive) for step in steps]
             alike = [n for n, bad in enumerate(given) if bad is not None and steps[n].mark.step < snapshot.step]
@@ -461,7 +462,9 @@ class EventStep(Describing):
         recorded: list[Step] = []
 
         def keep(program: Program, tensors: Tensors) -> None:
-            recorded.append(Step(program, {value: tensor.detach().clone() for value, tensor in tensors.items()}))
+            recorded.append(
+                Step(program, {value: native.clone(native.detach(tensor)) for value, tensor in tensors.items()})
+            )
 
         with self._until_seen(steps, number, quantity) as case:
             self.replayed(replace(case, explain=keep))
@@ -481,11 +484,11 @@ class EventStep(Describing):
 
 def without_gradient(loop: Loop, key: int, failure: Failure, *, is_all: bool = False) -> Explain:
     """A function that finds the call which stops the gradient of the parameter with this ``id``; see `blocked`."""
-    address = next(p.data_ptr() for one in loop.world.optimizers for p in parameters_of(one) if id(p) == key)
+    address = next(native.data_ptr(p) for one in loop.world.optimizers for p in parameters_of(one) if id(p) == key)
 
     def explain(program: Program, tensors: Tensors) -> Failure:
         owned = (item.value for item in program.inputs if item.role == "parameter")
-        value = next((value for value in owned if tensors[value].data_ptr() == address), None)
+        value = next((value for value in owned if native.data_ptr(tensors[value]) == address), None)
         if value is None:  # no gradient depends on it
             return replace(failure, event=None)
         found = blocked(Step(program, tensors), replace(failure, value=value), is_all=is_all)

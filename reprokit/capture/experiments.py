@@ -9,7 +9,6 @@ state is as it was afterwards.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from reprokit import native
 from reprokit.capture import readings
 from reprokit.capture.calls import Backward, CompiledStep, OptimizerStep, Root, ScaleLoss, Transform
 from reprokit.capture.readings import UNNAMED, InputWatch, Key, LossWatch, Series, StatePart, States
@@ -33,6 +33,7 @@ from reprokit.errors import pass_on
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
+from reprokit.native import clock
 from reprokit.series import cause, unlike
 from reprokit.series.cause import EVENTS, SMALLER_RATES, TENTH, Cause, Intervention
 from reprokit.series.story import failing_series
@@ -73,13 +74,16 @@ def rewritten_inputs(loop: Loop, segment: Segment, frame: FrameType | None) -> I
     modules, alive = loop.world.modules, loop.tape.alive()
     names = Names(alive, modules, root_names(modules, frame), {}, segment.ops, frame, [])
     for number, now, then in loop.tape.rewritten():
-        if number in read and not then.is_complex():
+        if number in read and not native.is_complex(then):
             found, differs = names.describe(number, now), ~((now == then) | ((now != now) & (then != then)))
             rows = list(bad_rows(differs))
             values = [part[rows] if rows else part for part in (now, then)]
             name = found.name if found is not None else UNNAMED
             yield unlike.rewritten(
-                name, segment.mark.step, rows, *((float(part.amin()), float(part.amax())) for part in values)
+                name,
+                segment.mark.step,
+                rows,
+                *((float(native.amin(part)), float(native.amax(part))) for part in values),
             )
 
 
@@ -131,13 +135,13 @@ class _Changing(LossWatch):
         for number in op.ins if plan.is_wide else ():
             value = replay.player.value(number)
             if value is not None and value.dtype in HALVES:
-                replay.player.replace(number, value.detach().float())
+                replay.player.replace(number, native.float(native.detach(value)))
         if plan.states and op.kind is OptimizerStep and replay.segment.mark.step == plan.since:
             for parameter in parameters_of(op.target):
                 if parameter in plan.states:
                     op.target.state[parameter] = dict(plan.states[parameter])
         if plan.norm is not None and op.kind is OptimizerStep:
-            torch.nn.utils.clip_grad_norm_(parameters_of(op.target), plan.norm)
+            native.clip_grad_norm_(parameters_of(op.target), plan.norm)
         return super().before(replay, op)
 
     def after(self, replay: Replay, op: Op) -> bool:
@@ -147,7 +151,7 @@ class _Changing(LossWatch):
 
     def _hold(self, replay: Replay) -> None:
         for tensor, value in self._plan.held if replay.segment.mark.step >= self._plan.since else ():
-            tensor.data.copy_(value)
+            native.copy_(tensor.data, value)
 
 
 class _Wide(TorchFunctionMode):
@@ -161,8 +165,8 @@ class _Wide(TorchFunctionMode):
     def __enter__(self) -> None:
         for tensor, content in self._state.values():
             gradient, tensor.grad = tensor.grad, None
-            tensor.data = content.float()
-            tensor.grad = gradient.float() if gradient is not None else None
+            tensor.data = native.float(content)
+            tensor.grad = native.float(gradient) if gradient is not None else None
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
@@ -199,7 +203,7 @@ class Experiments:
         if is_exception and snapshot.failure.cause is None:
             losses = []  # a high loss raises nothing
         self._diverged, self._limits = cause.divergence(losses), cause.usual_limits(losses)
-        self._deadline = time.monotonic() + seconds
+        self._deadline = clock.monotonic() + seconds
         self._longest = 0.0
         self._began = snapshot.settings.began_at or 0  # steps before are another model's
         self._own = [segment for segment in segments if segment.mark.step >= self._began]
@@ -268,7 +272,7 @@ class Experiments:
 
     def _removes(self, plan: _Plan) -> bool:
         """Try a change, if there is time."""
-        if time.monotonic() + self._longest > self._deadline:
+        if clock.monotonic() + self._longest > self._deadline:
             self._num_unreached += 1
             return False
         if any(one.change == plan.text for one in self._tried):
@@ -282,7 +286,7 @@ class Experiments:
 
     def _play(self, plan: _Plan | None, observer: LossWatch) -> _Played | None:
         """Play the steps from the oldest copy; ``None`` where that is not possible, or takes too long."""
-        world, started, segments = self._loop.world, time.monotonic(), self._segments
+        world, started, segments = self._loop.world, clock.monotonic(), self._segments
         if plan is not None and plan.edit is not None:
             edit = plan.edit
             segments = [
@@ -313,7 +317,7 @@ class Experiments:
             pass_on(error)
             return None
         finally:
-            self._longest = max(self._longest, time.monotonic() - started)
+            self._longest = max(self._longest, clock.monotonic() - started)
 
     def _watch(self) -> InputWatch:
         parts: dict[int, StatePart] = {}
@@ -419,7 +423,7 @@ class Experiments:
         for made in filter(None, (self._loop.samples.collate(number()) for number in whole)):
             return replace(found, words=f"{found.text} (put into a batch by {made})")
         odd = [(n, value) for n, value in enumerate(series.values.get(found.since, ())) if _is_odd(value, found)]
-        if found.role != "batch" or found.words or found.is_now or len(odd) != 1 or not odd[0][1].dim():
+        if found.role != "batch" or found.words or found.is_now or len(odd) != 1 or not native.dim(odd[0][1]):
             return found
         (place, tensor), ops = odd[0], [op for ops, mark in self._segments if mark.step == found.since for op in ops]
         rows = rows_where(_odd_elements(tensor, found))
@@ -462,13 +466,13 @@ class Experiments:
         found = []
         for part in watch.followed:
             given = part.name, "state", part.readings
-            odd, one = None, unlike.drift(*given) if part.tensor.numel() == 1 else None
+            odd, one = None, unlike.drift(*given) if native.numel(part.tensor) == 1 else None
             if not part.is_stepped:  # a bias drifts in many runs, and goes anywhere in one that has diverged
                 odd = unlike.growth(*given) or unlike.decay(*given)
                 one = odd or one or unlike.sign(*given)
             found += [(part, one, odd is not None)] if one is not None else []
         for part, one, is_odd in sorted(found, key=lambda item: not item[2])[:_MOST_OF_A_KIND]:
-            is_single = part.tensor.numel() == 1
+            is_single = native.numel(part.tensor) == 1
             value = number_words(float(part.first)) if is_single else f"its value before step {self._steps[0]}"
             text, says = f"`{part.name}` held at {value}", f"{one.text}."
             yield _Plan("state", says, text, is_odd, held=[(part.tensor, part.first)])
@@ -515,7 +519,7 @@ class Experiments:
 
 def _are_alike(series: Series, step: int, later: Iterable[int]) -> bool:
     """True if the later steps have read as many tensors there, of the same types and numbers of dimensions."""
-    kinds = {n: [(value.dtype, value.dim()) for value in series.values.get(n, ())] for n in (step, *later)}
+    kinds = {n: [(value.dtype, native.dim(value)) for value in series.values.get(n, ())] for n in (step, *later)}
     return all(kinds[n] == kinds[step] and len(series.numbers.get(n, ())) == len(kinds[n]) for n in later)
 
 
@@ -526,13 +530,13 @@ def _is_over(series: Series, found: Unlike, last: int) -> bool:
 
 
 def _is_odd(value: torch.Tensor, found: Unlike) -> bool:
-    return bool(found.words or found.is_now) or bool(_odd_elements(value, found).any())
+    return bool(found.words or found.is_now) or bool(native.any(_odd_elements(value, found)))
 
 
 def _odd_elements(tensor: torch.Tensor, found: Unlike) -> torch.Tensor:
     """Which elements have left the range of before; of a new sign, which are negative."""
     limit = JUMP * max(map(abs, found.before))
-    return tensor.double().abs() > limit if max(map(abs, found.now)) > limit else tensor < 0
+    return native.abs(native.double(tensor)) > limit if max(map(abs, found.now)) > limit else tensor < 0
 
 
 def _replaced(series: Series, step: int, found: Unlike, *, is_whole: bool) -> dict[Number, torch.Tensor]:
@@ -548,7 +552,7 @@ def _replaced(series: Series, step: int, found: Unlike, *, is_whole: bool) -> di
                 values[number] = old
                 if not is_whole:
                     rows = rows_where(_odd_elements(now, found))
-                    values[number] = now.clone()
+                    values[number] = native.clone(now)
                     values[number][rows] = old[rows]
     return values
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, name_of
 from reprokit.capture.early_warning import EarlyWarning, EventStep
 from reprokit.capture.fidelity import Made, Place, has_origin
@@ -461,7 +461,7 @@ def _inference_notes(loop: Loop) -> dict[int, str]:
             name, place = name_of(op) or type(op.target).__name__, make_site(op.code, op.instruction).place
             words = f"made in inference mode by `{name.removeprefix('torch.')}` ({place}) in step {step}"
         made |= dict.fromkeys(op.outs, words) if words else {}
-    return {id(alive[n]): words for n, words in made.items() if n in alive and alive[n].is_inference()}
+    return {id(alive[n]): words for n, words in made.items() if n in alive and native.is_inference(alive[n])}
 
 
 def _optimizer_facts(op: Op, tape: Tape, frames: Sequence[FrameType]) -> list[str]:
@@ -469,7 +469,7 @@ def _optimizer_facts(op: Op, tape: Tape, frames: Sequence[FrameType]) -> list[st
     before = next((one for one in reversed(tape.ops()) if one.target is op.target), op)
     facts = list(option_words(op.note.options, before.note.options, frames[-1].f_code.co_filename))
     known = [p.grad for p in parameters_of(op.target) if p.grad is not None]
-    if any(bool(part._values().any() if part.is_sparse else part.any()) for part in known):
+    if any(bool(native.any(native._values(part)) if part.is_sparse else native.any(part)) for part in known):
         return facts
     items = [item for frame in frames for item in frame.f_locals.items() if type(item[1]) is torch.Tensor]
     zeros = [f"`{name}`" for name, value in items if value.is_floating_point() and value.dim() and not value.any()]
@@ -494,7 +494,7 @@ def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
     running = tape.running()
     for tensor, code, instruction in reversed(tape.scalars):
         number = tape.known(tensor)
-        if number is not None and is_bad(tensor.detach()):
+        if number is not None and is_bad(native.detach(tensor)):
             made = next((n for n, op in enumerate(running) if number in op.outs), len(running))
             is_passed = any(op.kind is Root and op.mode.grad for op in running[made + 1 :])  # the loop went on
             return None if is_passed else (number, code, instruction)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import TracedPlayer, describe_mismatch, is_close, is_same
 from reprokit.compare.compiled import Compiled, run_compiled
@@ -179,7 +180,7 @@ def _signature(failure: Failure) -> tuple[Any, ...]:
 
 def placed(snapshot: Snapshot, devices: Mapping[int, torch.device]) -> Snapshot:
     """A snapshot with its tensors on the devices of training."""
-    tensors = {value: tensor.to(devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
+    tensors = {value: native.to(tensor, devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
     return replace(snapshot, tensors=tensors)
 
 
@@ -188,12 +189,12 @@ def by_itself(settings: Settings) -> Iterator[None]:
     """The settings of the file, without the modes and generators of the code around."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(ignored_warnings())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(native.fork_rng(devices=[]))
+        stack.enter_context(native.inference_mode(False))
+        stack.enter_context(native.enable_grad())
         for device in ("cpu", "cuda", "mps", "xpu"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+            if native.is_autocast_enabled(device):
+                stack.enter_context(native.autocast(device, enabled=False))
         stack.enter_context(determinism(settings))
         yield
 
@@ -208,7 +209,7 @@ def compiled_mismatch(replayed: TracedPlayer, compilers: Sequence[Compiled]) -> 
     prepared become inputs: training did not compile these calls, and a compiler would fuse them with those that follow.
     """
     whole = replayed.program, replayed.tensors
-    with torch.enable_grad():
+    with native.enable_grad():
         if compilers:
             _without_preparation(replayed)
         for compiler in dict.fromkeys(found for one in compilers for found in (one.simpler, one)):

@@ -20,7 +20,7 @@ import torch.overrides
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.callers import HAS_FRAME_OF_APPLY, applying, first_user_frame
 from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.compiled_calls import CompiledCalls
@@ -79,8 +79,8 @@ class WholeCalls:
         output = self._perform(Clip, target, args, kwargs)
         is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
         if isinstance(output, torch.Tensor) and not is_spread:
-            with torch.DisableTorchFunction():
-                loop.clipped = loop.timeline.grad_norm = output.detach()
+            with native.DisableTorchFunction():
+                loop.clipped = loop.timeline.grad_norm = native.detach(output)
         return output
 
     def scale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

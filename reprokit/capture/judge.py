@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from reprokit import native
 from reprokit.locate.ways import NAN, bad_tensor, is_bad, is_finite_sum, local_part, ways_of
 from reprokit.program.dataflow import edge_of, is_accumulation, reachable
 from reprokit.series.timeline import parameters_of
@@ -140,7 +141,7 @@ class Judge:
             self.pending = None
             return "skipped"
         grads = (p.grad for p in parameters if p.grad is not None)
-        if bad_tensor(grads) is not None or bad_tensor(t for t in given if t.is_floating_point()) is not None:
+        if bad_tensor(grads) is not None or bad_tensor(t for t in given if native.is_floating_point(t)) is not None:
             return "failed"
         if pending.is_asked:
             return None
@@ -187,7 +188,7 @@ class Sentinel:
         parameters = list(parameters_of(optimizer))[:: -1 if self._is_last else 1]
         with_grad = (p for p in parameters if p.grad is not None and p.grad.layout is torch.strided)
         early = [parameter for parameter, _ in zip(with_grad, range(_CANDIDATES), strict=False)]
-        small = (parameter for parameter in early if parameter.numel() <= _SMALL)
+        small = (parameter for parameter in early if native.numel(parameter) <= _SMALL)
         return next(small, min(early, key=torch.Tensor.numel, default=None))
 
     def is_suspicious(self, optimizer: torch.optim.Optimizer, clipped: torch.Tensor | None) -> bool | None:
@@ -196,7 +197,7 @@ class Sentinel:
         gradient = self.gradient(optimizer)
         if gradient is None or gradient.is_cuda:
             return None
-        return not is_finite_sum(gradient) or (clipped is not None and not math.isfinite(clipped.item()))
+        return not is_finite_sum(gradient) or (clipped is not None and not math.isfinite(native.item(clipped)))
 
 
 class Flags:
@@ -212,7 +213,7 @@ class Flags:
         if step != self._step:
             self._step, self._num_own = step, 0
         self._num_own += len(tensors)
-        self._waiting += [tensor.detach() for tensor in tensors]
+        self._waiting += [native.detach(tensor) for tensor in tensors]
         if len(self._waiting) >= _BATCH:
             for device in {tensor.device for tensor in self._waiting if tensor.is_cuda}:
                 self._send([tensor for tensor in self._waiting if tensor.device == device])
@@ -222,9 +223,9 @@ class Flags:
     def _send(self, tensors: list[torch.Tensor]) -> None:
         """Check the tensors of a device there, and read the result when it has arrived."""
         with torch.cuda.device(tensors[0].device):
-            flag = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
-            host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            host.copy_(flag, non_blocking=True)
+            flag = native.all(native.stack([native.all(native.isfinite(tensor)) for tensor in tensors]))
+            host = native.empty((), dtype=torch.bool, pin_memory=True)
+            native.copy_(host, flag, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._sent.append((host, event))
@@ -232,7 +233,7 @@ class Flags:
     def poll(self) -> bool:
         """True if a flag that has arrived by itself is bad."""
         while self._sent and self._sent[0][1].query():  # type: ignore[no-untyped-call]
-            if not self._sent.pop(0)[0].item():
+            if not native.item(self._sent.pop(0)[0]):
                 return True
         return False
 
@@ -246,7 +247,7 @@ class Flags:
         for _, event in self._sent:
             event.synchronize()
         earlier = self._waiting[: len(self._waiting) - num_own]
-        return any(not host.item() for host, _ in self._sent) or any(map(is_bad, earlier))
+        return any(not native.item(host) for host, _ in self._sent) or any(map(is_bad, earlier))
 
     def read(self) -> bool:
         """True if anything was bad; waits for the device."""
@@ -254,4 +255,4 @@ class Flags:
         self.forget()
         for _, event in sent:
             event.synchronize()
-        return any(not host.item() for host, _ in sent) or any(is_bad(tensor) for tensor in waiting)
+        return any(not native.item(host) for host, _ in sent) or any(is_bad(tensor) for tensor in waiting)

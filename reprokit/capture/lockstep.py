@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.calls import Backward, OptimizerStep
 from reprokit.capture.fidelity import Made
 from reprokit.capture.meeting import DONE, Parted, SavedElsewhere, Stopped
@@ -106,10 +106,10 @@ def recorded_by_all(describing: Describing, case: Case) -> Made:
         where = "gradient" if case.explain is None else ""
         case = replace(case, where=where, ops=case.ops[: last + 1])
     with together.playing():
-        size = sum({id(p): p.numel() * p.element_size() for p in world.parameters}.values())
+        size = sum({id(p): native.numel(p) * native.element_size(p) for p in world.parameters}.values())
         if size > DEFAULT_STATE_BYTES:
             raise NotKept(f"whole parameters take over {DEFAULT_STATE_BYTES // 2**30} GiB")
-        with torch.no_grad():
+        with native.no_grad():
             wholes = [(p, p.full_tensor()) for p in world.parameters if hasattr(p, "full_tensor")]
         stand_ins = {id(p): torch.nn.Parameter(whole, requires_grad=p.requires_grad) for p, whole in wholes}
         return describing.make(replace(case, stand_ins=stand_ins, together=together))
@@ -121,7 +121,7 @@ def update_on_shards(describing: Describing, case: Case) -> Made:
     gradients = {id(leaf): gradient for leaf, gradient in case.gradients or ()}
     parts = [(whole, torch_private.shard_of(whole)) for whole in world.parameters]
     stand_ins: dict[int, torch.Tensor] = {
-        id(whole): torch.nn.Parameter(part.detach(), requires_grad=whole.requires_grad)
+        id(whole): torch.nn.Parameter(native.detach(part), requires_grad=whole.requires_grad)
         for whole, part in parts
         if part is not whole
     }

@@ -11,7 +11,6 @@ import functools
 import inspect
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.budget import Budget
 from reprokit.capture.callers import KINDS, first_user_frame, learn_loop
@@ -40,6 +39,7 @@ from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.compare.compiled import Compiled
 from reprokit.errors import pass_on, tb_entries
 from reprokit.locate.ways import NAN, PLUS, bad_tensor, is_bad, is_finite_sum, ways_of
+from reprokit.native import clock
 from reprokit.program.ir import OPAQUE, Call, Mode
 from reprokit.program.sites import current_site, kind_of_file
 from reprokit.program.trace import current_mode
@@ -143,7 +143,7 @@ class Loop:
             self._is_stale = False
             if self.world.buffers.rows:
                 self.world.buffers.refresh()
-        if torch.is_grad_enabled():
+        if native.is_grad_enabled():
             self._has_forward = True
         return drawn
 
@@ -158,12 +158,18 @@ class Loop:
         number = self._num_forwards[id(target)]
         self._num_forwards[id(target)] += 1
         is_bad = self.matter and -1 not in self.forwards
-        is_bad = is_bad and any(not {NAN, PLUS}.isdisjoint(ways_of(tensor.detach())) for tensor in iter_tensors(output))
+        is_bad = is_bad and any(
+            not {NAN, PLUS}.isdisjoint(ways_of(native.detach(tensor))) for tensor in iter_tensors(output)
+        )
         for key in ([-1] if is_bad else []) + ([number] if number in self.asked else []):
             (op,), alive = self.tape.ops(len(self.tape.log) // SLOTS - 1), self.tape.alive()
             _, ops, given = self.forwards.setdefault(key, (number, [], {}))
             ops.append(op)
-            given |= {n: alive[n].detach().clone().requires_grad_(alive[n].requires_grad) for n in op.ins if n in alive}
+            given |= {
+                n: native.requires_grad_(native.clone(native.detach(alive[n])), alive[n].requires_grad)
+                for n in op.ins
+                if n in alive
+            }
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module is known from here on."""
@@ -244,9 +250,9 @@ class Loop:
             return None
         tensors = [self._unscaled(start) for start in starts] if self.scalers.is_used else starts
         if sum(map(torch.Tensor.numel, starts)) == 1:  # the loop may write into it for its log
-            call[-1].losses = [start.item() if _is_near(start) else start.detach() for start in starts]
-            loss = tensors[0].detach()
-            value = loss.item() if _is_near(loss) else loss
+            call[-1].losses = [native.item(start) if _is_near(start) else native.detach(start) for start in starts]
+            loss = native.detach(tensors[0])
+            value = native.item(loss) if _is_near(loss) else loss
             if call[1] is torch.autograd.grad:
                 self.timeline.start_grad(value)
             else:
@@ -295,7 +301,7 @@ class Loop:
     def _can_wait(self) -> bool:
         """True if every update that may follow a backward call is seen before it is made."""
         hooked = any(map(torch_private.hooks_of_leaf, self.leaves()))
-        return not (hooked or self.unseen or torch.is_anomaly_enabled())
+        return not (hooked or self.unseen or native.is_anomaly_enabled())
 
     def after_backward(self, call: Begun, output: Any) -> None:
         """Note it; optimizers may have stepped inside it, as soon as a gradient was complete."""
@@ -364,7 +370,7 @@ class Loop:
         if bad is not None:
             self.failures.fail("parameter", keep=bad)
         elif self.recorder.enabled:
-            self._note_numbers(None, *self.iterations.of(None), time.perf_counter())
+            self._note_numbers(None, *self.iterations.of(None), clock.perf_counter())
             self.iterations.attempted(None)
             self.interrupt()
             self._act_after_step()
@@ -604,7 +610,7 @@ class Loop:
         found, scaler = self._in_kernel["found_inf"], self._scaler
         if not self.matter or scaler is None or not isinstance(found, torch.Tensor) or found.is_cuda:
             return False
-        if not found.item():
+        if not native.item(found):
             self.scalers.stepped()
             return False
         return self.scalers.skipped(scaler)
@@ -638,7 +644,7 @@ class Loop:
                 self.ranks.at_skip(self.judge.pending)
             elif recorder.guard(self.scalers.skipped, scaler) and self.matter:
                 self.failures.fail("gradient")
-            recorder.guard(self._end_step, optimizer, time.perf_counter())
+            recorder.guard(self._end_step, optimizer, clock.perf_counter())
             recorder.guard(self._act_after_step)
         return output
 
@@ -662,7 +668,7 @@ class Loop:
 
     def end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """When it is time to, check everything; then begin a new step. ``None`` stands for an update made by hand."""
-        started = time.perf_counter()
+        started = clock.perf_counter()
         is_due = self._is_due(started, optimizer)
         if is_due and self.ranks.meeting is not None:
             started = self.ranks.check_together(started)
@@ -777,7 +783,7 @@ class Loop:
     def _note_numbers(self, optimizer: torch.optim.Optimizer | None, step: int, seat: Seat, ended: float) -> None:
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         if isinstance(rate, torch.Tensor):
-            rate = rate.detach().clone()
+            rate = native.clone(native.detach(rate))
         iterations, timeline, norms = self.iterations, self.timeline, self.norms
         row = norms.measure(step, optimizer) if norms is not None and optimizer is not None else None
         if row is not None and timeline.grad_norm is None:  # the loop has not computed it
@@ -856,7 +862,7 @@ class Loop:
             self.world.buffers.add_module(module)
         if not self.has_differentiated and not any(op.kind is Root and op.mode.grad for op in self.tape.running()):
             self.tape.forget()
-            self.copy_state(time.perf_counter())
+            self.copy_state(clock.perf_counter())
 
     def _lose(self) -> None:
         """Calls were taken off the tape that may have changed something: there is no going back behind them."""
@@ -898,7 +904,7 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _is_near(tensor: torch.Tensor) -> bool:
     """True for a single real number on the host, which costs nothing to read."""
-    return tensor.is_cpu and tensor.numel() == 1 and not tensor.is_complex()
+    return tensor.is_cpu and native.numel(tensor) == 1 and not native.is_complex(tensor)
 
 
 def _is_inside(outer: FrameType | None, frame: FrameType | None) -> bool:

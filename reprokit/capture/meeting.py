@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import hashlib
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -24,9 +23,10 @@ import torch
 from torch import distributed
 from torch.nn.parameter import is_lazy
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.locate.failure import RankDifference
+from reprokit.native import clock
 from reprokit.words import counted
 
 PATIENCE = 120.0  # seconds for an answer while ranks play their steps
@@ -104,9 +104,9 @@ class Meeting:
         return answers
 
     def _wait(self, keys: list[str], patience: float) -> str:
-        started = time.monotonic()
+        started = clock.monotonic()
         while not self._store.check(keys):
-            waited = time.monotonic() - started
+            waited = clock.monotonic() - started
             missing = [rank for rank, key in enumerate(keys) if waited > 1 and not self._store.check([key])]
             for rank in missing:
                 if not self._store.check([f"{self._prefix}/seat/{rank}"]):
@@ -118,7 +118,7 @@ class Meeting:
                 raise Parted("the launcher ends this process")
             if missing and waited > patience:
                 return f"rank {missing[0]} did not answer within {patience:.0f} seconds"
-            time.sleep(min(_LONGEST, _SHORTEST + waited / 10))
+            clock.sleep(min(_LONGEST, _SHORTEST + waited / 10))
         return _MET
 
     def end(self, num_steps: int) -> None:
@@ -212,7 +212,7 @@ class Replicas:
             for root in (averaged if wrapped else roots)
             for name, parameter in root.named_parameters()
             if name not in torch_private.ignored_by_ddp(root) and (wrapped or parameter.requires_grad)
-            if not is_lazy(parameter) and type(parameter.detach()) is torch.Tensor and parameter.numel()
+            if not is_lazy(parameter) and type(native.detach(parameter)) is torch.Tensor and native.numel(parameter)
         ]
 
     def digest(self) -> str:
@@ -244,8 +244,12 @@ class Replicas:
         sides = apart[0], rows.index(common)
         pairs = list(zip(*(rows[side].split() for side in sides), strict=False))
         differing = [number for number, (one, other) in enumerate(pairs) if one != other]
-        first = parameters[differing[0]].detach()
-        numbers = (torch.view_as_real(first) if first.is_complex() else first).double().flatten()[:_MOST_SENT].tolist()
+        first = native.detach(parameters[differing[0]])
+        numbers = native.tolist(
+            native.flatten(native.double(native.view_as_real(first) if native.is_complex(first) else first))[
+                :_MOST_SENT
+            ]
+        )
         texts = ask("values", " ".join(map(repr, numbers)) if rank in sides else "")
         values = (map(float, texts[side].split()) for side in sides)
         gaps = [abs(one - other) for one, other in zip(*values, strict=False)]
@@ -275,14 +279,17 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
     have 31 bits and integers 32, so that no product overflows.
     """
     found = []
-    with torch.no_grad():
+    with native.no_grad():
         for tensor in map(torch.Tensor.detach, tensors):
-            plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            pieces = [piece.view(_BITS[plain.element_size()]) for piece in torch.split(plain.reshape(-1), _PIECE)]
+            plain = native.view_as_real(native.resolve_conj(tensor)) if native.is_complex(tensor) else tensor
+            pieces = [
+                native.view(piece, _BITS[native.element_size(plain)])
+                for piece in native.split(native.reshape(plain, -1), _PIECE)
+            ]
             # multiplicative hashing (Knuth 6.4): numbers without a pattern, none of them zero
-            weights = torch.arange(2 * len(pieces[0]), device=plain.device) * 2654435761 & (2**31 - 1) | 1
-            sums = [(piece * weights[: len(piece)]).sum() for piece in pieces]
-            found.append((torch.stack(sums) * (2 * torch.arange(len(sums), device=plain.device) + 1)).sum())
+            weights = native.arange(2 * len(pieces[0]), device=plain.device) * 2654435761 & (2**31 - 1) | 1
+            sums = [native.sum(piece * weights[: len(piece)]) for piece in pieces]
+            found.append(native.sum(native.stack(sums) * (2 * native.arange(len(sums), device=plain.device) + 1)))
     return [int(number) for number in found]  # a device computes them all before the first is waited for
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,6 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from reprokit import native
 from reprokit.capture.calls import Backward, Clip, OptimizerStep, Unscale
 from reprokit.capture.replay import PlayObserver, Replay
 from reprokit.capture.structure import iter_leaves, iter_tensors
@@ -30,6 +30,7 @@ from reprokit.compare.quantity import norm_of, norms_of, numbers_of, share_of_ze
 from reprokit.errors import UsageError, ignored_errors
 from reprokit.locate.ranges import Range, measure
 from reprokit.locate.ways import local_part
+from reprokit.native import clock
 from reprokit.series.story import LayerNumbers, RecordedStep, StepNumbers
 from reprokit.series.timeline import TIMELINE_STEPS, parameters_of
 from reprokit.words import user_path
@@ -90,11 +91,11 @@ class NormMeter:
         """An optimizer is about to step: copies of its parameters tell by how much it changes them."""
         self._old.clear()
         if self._before or self._is_due(step):
-            started = time.perf_counter()
-            whole = {id(p): local_part(p.detach()) for p in parameters_of(optimizer) if p.requires_grad}
+            started = clock.perf_counter()
+            whole = {id(p): local_part(native.detach(p)) for p in parameters_of(optimizer) if p.requires_grad}
             if has_room(whole.values()):
-                self._old = {key: tensor.clone() for key, tensor in whole.items()}
-            self._copied = time.perf_counter() - started
+                self._old = {key: native.clone(tensor) for key, tensor in whole.items()}
+            self._copied = clock.perf_counter() - started
 
     def measure(self, step: int, optimizer: torch.optim.Optimizer) -> RecordedStep | None:
         """The numbers of an optimizer that has made its step, if it is to be measured. Waits for a device three
@@ -103,18 +104,18 @@ class NormMeter:
         old, self._old = self._old, {}
         if not (before or old or self._is_due(step)):
             return None
-        started = time.perf_counter() - (self._copied if old else 0.0)
+        started = clock.perf_counter() - (self._copied if old else 0.0)
         parameters = [p for p in parameters_of(optimizer) if not p.is_meta]
         named = {name: p for p in parameters if self.takes(name := self._name(p))}
         clipped = _measured(parameters)
         unclipped = {key: before.get(key, pair) for key, pair in clipped.items()}
-        with torch.no_grad():
-            weights = norms_of([local_part(p.detach()) for p in named.values()])
-            changed = {id(p): local_part(p.detach()) for p in parameters if id(p) in old}
+        with native.no_grad():
+            weights = norms_of([local_part(native.detach(p)) for p in named.values()])
+            changed = {id(p): local_part(native.detach(p)) for p in parameters if id(p) in old}
             sizes = dict(zip(old, norms_of(list(old.values())), strict=True))
             changes = dict(zip(changed, norms_of([new - old[key] for key, new in changed.items()]), strict=True))
         size = math.hypot(*(sizes[key] for key in changes))
-        ended = time.perf_counter()
+        ended = clock.perf_counter()
         self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step
         return RecordedStep(
             step,
@@ -141,7 +142,7 @@ class NormMeter:
         if self._every is not None:
             is_due = step % self._every == 0
         else:  # every optimizer of a step is measured, or none
-            is_due = step == self._last_step or (step >= _FIRST_ON_AUTO and time.perf_counter() >= self._next)
+            is_due = step == self._last_step or (step >= _FIRST_ON_AUTO and clock.perf_counter() >= self._next)
         if is_due and not self._is_off and is_capturing():  # a graph would replay it; reading ends its capture
             self._is_off = True
             self._say("`--record` is off: the optimizer steps inside of a CUDA graph")
@@ -158,12 +159,14 @@ class NormMeter:
 
 def _measured(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[float, float]]:
     """The norms of gradients and the shares of zeros in them, by the ``id`` of the parameter."""
-    with torch.no_grad():
-        whole = {id(p): local_part(p.grad.detach()) for p in parameters if p.grad is not None}
+    with native.no_grad():
+        whole = {id(p): local_part(native.detach(p.grad)) for p in parameters if p.grad is not None}
         # of a sparse gradient the elements that are stored; the others are zero
-        given = [grad.coalesce().values() if grad.layout is torch.sparse_coo else grad for grad in whole.values()]
-        norms, counts = norms_of(given), numbers_of([gradient.count_nonzero() for gradient in given])
-    zeros = (1 - count / max(1, grad.numel()) for count, grad in zip(counts, given, strict=True))
+        given = [
+            native.values(native.coalesce(grad)) if grad.layout is torch.sparse_coo else grad for grad in whole.values()
+        ]
+        norms, counts = norms_of(given), numbers_of([native.count_nonzero(gradient) for gradient in given])
+    zeros = (1 - count / max(1, native.numel(grad)) for count, grad in zip(counts, given, strict=True))
     return dict(zip(whole, zip(norms, zeros, strict=True), strict=True))
 
 
@@ -171,15 +174,15 @@ def has_room(tensors: Collection[torch.Tensor]) -> bool:
     """True if a copy of tensors is small, and takes less than half of what is free on their devices."""
     sizes: dict[torch.device, int] = {}
     for tensor in tensors:
-        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + native.numel(tensor) * native.element_size(tensor)
     far = {device: size for device, size in sizes.items() if device.type == "cuda"}
     is_small = sum(sizes.values()) <= DEFAULT_STATE_BYTES
-    return is_small and all(2 * size < torch.cuda.mem_get_info(device)[0] for device, size in far.items())
+    return is_small and all(2 * size < native.cuda_mem_get_info(device)[0] for device, size in far.items())
 
 
 def is_capturing() -> bool:
     """True while a CUDA graph is captured on the stream of now."""
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return bool(native.cuda_is_initialized()) and native.cuda_is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 # -- steps that are played -----------------------------------------------------------------------------------------
@@ -224,9 +227,9 @@ class Meter(PlayObserver):
 
         def see(module: torch.nn.Module, _: Any, output: Any) -> None:
             name = self._names.get(id(module))
-            if name is not None and not torch.compiler.is_compiling():
-                with torch.no_grad():
-                    found = [measure(tensor) for tensor in iter_tensors(output) if tensor.is_floating_point()]
+            if name is not None and not native.is_compiling():
+                with native.no_grad():
+                    found = [measure(tensor) for tensor in iter_tensors(output) if native.is_floating_point(tensor)]
                 self.steps[-1].outputs.setdefault(name, []).extend(found)
 
         handle = register_module_forward_hook(see)
@@ -244,20 +247,20 @@ class Meter(PlayObserver):
         step = self.steps[-1]
         if op.kind in (Clip, OptimizerStep) and step.norm is None and not self._names:
             parameters = self._given_to(op)
-            with torch.no_grad():
+            with native.no_grad():
                 gradients = {id(p): p.grad for p in parameters if p.grad is not None}
                 step.norm = norm_of(gradients.values())
                 step.zeros = {id(p): None for p in parameters if p.requires_grad}
                 step.zeros |= {key: share_of_zeros(gradient) for key, gradient in gradients.items()}
         if op.kind is OptimizerStep:
             step.optimizer = id(op.target)
-            self._weights = {id(p): p.detach().clone() for p in parameters_of(op.target)}
+            self._weights = {id(p): native.clone(native.detach(p)) for p in parameters_of(op.target)}
         return False
 
     def after(self, replay: Replay, op: Op) -> bool:
         """Measure the gradients of layers where they are complete, and the change of weights."""
         step = self.steps[-1]
-        with torch.no_grad():
+        with native.no_grad():
             for name, own in self._parameters.items():
                 numbers = step.numbers.setdefault(name, {})
                 gradients = [p.grad for p in own if p.grad is not None]
@@ -281,7 +284,7 @@ class Meter(PlayObserver):
         return False
 
     def _update(self, parameters: Sequence[torch.Tensor]) -> float | None:
-        pairs = [(self._weights[id(p)], p.detach()) for p in parameters if id(p) in self._weights]
+        pairs = [(self._weights[id(p)], native.detach(p)) for p in parameters if id(p) in self._weights]
         return update_of([old for old, _ in pairs], [new for _, new in pairs])
 
     def _given_to(self, op: Op) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.capture.structure import iter_tensors
 from reprokit.program.sites import relative_path
 
@@ -138,9 +139,11 @@ def _text(value: Any, notes: Mapping[int, str]) -> str:
     words = [f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"]
     if not value.is_cpu or value.layout is not torch.strided:
         words[0] += f" ({value.device}, {str(value.layout).removeprefix('torch.')})"
-    elif value.numel() == 1 or not bool(value.any()):
-        words.append(f"{value.item():.6g}" if value.numel() == 1 else "all zeros" if value.numel() else "")
-    unknown = "made in inference mode, before the calls that are kept" if value.is_inference() else ""
+    elif native.numel(value) == 1 or not bool(native.any(value)):
+        words.append(
+            f"{native.item(value):.6g}" if native.numel(value) == 1 else "all zeros" if native.numel(value) else ""
+        )
+    unknown = "made in inference mode, before the calls that are kept" if native.is_inference(value) else ""
     return ", ".join(filter(None, [*words, notes.get(id(value), unknown)]))
 
 

@@ -18,7 +18,6 @@ import functools
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -34,6 +33,7 @@ from reprokit.capture.meeting import Late, Meeting, Parted, Replicas, SavedElsew
 from reprokit.capture.save import NOT_ALL, NothingFound, Verdict
 from reprokit.capture.tape import MOST_BYTES
 from reprokit.capture.world import gathered
+from reprokit.native import clock
 from reprokit.words import counted
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class Ranks:
         where = loop.check_state()
         is_bad = where == "parameter" or (where == "loss" and loop.world.newly_bad() is not None)
         digest = replicas.digest() if replicas is not None else ""
-        checked = time.perf_counter()
+        checked = clock.perf_counter()
         votes: list[Vote] = []
         try:
             votes = self._ask("copy", AT_END if is_end else AT_COPY, is_bad, started, digest)
@@ -307,7 +307,7 @@ class Ranks:
             since = "`--on ranks` compares no more" if is_compared else "late failures are saved without going back"
             made = f"rank {self.rank} has made {counted(total + (not is_end), 'optimizer step')}"
             say(f"{reason}; {made}; {since} from step {step} on")
-        waited = time.perf_counter() - checked
+        waited = clock.perf_counter() - checked
         if votes:
             self.goes_back = all(vote.holds for vote in votes)
             wanted_by_all, most = max(vote.wanted for vote in votes), min(vote.most for vote in votes)
@@ -346,7 +346,7 @@ class Ranks:
         Raises `CaptureStop` if a step was bad and the loop is to stop.
         """
         if self.meeting is not None and not has_failed and self._loop.recorder.enabled:
-            self.check_together(time.perf_counter(), is_end=True)
+            self.check_together(clock.perf_counter(), is_end=True)
             if self._loop.recorder.enabled:
                 self._loop.failures.save_asked()
         self._loop.recorder.guard(self.leave)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from reprokit import native
 from reprokit.capture.calls import (
     Backward,
     Clip,
@@ -37,6 +37,7 @@ from reprokit.capture.tape import Number, Op, Segment
 from reprokit.capture.tensor_names import Names, names_of, parameter_names, root_names
 from reprokit.compare.quantity import norm_of, number_of, numbers_of, update_of
 from reprokit.locate.ways import HALVES
+from reprokit.native import clock
 from reprokit.program.functions import written_argument
 from reprokit.program.sites import make_site, parts
 from reprokit.series.timeline import parameters_of
@@ -107,7 +108,7 @@ class Inputs:
         """True for a single number that the loop has made a tensor of, such as a coefficient, and no loader."""
         tensor = self.value(number)
         is_made = number not in self._derived and number not in self._random and getattr(number, "batch", None) is None
-        return is_made and tensor is not None and tensor.dim() == 0
+        return is_made and tensor is not None and native.dim(tensor) == 0
 
     def role(self, op: Op, number: Number) -> str:
         """``carried``, ``setting`` or ``batch``: the role of an argument of a call."""
@@ -131,7 +132,7 @@ class LossWatch(PlayObserver):
         self.loss = math.nan
 
     def begin(self, replay: Replay) -> bool:
-        return time.monotonic() > self._deadline
+        return clock.monotonic() > self._deadline
 
     def before(self, replay: Replay, op: Op) -> bool:
         if op.kind is Backward and not gives_gradients(op):
@@ -181,8 +182,8 @@ class StatePart:
     @property
     def is_followed(self) -> bool:
         """True for single numbers, and what no optimizer steps: what others hold follows from the gradients."""
-        is_own = self.tensor.numel() == 1 or not self.is_stepped
-        return is_own and self.tensor.is_floating_point()
+        is_own = native.numel(self.tensor) == 1 or not self.is_stepped
+        return is_own and native.is_floating_point(self.tensor)
 
 
 class InputWatch(LossWatch):
@@ -210,7 +211,7 @@ class InputWatch(LossWatch):
         self.halves = set()
         for part in self.followed:
             if not part.readings:
-                part.first = part.tensor.detach().clone()
+                part.first = native.clone(native.detach(part.tensor))
             _add(part.readings, read(replay.segment.mark.step, part.tensor))
         return super().begin(replay)
 
@@ -223,7 +224,7 @@ class InputWatch(LossWatch):
             self.norms += [norm] if norm is not None else []
         else:
             changed = list(self._written(replay, op))
-        self._before = [(tensor, tensor.detach().clone()) for tensor in changed]
+        self._before = [(tensor, native.clone(native.detach(tensor))) for tensor in changed]
         self._read_all(replay, op)
         return super().before(replay, op)
 
@@ -233,7 +234,7 @@ class InputWatch(LossWatch):
         self.halves.update(str(value.dtype).removeprefix("torch.") for value in made if value.dtype in HALVES)
         self._inputs.made(step, op)
         if op.kind is OptimizerStep:
-            update = update_of([old for _, old in self._before], [tensor.detach() for tensor, _ in self._before])
+            update = update_of([old for _, old in self._before], [native.detach(tensor) for tensor, _ in self._before])
             self.updates += [update] if update is not None else []
             self._left.update(states_of(op.target))
         else:
@@ -242,7 +243,7 @@ class InputWatch(LossWatch):
             for tensor, old in self._before:
                 was, now, part = read(step, old), read(step, tensor), self._parts.get(id(tensor))
                 self._lines[id(tensor)] = where
-                if part is None or was is None or now is None or not tensor.is_floating_point():
+                if part is None or was is None or now is None or not native.is_floating_point(tensor):
                     continue
                 earlier = [reading for reading in part.readings if reading.step < step]
                 _add(part.readings, now)
@@ -288,16 +289,18 @@ class InputWatch(LossWatch):
             series = self.series.setdefault(slot, Series(inputs.role(op, number), op, inputs.is_random(number)))
             _add(series.readings, read(step, tensor))
             series.numbers.setdefault(step, []).append(number)
-            if self._num_kept + tensor.numel() <= _MOST_KEPT:
-                self._num_kept += tensor.numel()
-                series.values.setdefault(step, []).append(tensor.detach().clone())
+            if self._num_kept + native.numel(tensor) <= _MOST_KEPT:
+                self._num_kept += native.numel(tensor)
+                series.values.setdefault(step, []).append(native.clone(native.detach(tensor)))
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> States:
     """Copies of what an optimizer keeps of each parameter."""
     states = [(parameter, optimizer.state.get(parameter)) for parameter in parameters_of(optimizer)]
     return {
-        parameter: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        parameter: {
+            name: native.clone(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()
+        }
         for parameter, state in states
         if isinstance(state, dict)
     }
@@ -320,16 +323,19 @@ def read_all(step: int, given: Iterable[tuple[S, torch.Tensor]]) -> dict[S, Read
     """The values of a step; what one line read several times as one. Waits for a device once."""
     known, parts = list[tuple[S, torch.Tensor]](), list[torch.Tensor]()
     for slot, one in given:
-        with torch.no_grad(), suppress(RuntimeError, NotImplementedError, TypeError):  # of a type that has no such call
-            if one.layout is torch.strided and not one.is_complex() and one.numel():
-                parts += [*one.aminmax(), one.count_nonzero(), one.sum(dtype=torch.double)]
+        with (
+            native.no_grad(),
+            suppress(RuntimeError, NotImplementedError, TypeError),
+        ):  # of a type that has no such call
+            if one.layout is torch.strided and not native.is_complex(one) and native.numel(one):
+                parts += [*native.aminmax(one), native.count_nonzero(one), native.sum(one, dtype=torch.double)]
                 known.append((slot, one))
     numbers, found = iter(numbers_of(parts)), dict[S, Reading]()
     for slot, one in known:
         low, high, count, total = (next(numbers) for _ in range(4))
         if all(map(math.isfinite, (low, high, total))):
-            rows, dtype = one.shape[0] if one.dim() else 0, str(one.dtype).removeprefix("torch.")
-            reading = Reading(step, low, high, one.numel(), 1 - count / one.numel(), rows, dtype, total)
+            rows, dtype = one.shape[0] if native.dim(one) else 0, str(one.dtype).removeprefix("torch.")
+            reading = Reading(step, low, high, native.numel(one), 1 - count / native.numel(one), rows, dtype, total)
             found[slot] = found[slot].joined(reading) if slot in found else reading
     return found
 

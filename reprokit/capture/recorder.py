@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.callers import KINDS, caller_of
 from reprokit.capture.calls import (
     Backward,
@@ -219,7 +219,7 @@ class Recorder(StackedMode):
             self.loop.before_state_write(owners, (args, kwargs))
             return _as(note, is_write=True, writes_state=True)
         has_graph = is_leaf(written) or (
-            torch.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
+            native.is_grad_enabled() and any(t.requires_grad for t in iter_tensors((args, kwargs)))
         )
         if written.layout is torch.strided and not self.tape.before_write(written, has_graph=has_graph):
             return None
@@ -232,7 +232,7 @@ class Recorder(StackedMode):
             target, tape = _written_by(facts, args, kwargs) if facts.may_write else args[0], self.tape
             outs: tuple[Number, ...] = ()
             if note.rng is None and facts.is_random and isinstance(target, torch.Tensor):
-                note.outcome = target.detach().clone()
+                note.outcome = native.clone(native.detach(target))
             if note.writes_state and facts.writes_data:
                 self.loop.world.moved(target)
             if not note.writes_state and isinstance(target, torch.Tensor) and facts.name not in functions.GRAD_WRITES:
@@ -327,7 +327,7 @@ class Recorder(StackedMode):
         for tensor in tensors:
             number = tape.values.get(id(tensor))
             outs.append(number if number is not None and number() is tensor else tape.new_number(tensor))
-            if kind is not Backward and tensor.requires_grad and not tensor.dim():
+            if kind is not Backward and tensor.requires_grad and not native.dim(tensor):
                 tape.scalars.append((tensor, code, instruction))
         tape.log += (kind, target, given, named, tuple(outs), code, instruction, mode, note)
         if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
@@ -364,7 +364,7 @@ def _written_by(facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _begins_forward(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a function after a hand-made update is no more part of it: it builds a graph."""
-    if not torch.is_grad_enabled() or name.endswith(("__get__", "__set__")) or functions.is_in_place(name):
+    if not native.is_grad_enabled() or name.endswith(("__get__", "__set__")) or functions.is_in_place(name):
         return False
     return any(tensor.requires_grad for tensor in iter_tensors((args, kwargs)))
 

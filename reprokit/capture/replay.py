@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture import calls
 from reprokit.capture.calls import Backward, CompiledStep, Function, OptimizerStep, Root, Transform, ZeroGrad
 from reprokit.capture.judge import Judge, Pending, is_bad_start
@@ -114,7 +114,7 @@ class Player:
         live, content = self.alive.get(number), self._contents.get(number)
         saved = self._tape.saved.get(number) if id(live) not in self._state else None
         if content is not None:
-            found = content.detach().clone().requires_grad_(content.requires_grad)
+            found = native.requires_grad_(native.clone(native.detach(content)), content.requires_grad)
         elif live is None:
             raise CannotGoBack(BEGUN_BEFORE)
         elif id(live) in self._stand_ins:
@@ -125,8 +125,8 @@ class Player:
         elif saved is None and (not live.requires_grad or is_leaf(live)):
             found = live
         else:
-            found = saved.clone() if saved is not None else live.detach()
-            found = found.requires_grad_() if live.requires_grad else found
+            found = native.clone(saved) if saved is not None else native.detach(live)
+            found = native.requires_grad_(found) if live.requires_grad else found
         self.env[number] = found
         self.numbers[id(found)] = number
         return found
@@ -141,7 +141,7 @@ class Player:
         value = self._values.get(number)
         if value is None:
             saved = self._tape.saved.get(number) if number not in self._contents else None
-            value = self._values[number] = (saved if saved is not None else live).detach().clone()
+            value = self._values[number] = native.clone(native.detach(saved if saved is not None else live))
             self.numbers[id(value)] = number
         return value
 
@@ -154,7 +154,7 @@ class Player:
         """Let another value stand for a number from here on."""
         old = self.value(number)
         if old is not None and old is not value:
-            self.env[number] = value.clone().requires_grad_(old.requires_grad)
+            self.env[number] = native.requires_grad_(native.clone(value), old.requires_grad)
             self.numbers[id(self.env[number])] = number
 
     def keep(self, numbers: Set[Number]) -> None:
@@ -208,7 +208,7 @@ def is_same(seen: torch.Tensor | float, new: torch.Tensor) -> bool:
     """True if a tensor has the value that was seen; a single real number may have been kept as a float."""
     if isinstance(seen, torch.Tensor):
         return same_bits(seen, new)
-    value = new.detach().item()
+    value = native.item(native.detach(new))
     if value != value or seen != seen:
         return value != value and seen != seen
     return value == seen and math.copysign(1, value) == math.copysign(1, seen)
@@ -216,15 +216,15 @@ def is_same(seen: torch.Tensor | float, new: torch.Tensor) -> bool:
 
 def is_close(seen: torch.Tensor | float, new: torch.Tensor) -> bool:
     """True if a tensor differs from what was seen by no more than rounding may."""
-    before = seen.detach() if isinstance(seen, torch.Tensor) else torch.tensor(seen, dtype=new.dtype)
+    before = native.detach(seen) if isinstance(seen, torch.Tensor) else native.tensor(seen, dtype=new.dtype)
     same_kind = before.shape == new.shape and before.dtype == new.dtype
-    return same_kind and torch.allclose(before.to(new.device), new.detach(), rtol=1e-3, equal_nan=True)
+    return same_kind and native.allclose(native.to(before, new.device), native.detach(new), rtol=1e-3, equal_nan=True)
 
 
 def describe_mismatch(what: str, old: torch.Tensor | float, new: torch.Tensor) -> str:
     """In which way two tensors that ought to be equal are not."""
-    if new.numel() == 1 and (not isinstance(old, torch.Tensor) or old.numel() == 1):
-        return f"{what} was {float(old):.9g} in training and {float(new.detach()):.9g} in the replay"
+    if native.numel(new) == 1 and (not isinstance(old, torch.Tensor) or native.numel(old) == 1):
+        return f"{what} was {float(old):.9g} in training and {float(native.detach(new)):.9g} in the replay"
     return f"{what} differs between training and the replay"
 
 
@@ -366,7 +366,7 @@ class TracedPlayer(Player):
         library = getattr(op.note, "library", None)
         self.tracer.outer_site = make_site(op.code, op.instruction, library) if op.code is not None else None
         self.tracer.outer_scope = ()
-        with torch.DisableTorchFunction():  # our own work is not part of the step
+        with native.DisableTorchFunction():  # our own work is not part of the step
             self._check_versions(op)
             args, kwargs = self.given(op)
         result = op.kind.trace(self, op, args, kwargs)
@@ -390,7 +390,7 @@ class TracedPlayer(Player):
             self.is_close = self.is_close and is_close(old, new)
         value = self.tracer.value_of(new)
         if value is not None:
-            self.losses[value], self.seen[value] = new.detach().clone(), old
+            self.losses[value], self.seen[value] = native.clone(native.detach(new)), old
 
     def has_computed(self, parameter: torch.Tensor) -> bool:
         """True if the program itself computes a gradient, which is not what `zero_grad` has left of an older one."""
@@ -535,8 +535,8 @@ class Replay:
         self.live_gradients = [(leaf, leaf.grad) for leaf in leaves]
         filled = Contents(self._filled())
         gradients = self.live_gradients if self.together is not None else []
-        kept = [(grad, grad.clone()) for _, grad in gradients if grad is not None]
-        self._live = {id(t): t.detach().clone() for t in self.world.changing() if t.requires_grad}
+        kept = [(grad, native.clone(grad)) for _, grad in gradients if grad is not None]
+        self._live = {id(t): native.clone(native.detach(t)) for t in self.world.changing() if t.requires_grad}
         with contextlib.ExitStack() as stack:
             stack.enter_context(ignored_warnings())
             if self.together is not None:
@@ -656,7 +656,7 @@ class Replay:
         if case.where == "gradient" and self.number == len(self.segments) - 1:  # the user's hooks may have changed them
             case.gradients = [(leaf, grad) for leaf, grad in self.live_gradients if grad is not None]
         elif case.where in ("gradient", "parameter"):
-            case.gradients = [(leaf, leaf.grad.clone()) for leaf in self.leaves() if leaf.grad is not None]
+            case.gradients = [(leaf, native.clone(leaf.grad)) for leaf in self.leaves() if leaf.grad is not None]
         is_alike = len(self.other_losses) == finder.num_other_losses
         if not is_alike or not (is_over or self._agrees_afterwards(case)):
             return None
@@ -711,7 +711,7 @@ class Finder(PlayObserver):
         if self._judge.pending is None:
             self._is_begun = False
             self._contents = {
-                number: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                number: native.requires_grad_(native.clone(native.detach(tensor)), tensor.requires_grad)
                 for number, tensor in replay.contents().items()
                 if not tensor.requires_grad or is_leaf(tensor) or number in replay.tape.inputs  # graphs are made again
             }
@@ -773,7 +773,7 @@ class Finder(PlayObserver):
     def _begin_backward(self, replay: Replay, op: Op) -> str | None:
         numbers = [n for n in calls.starts_of(op.args, op.kwargs) if isinstance(n, Number)]
         earlier, tensor = replay.segment.ops[: replay.index], replay.player.tensor
-        with torch.no_grad():
+        with native.no_grad():
             starts = [tensor(calls.unscaled(earlier, number)) for number in numbers]
             gives = calls.gives_gradients(op)
             is_bad = is_bad_start(starts, gives_gradients=gives)
@@ -843,7 +843,7 @@ def split(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
 def averaged_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The parameters whose gradients `DistributedDataParallel` averages, each with a copy of its gradient."""
     leaves = [parameter for module in modules if unwrapped(module) is not module for parameter in module.parameters()]
-    return [(leaf, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
+    return [(leaf, native.clone(leaf.grad)) for leaf in leaves if leaf.grad is not None]
 
 
 def graphs_in(ops: Iterable[Op], tape: Tape, known: Mapping[Number, torch.Tensor]) -> set[Number]:

@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.callers import first_user_frame
 from reprokit.capture.calls import Function, Root, name_of
 from reprokit.capture.failures import Failures
@@ -38,6 +37,7 @@ from reprokit.capture.traits import facts_of
 from reprokit.compare.quantity import measured, number_of, observed
 from reprokit.errors import NotMatched, pass_on
 from reprokit.locate.blame import locate
+from reprokit.native import clock
 from reprokit.program.functions import is_factory
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
@@ -82,7 +82,7 @@ class Given(NamedTuple):
     @property
     def kind(self) -> tuple[torch.dtype, int]:
         """Sizes may change from step to step, these do not."""
-        return self.tensor.dtype, self.tensor.dim()
+        return self.tensor.dtype, native.dim(self.tensor)
 
     @property
     def words(self) -> str:
@@ -212,7 +212,7 @@ class RetrySession(Session):
         self._captured, self._before = captured, _state_of(captured)
         # The first step may prepare what the others read.
         self._target = captured.step if 1 < captured.step <= _MOST_WAITED else 2
-        self._until = time.perf_counter() + _SECONDS
+        self._until = clock.perf_counter() + _SECONDS
         self._slots: list[Slot] = []
         self._modules: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, list[OptimizerGroup]]] = []
@@ -263,8 +263,8 @@ class RetrySession(Session):
                 self._look_at(*self._recorded())
             except OtherStep as reason:
                 self.why = str(reason)
-        self._is_due = bool(self._slots) and (num_own >= self._target or time.perf_counter() > self._until)
-        loop.copy_state(time.perf_counter())
+        self._is_due = bool(self._slots) and (num_own >= self._target or clock.perf_counter() > self._until)
+        loop.copy_state(clock.perf_counter())
         living, carried = loop.tape.alive(), loop.tape.carried  # what data were made of does not matter any more
         loop.tape.carried = [op for op in carried if any(n not in living or living[n].requires_grad for n in op.outs)]
 
@@ -338,7 +338,7 @@ class RetrySession(Session):
         if not self._is_due:
             return
         user, tensors, slots = first_user_frame(frame), list(iter_tensors(given)), self._slots[self._next :]
-        where = name, user.f_code, user.f_lasti, torch.is_grad_enabled(), len(tensors)
+        where = name, user.f_code, user.f_lasti, native.is_grad_enabled(), len(tensors)
         if slots and where == slots[0].where:
             if not self.has_begun:
                 self._begin()
@@ -351,17 +351,17 @@ class RetrySession(Session):
 
     def _give(self, tensor: torch.Tensor, slot: Slot) -> None:
         value = slot.captured.tensor
-        if (tensor.dtype, tensor.dim()) != slot.captured.kind:
+        if (tensor.dtype, native.dim(tensor)) != slot.captured.kind:
             self.refuse(f"what the script reads changes from step to step: {slot.own.words}")
         if tensor.shape != value.shape and not self.other_shape:
             self.other_shape = f"{slot.own.words}: the captured shape is {tuple(value.shape)}"
-        tensor.data = value.to(tensor.device)  # its memory, of a file or the data set, is not written into
+        tensor.data = native.to(value, tensor.device)  # its memory, of a file or the data set, is not written into
         self._loop.tape.values.pop(id(tensor), None)  # a replay is not to make it again
 
     def _begin(self) -> None:
         """Put the state into what it was before the captured step."""
         loop = self._loop
-        with torch.no_grad():
+        with native.no_grad():
             for module, state in self._modules:
                 live = module.state_dict()
                 for key, value in state.items():
@@ -371,7 +371,7 @@ class RetrySession(Session):
         set_rng_state(self._captured.rng)
         loop.tape.forget()
         loop.world.interrupt()  # what was before is no part of the step
-        loop.copy_state(time.perf_counter())
+        loop.copy_state(clock.perf_counter())
         loop.matter = True
 
     def _put_back(self, optimizer: torch.optim.Optimizer, groups: list[OptimizerGroup]) -> None:
@@ -382,7 +382,7 @@ class RetrySession(Session):
                 own = optimizer.state.get(parameter, {})
                 is_same = own.keys() == state.keys()  # else it is of another optimizer
                 optimizer.state[parameter] = {
-                    key: value.to(own[key].device, copy=True) if isinstance(value, torch.Tensor) else value
+                    key: native.to(value, own[key].device, copy=True) if isinstance(value, torch.Tensor) else value
                     for key, value in (state.items() if is_same else ())
                 }
             now, rate = number_of(group["lr"]), rates.get(self._captured.step)
@@ -413,7 +413,7 @@ class RetrySession(Session):
         self.loss, self.grad_norm = row.loss, row.grad_norm
         if self.grad_norm is None:
             gradients = [parameter.grad for parameter in world.parameters if parameter.grad is not None]
-            self.grad_norm = math.hypot(*(float(torch.linalg.vector_norm(one.float())) for one in gradients))
+            self.grad_norm = math.hypot(*(float(native.vector_norm(native.float(one))) for one in gradients))
         rows = failing_series(captured.timeline)
         high = usual_limits([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
         if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):

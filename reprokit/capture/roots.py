@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.attributes import AttributeWatch
 from reprokit.capture.callers import KINDS, first_user_frame
 from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
@@ -141,7 +141,7 @@ class RootCalls:
         recorder = self._recorder
         drawn = recorder.loop.before_root(module)
         user = frame if KINDS.get(id(frame.f_code)) == "loop" else first_user_frame(frame)
-        mode = current_mode() if _is_any_autocast_enabled() or not torch.is_grad_enabled() else _PLAIN_MODE
+        mode = current_mode() if _is_any_autocast_enabled() or not native.is_grad_enabled() else _PLAIN_MODE
         rng = self.states(args, kwargs)
         attributes = self.attributes.note(module)
         if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
@@ -162,10 +162,12 @@ class RootCalls:
 
     def states(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`generator_states` of now; the last ones again if they are the same, since each takes five kilobytes."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if native.cuda_is_initialized():  # type: ignore[no-untyped-call]
             return generator_states(*given)
         state = _default_generator.get_state()
-        content = ctypes.string_at(state.data_ptr(), len(state))  # a call of torch would be seen by modes of the user's
+        content = ctypes.string_at(
+            native.data_ptr(state), len(state)
+        )  # a call of torch would be seen by modes of the user's
         if self._last is None or content != self._last[1]:
             self._last = (state, None), content
         return self._last[0]
@@ -173,11 +175,11 @@ class RootCalls:
 
 def generator_states(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The states of the CPU generator and, when a CUDA tensor is among the arguments, of its device's generator."""
-    state = torch.default_generator.get_state()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    state = native.default_generator_state()
+    if native.cuda_is_initialized():  # type: ignore[no-untyped-call]
         for tensor in iter_tensors(given):
             if tensor.is_cuda:
-                return state, torch.cuda.get_rng_state(tensor.device)
+                return state, native.cuda_get_rng_state(tensor.device)
     return state, None
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.structure import tensors_in
 from reprokit.capture.tape import Number, Op, Tape, version_of
 from reprokit.locate.samples import KEEP_ROWS, Samples
@@ -126,7 +126,7 @@ class SampleWatch:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         try:
-            with torch.DisableTorchFunction():  # in any thread: nothing here is a call of the loop
+            with native.DisableTorchFunction():  # in any thread: nothing here is a call of the loop
                 yield
         except BaseException as error:
             self._switch_off(error)

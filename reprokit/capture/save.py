@@ -10,7 +10,6 @@ import contextlib
 import io
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
 from reprokit.capture.experiments import KINDS, Experiments, rewritten_inputs, seconds_for
@@ -62,6 +61,7 @@ from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.samples import Samples, with_samples
 from reprokit.locate.ways import NAN, local_part, ways_of
+from reprokit.native import clock
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import matmul_precision
@@ -186,12 +186,12 @@ class Describing:
             rows = failing_series(made.snapshot.timeline)[-max(1, len(segments)) :]
             took = [row.seconds or 0.0 for row in rows] or [0.0]
             seconds = seconds_for(sum(took))
-            until, playing = time.monotonic() + seconds, _PLAYING * seconds
+            until, playing = clock.monotonic() + seconds, _PLAYING * seconds
             if segments and 2 * sum(took) <= playing:  # they are run unchanged and changed
                 with ignored_errors():
                     given = made.snapshot, self.verdict.frame, self.verdict.raised, playing
                     found = Experiments(self.loop, segments, *given).run()
-            left = until - time.monotonic()
+            left = until - clock.monotonic()
             if (may_tell_more(found) or self.verdict.raised is not None) and made.snapshot.fidelity != "unfaithful":
                 with ignored_errors():
                     found = _found_by_rule(made, found, left) if 2 * took[-1] <= left else out_of_time(found)
@@ -606,21 +606,21 @@ class Describing:
         """The state the step began with; afterwards buffers, gradients and generators are as they were."""
         world = self.loop.world
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(enabled=True))
+            stack.enter_context(native.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(case.mark.generators))
             stack.enter_context(attributes_kept(world.modules, world.optimizers))
             stack.enter_context(ignored_warnings())
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+            stack.enter_context(native.set_detect_anomaly(False))
             put_first_back(case.all_ops)
             first = next((rng for op in case.ops if (rng := getattr(op.note, "rng", None)) is not None), None)
             if first is not None:
-                torch.set_rng_state(first[0])
+                native.set_rng_state(first[0])
             stack.callback(give_gradients, [(leaf, leaf.grad) for leaf in leaves])
             give_gradients([(leaf, None) for leaf in leaves])
             if case.is_now:
                 stack.enter_context(world.buffers.put_back())
             if torch_private.DYNAMO in sys.modules:  # compiled parts run as they are written
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(native.set_stance("force_eager"))
             yield
 
     def _has_other_gradients(self, case: Case, seen: Gradients) -> bool:
@@ -679,9 +679,9 @@ class Describing:
             **loop.ranks.describe(),
             compilers=tuple(loop.compilers) or None,
             began_at=began or None,
-            num_threads=torch.get_num_threads(),
-            deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
-            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled() if case.raised else None,
+            num_threads=native.get_num_threads(),
+            deterministic_algorithms=native.are_deterministic_algorithms_enabled(),
+            deterministic_warn_only=native.is_deterministic_algorithms_warn_only_enabled() if case.raised else None,
             matmul_precision=matmul_precision(),
         )
         names = iterations.names(names_of(loop.world.optimizers, case.frame))
@@ -719,7 +719,7 @@ def _samples_in(replayed: TracedPlayer, watch: SampleWatch) -> dict[int, Samples
     for number, tensor in replayed.env.items():
         value = replayed.tracer.value_of(tensor) if watch.of(number) is not None else None
         if value is not None and value in known:
-            num_rows = tensor.size(0) if tensor.dim() else 0
+            num_rows = native.size(tensor, 0) if native.dim(tensor) else 0
             samples = watch.samples(number, names[value], num_rows)
             found |= {value: samples} if samples is not None else {}
     return found
@@ -769,10 +769,10 @@ def _state_before(
             if isinstance(value, torch.Tensor):
                 tensor = whole.get(id(value), value)
                 if id(tensor) not in made:
-                    size += tensor.numel() * tensor.element_size()
+                    size += native.numel(tensor) * native.element_size(tensor)
                     if size > DEFAULT_STATE_BYTES:
                         raise ValueError(f"it takes over {DEFAULT_STATE_BYTES // 2**30} GiB")
-                    made[id(tensor)] = storable(tensor).clone(memory_format=torch.preserve_format)
+                    made[id(tensor)] = native.clone(storable(tensor), memory_format=torch.preserve_format)
                 value = made[id(tensor)]
             copies[name] = value
         return copies
@@ -806,7 +806,7 @@ def _state_before(
 
 
 def _values(contents: Mapping[Number, torch.Tensor]) -> dict[Number, torch.Tensor]:
-    return {number: tensor.detach() for number, tensor in contents.items()}
+    return {number: native.detach(tensor) for number, tensor in contents.items()}
 
 
 def _better(made: Made, joined: Made | None) -> Made:

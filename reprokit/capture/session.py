@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from traceback import print_exception
 from types import FrameType
 from typing import Any, ClassVar, Literal
 
-import torch
-
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.budget import Budget
 from reprokit.capture.early_warning import EarlyWarning
 from reprokit.capture.failure_text import Seen, closing_line
@@ -45,6 +42,7 @@ from reprokit.capture.tensor_names import parameter_names
 from reprokit.capture.world import World
 from reprokit.compare.quantity import number_of
 from reprokit.errors import UsageError, ignored_errors, pass_on
+from reprokit.native import clock
 from reprokit.series.events import LineLog, Silence, TrainingEvent
 from reprokit.series.story import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.source import Source
@@ -221,7 +219,7 @@ class Session:
             self.say("another capture watches already, so this one does not")
             return
         if self._paused_at is not None:
-            self._loop.skip(time.perf_counter() - self._paused_at)
+            self._loop.skip(clock.perf_counter() - self._paused_at)
             self._paused_at = None
         torch_private.require()
         Session.active = self
@@ -239,7 +237,7 @@ class Session:
             return
         self._do_all(*self._unhooking)
         self._recorder.leave_stack()
-        self._paused_at = time.perf_counter()
+        self._paused_at = clock.perf_counter()
 
     @property
     def _unhooking(self) -> tuple[Callable[[], None], ...]:
@@ -269,7 +267,7 @@ class Session:
     def replaying(self, *, ends: bool = True) -> Iterator[None]:
         """A context in which a step may be replayed: nobody watches meanwhile; the session is over then if it
         ``ends``."""
-        self.is_watching, has_grad = False, torch.is_grad_enabled()
+        self.is_watching, has_grad = False, native.is_grad_enabled()
         with self._recorder.paused():
             try:
                 self._recorder.enabled = False
@@ -278,7 +276,7 @@ class Session:
                 ends = False
                 self._failures.count_skipped(skipped.step)
             finally:
-                torch.set_grad_enabled(has_grad)
+                native.set_grad_enabled(has_grad)
                 if ends:
                     self.leave()
                 elif not self._is_over:

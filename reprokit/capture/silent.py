@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from reprokit import native
 from reprokit.capture.calls import Backward, Collective, Function, OptimizerStep, Root, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.early_warning import LEAST_SILENT, EventStep, without_gradient
 from reprokit.capture.meters import FIRST_STEPS, is_capturing
@@ -123,7 +124,7 @@ class _Look:
         for copy in loop.world.copies[:1]:
             self.copied = dict(zip(map(id, copy.contents.tensors), copy.contents.contents, strict=True))
         trained = [p for one in self.optimizers for p in parameters_of(one)]
-        dense = [p for p in trained if p.grad is not None and p.grad.layout is torch.strided and p.grad.numel()]
+        dense = [p for p in trained if p.grad is not None and p.grad.layout is torch.strided and native.numel(p.grad)]
         self.norms = {id(p): n for p, n in zip(dense, norms_of([_gradient(p) for p in dense]), strict=True)}
         seen.norm = math.hypot(*self.norms.values())
         resting = [p for p in trained if (p.requires_grad if p.grad is None else self.norms.get(id(p)) == 0)]
@@ -215,7 +216,7 @@ class _Look:
         left = {id(p): p for of_root in own for p in of_root if not known.isdisjoint(map(id, of_root))}
         given = [p for key, p in left.items() if key not in known and p.requires_grad and key in self.copied]
         given = [p for p in given if p.grad is not None and p.grad.layout is torch.strided]
-        given = [p for p in given if torch.equal(self.copied[id(p)].to(p.device), p.detach())]
+        given = [p for p in given if native.equal(native.to(self.copied[id(p)], p.device), native.detach(p))]
         if not given or 0.0 in norms_of([_gradient(p) for p in given]):
             return None
         words = f"no optimizer holds {self._listed(given)}, which have a gradient and have not moved"
@@ -267,7 +268,7 @@ class _Look:
         """True if a parameter has not moved since the first look, in which it had no gradient either. A decay may have
         moved one whose gradient is zero."""
         norm, version = self.idle.get(parameter, (None, None))
-        is_still = bool(norms_of([parameter.detach()])[0] == norm)
+        is_still = bool(norms_of([native.detach(parameter)])[0] == norm)
         if parameter.grad is None:
             return is_still and version == parameter._version and _is_idle(optimizer, parameter)
         return is_still or (norm is not None and any(group.get("weight_decay") for group in optimizer.param_groups))
@@ -338,9 +339,9 @@ class _Look:
         loss = number_of(losses.get(step.mark.place)) if step is not None and is_looked_at else None
         if loss is None or not math.isfinite(loss):
             return None
-        gradients, weights = [self.norms[id(p)] for p in dense], norms_of([p.detach() for p in dense])
+        gradients, weights = [self.norms[id(p)] for p in dense], norms_of([native.detach(p) for p in dense])
         pairs = list(zip(dense, gradients, weights, strict=True))
-        faint = [p for p, gradient, weight in pairs if p.dim() > 1 and gradient * weight <= _FAINT * abs(loss)]
+        faint = [p for p, gradient, weight in pairs if native.dim(p) > 1 and gradient * weight <= _FAINT * abs(loss)]
         gradient, weight = math.hypot(*gradients), math.hypot(*weights)
         if self.now is optimizer and gradient * weight <= _FAINT * abs(loss):
             first = [max(dense, key=torch.Tensor.dim)]
@@ -363,8 +364,8 @@ class _Look:
     def _fading(self, optimizer: Optimizer, step: Segment | None) -> Found:
         """A gradient that vanishes on the way to the first layers, underflows in float16, or does not reach most units
         of a layer at either look: units of the last one may be chosen, as actions are."""
-        weights = [p for p in parameters_of(optimizer) if p.dim() > 1 and p.grad is not None]
-        given = [(p, p.grad.detach()) for p in weights if p.grad is not None and p.grad.layout is torch.strided]
+        weights = [p for p in parameters_of(optimizer) if native.dim(p) > 1 and p.grad is not None]
+        given = [(p, native.detach(p.grad)) for p in weights if p.grad is not None and p.grad.layout is torch.strided]
         norms = norms_of([gradient for _, gradient in given])
         known = sorted((norm, n) for n, norm in enumerate(norms) if 0 < norm < math.inf)
         is_first = optimizer is self.now
@@ -383,14 +384,14 @@ class _Look:
         for n, (p, gradient) in enumerate(given[:-1]):
             if not norms[n] > 0 or id(p) not in own or len(gradient) < _LEAST_UNITS:
                 continue
-            empty = gradient.flatten(1) == 0
-            dead = empty.all(1)
-            largest = float(gradient.abs().max())
-            is_low = largest < torch.finfo(torch.float16).tiny and bool(empty.any())
+            empty = native.flatten(gradient, 1) == 0
+            dead = native.all(empty, 1)
+            largest = float(native.max(native.abs(gradient)))
+            is_low = largest < torch.finfo(torch.float16).tiny and bool(native.any(empty))
             if is_first and is_low and (is_half or gradient.dtype is torch.float16):
                 lead = f"the gradient of `{self.names.get(id(p))}` underflows in float16"
                 lead = f"{lead}: it is {number_words(largest)} at most"
-                zero = f"{float(empty.double().mean()):.1%} of it zero"
+                zero = f"{float(native.mean(native.double(empty))):.1%} of it zero"
                 return self._silence(f"{lead}, {zero}, and there is no grad scaler", step)
             both = float((dead & self.seen.units[p]).double().mean()) if p in self.seen.units else 0.0
             if is_first:
@@ -433,15 +434,17 @@ class _Look:
     def _stale_casts(self) -> Found:
         """Autocast's cache holds what a weight was before the first update."""
         root = next((op for step in self.steps for op in step.ops if op.kind is Root and op.mode.autocast), None)
-        own = parameters_of(self.now) if self.now is not None and torch.is_autocast_cache_enabled() and root else []
-        own = [p for p in own if p.dim() > 1 and id(p) in self.copied and torch.is_autocast_enabled(p.device.type)]
-        for p in sorted(own, key=lambda p: p.numel() * p.shape[-1])[:_MOST_PLAYED]:
-            dtype = torch.get_autocast_dtype(p.device.type)
-            old, now = self.copied[id(p)].to(p.device, dtype), p.detach().to(dtype)
-            if p.dtype is torch.float32 and (old != now).sum() >= _LEAST_CHANGED:
-                with torch.enable_grad():  # as in a forward: the cache keeps what is cast here
-                    read = torch.matmul(p, torch.eye(p.shape[-1], device=p.device)).detach()
-                if torch.equal(read, old):
+        own = parameters_of(self.now) if self.now is not None and native.is_autocast_cache_enabled() and root else []
+        own = [
+            p for p in own if native.dim(p) > 1 and id(p) in self.copied and native.is_autocast_enabled(p.device.type)
+        ]
+        for p in sorted(own, key=lambda p: native.numel(p) * p.shape[-1])[:_MOST_PLAYED]:
+            dtype = native.get_autocast_dtype(p.device.type)
+            old, now = native.to(self.copied[id(p)], p.device, dtype), native.to(native.detach(p), dtype)
+            if p.dtype is torch.float32 and native.sum(old != now) >= _LEAST_CHANGED:
+                with native.enable_grad():  # as in a forward: the cache keeps what is cast here
+                    read = native.detach(native.matmul(p, native.eye(p.shape[-1], device=p.device)))
+                if native.equal(read, old):
                     site = _region(self.frame, "autocast")
                     lead = f"autocast still uses the cast of `{self.names.get(id(p))}` from before the first update"
                     return self._silence(f"{lead}: it was entered once around all steps{_place(site)}", origin=site)
@@ -477,19 +480,19 @@ class _Look:
 
     def _is_coarse(self, value: float) -> bool:
         """True if a loss may be one of half precision, which stands still while it falls slowly."""
-        alive, exact = self.loop.tape.alive(), torch.tensor(value, dtype=torch.float64)
+        alive, exact = self.loop.tape.alive(), native.tensor(value, dtype=torch.float64)
         starts = [op for step in self.steps[-1:] for op in step.ops if op.kind is Backward]
         made = [alive[n].dtype in HALVES for op in starts for n in op.ins if n in alive]
-        return made[0] if made else any(exact.to(half).item() == value for half in HALVES)
+        return made[0] if made else any(native.item(native.to(exact, half)) == value for half in HALVES)
 
     def _batch_changes(self) -> bool:
         alive, roots = self.loop.tape.alive(), [op for one in self.steps for op in one.ops if op.kind is Root][-2:]
         before, now = ([alive[n] for n in op.ins if n in alive] for op in (roots[0], roots[-1])) if roots else ([], [])
-        return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(before, now, strict=False))
+        return any(a.shape != b.shape or not native.equal(a, b) for a, b in zip(before, now, strict=False))
 
     def _moves(self) -> bool:
         moved = [p for one in self.optimizers for p in parameters_of(one) if id(p) in self.copied and self.steps]
-        return (update_of([self.copied[id(p)] for p in moved], [p.detach() for p in moved]) or 0.0) > _MOVES
+        return (update_of([self.copied[id(p)] for p in moved], [native.detach(p) for p in moved]) or 0.0) > _MOVES
 
     def _name(self, optimizer: Optimizer) -> str:
         return f"`{self.names[id(optimizer)]}`"
@@ -516,7 +519,7 @@ def _op_of(step: Segment, optimizer: Optimizer) -> Op | None:
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None, "a parameter without a gradient has none to measure"
-    return parameter.grad.detach()
+    return native.detach(parameter.grad)
 
 
 def _site(op: Op | None) -> Site | None:

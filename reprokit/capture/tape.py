@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.structure import ATOMS, TENSORS, iter_leaves, map_leaves
 from reprokit.program.dataflow import same_bits
 from reprokit.program.ir import Mode
@@ -153,7 +153,7 @@ class Tape:
             self.num_bytes += _bytes_of(tensor)
         if tensor.__class__ is torch.Tensor and tensor.layout is torch.strided:
             try:
-                memory = tensor.untyped_storage()  # that of data loaders' workers is shared
+                memory = native.untyped_storage(tensor)  # that of data loaders' workers is shared
                 if not (memory.resizable() or memory.is_shared() or tensor.requires_grad) and tensor.is_cpu:
                     self._copy(number, tensor)
             except (RuntimeError, NotImplementedError):
@@ -162,15 +162,17 @@ class Tape:
 
     def _copy(self, number: Number, tensor: torch.Tensor) -> None:
         """Keep what an input holds whose memory others may write, unless it is large."""
-        if tensor.numel() <= _MOST_COPIED:
+        if native.numel(tensor) <= _MOST_COPIED:
             self.stamps[number] = _FOREIGN
-            self.saved[number] = tensor.detach().clone(memory_format=torch.preserve_format)
+            self.saved[number] = native.clone(native.detach(tensor), memory_format=torch.preserve_format)
             self.num_bytes += _bytes_of(tensor)
 
     def rewritten(self) -> Iterator[tuple[Number, torch.Tensor, torch.Tensor]]:
         """The inputs whose memory is not torch's and was written since the loop has read it last: what they hold now,
         and what they held."""
-        last = {self.inputs[number].data_ptr(): number for number, stamp in self.stamps.items() if stamp == _FOREIGN}
+        last = {
+            native.data_ptr(self.inputs[number]): number for number, stamp in self.stamps.items() if stamp == _FOREIGN
+        }
         for number in last.values():
             now, then = self.inputs[number], self.saved[number]
             if self.known(now) is number and not same_bits(now, then):
@@ -180,7 +182,7 @@ class Tape:
         """The running step uses a tensor from before; something unseen may have written it meanwhile."""
         is_input, version = number in self.inputs, version_of(tensor)
         stamp = self.stamps[number] if is_input else version
-        is_same = stamp == version or (stamp == _FOREIGN and torch.equal(self.saved[number], tensor))
+        is_same = stamp == version or (stamp == _FOREIGN and native.equal(self.saved[number], tensor))
         if not is_same and tensor.__class__ is not torch.nn.Parameter:
             return self.add_input(tensor)
         number.step = self.step
@@ -189,7 +191,7 @@ class Tape:
         if number in self._early:
             self._early.discard(number)
             if tensor.grad_fn is not None and not is_input:
-                self.before[number] = tensor.detach()
+                self.before[number] = native.detach(tensor)
             elif not is_input:  # a replay from the last copy does not make it
                 self.inputs[number] = tensor
                 self.num_bytes += _bytes_of(tensor)
@@ -271,14 +273,14 @@ class Tape:
         known = self.known(target)
         sharing = [number for number in self._sharing(target) if number is not known]
         is_unread = known is None or known.step != self.step
-        if target.numel() > SMALL and not has_graph and not sharing and is_unread:
+        if native.numel(target) > SMALL and not has_graph and not sharing and is_unread:
             self.values.pop(id(target), None)
             return False
         number = self.number(target)
         for other in (number, *sharing):
             tensor = self.inputs.get(other, self.held.get(other))
             if other not in self.saved and tensor is not None:
-                self.saved[other] = tensor.detach().clone(memory_format=torch.preserve_format)
+                self.saved[other] = native.clone(native.detach(tensor), memory_format=torch.preserve_format)
                 self.num_bytes += _bytes_of(tensor)
         return True
 
@@ -485,12 +487,12 @@ def makers_of(numbers: Set[Number], ops: Sequence[Op]) -> list[Op]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return native.numel(tensor) * native.element_size(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """The version counter of a tensor, -1 if it has none."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if native.is_inference(tensor) else tensor._version
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
@@ -499,6 +501,6 @@ def address_of(tensor: torch.Tensor) -> int | None:
         return None
     try:
         part = tensor if tensor.__class__ in TENSORS else torch_private.shard_of(tensor)
-        return part.untyped_storage().data_ptr() or None
+        return native.untyped_storage(part).data_ptr() or None
     except (RuntimeError, NotImplementedError):
         return None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.callers import first_user_frame
 from reprokit.capture.calls import Transform, TransformNote
 from reprokit.capture.roots import generator_states
@@ -55,8 +55,8 @@ class TransformCalls:
             recorder.loop.has_differentiated = True  # a write into parameters is an update from here on
         if is_noted and name == "grad_and_value_impl":
             value = output[1][0] if isinstance(output[1], tuple) else output[1]
-            if isinstance(value, torch.Tensor) and value.numel() == 1:  # the loop may write into it for its log
-                recorder.loop.timeline.loss = recorder.guard(lambda: value.detach().clone())
+            if isinstance(value, torch.Tensor) and native.numel(value) == 1:  # the loop may write into it for its log
+                recorder.loop.timeline.loss = recorder.guard(lambda: native.clone(native.detach(value)))
         return output
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

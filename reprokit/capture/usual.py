@@ -7,7 +7,6 @@ A look reads the tape and what is still alive; nothing is computed in a step for
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterator, Sequence, Set
 from itertools import groupby
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reprokit import native
 from reprokit.capture.calls import OptimizerStep, ZeroGrad
 from reprokit.capture.readings import (
     Inputs,
@@ -32,6 +32,7 @@ from reprokit.capture.readings import (
 from reprokit.capture.replay import PlayObserver, Replay, in_silence
 from reprokit.capture.tape import Op
 from reprokit.capture.tensor_names import Names, names_of, root_names
+from reprokit.native import clock
 from reprokit.series.timeline import parameters_of
 from reprokit.series.unlike import LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Reading, Unlike, Value, setting, told, unlike
 
@@ -55,7 +56,7 @@ class Usual:
         self._values: dict[Slot, list[Reading]] = {}
         self._kinds: dict[int, Any] = {}  # of optimizers
         self._counts: dict[int, float] = {}  # of steps in their states
-        self._began, self._spent = time.process_time(), 0.0
+        self._began, self._spent = clock.process_time(), 0.0
 
     def look(self, frame: FrameType | None) -> tuple[list[Unlike], list[Slot]]:
         """What has changed since the last look, and the values that are to be read in all steps that are kept."""
@@ -145,7 +146,7 @@ class Usual:
         step, inputs = self._loop.tape.marks[-1].step, Inputs(self._loop.world.state_ids())
         inputs.begin()
         alive = ((slot, number()) for slot, number, _ in inputs.over(step, ops))
-        given = [(slot, one) for slot, one in alive if one is not None and one.numel() <= _MOST_ELEMENTS]
+        given = [(slot, one) for slot, one in alive if one is not None and native.numel(one) <= _MOST_ELEMENTS]
         odd = []
         for slot, reading in read_all(step, given).items():
             known = self._values.get(slot, [])
@@ -164,7 +165,7 @@ class Usual:
 
         Nothing is said where a loss differs from that of training, or in more than a small share of the time.
         """
-        loop, world, started = self._loop, self._loop.world, time.process_time()
+        loop, world, started = self._loop, self._loop.world, clock.process_time()
         left = _FREE_SECONDS + _SHARE * (started - self._began) - self._spent
         if left <= 0:
             return []
@@ -176,7 +177,7 @@ class Usual:
                 if replay.play(reader) or replay.notes:
                     return []
         finally:
-            self._spent += time.process_time() - started
+            self._spent += clock.process_time() - started
         modules, last = world.modules, segments[-1].mark.step
         names = Names(loop.tape.alive(), modules, root_names(modules, frame), {}, segments[-1].ops, frame, [])
         found = []
@@ -199,7 +200,7 @@ class _Reader(PlayObserver):
         self._deadline, self._wanted, self._inputs = deadline, wanted, inputs
 
     def begin(self, replay: Replay) -> bool:
-        return time.process_time() > self._deadline
+        return clock.process_time() > self._deadline
 
     def end(self, replay: Replay) -> bool:
         step, wanted, value = replay.segment.mark.step, self._wanted, replay.player.value

@@ -14,7 +14,6 @@ import operator
 import pickle
 import random
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,11 +21,12 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.capture.attributes import Containers, attributes_kept, is_of_torch, tensors_held
 from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.capture.tape import address_of, version_of
 from reprokit.locate.ways import NAN, bad_tensor, ways_of
+from reprokit.native import clock
 from reprokit.series.timeline import parameters_of
 from reprokit.torch_private import shard_of, shards_of
 
@@ -58,7 +58,7 @@ class Contents:
         if len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors)):
             for number, (content, tensor) in enumerate(zip(self.contents, self.tensors, strict=True)):
                 if content.shape == shard_of(tensor).shape and content.dtype == tensor.dtype:
-                    content.copy_(shard_of(tensor).detach())
+                    native.copy_(content, native.detach(shard_of(tensor)))
                 else:
                     self.contents[number] = _copy(tensor)
         else:
@@ -81,9 +81,9 @@ class Contents:
 
     def write(self) -> None:
         """Write the contents into the tensors; needs no memory."""
-        with torch.no_grad():
+        with native.no_grad():
             for tensor, content in zip(self.tensors, self.contents, strict=True):
-                shard_of(tensor).data.copy_(content)
+                native.copy_(shard_of(tensor).data, content)
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +150,7 @@ class Buffers:
             [*(row.tensor for row, _ in now), *(t for row, t in now if t is not None and t is not row.tensor)]
         )
         try:
-            with torch.no_grad():
+            with native.no_grad():
                 for row, _ in now:
                     if row.tensor.shape != row.content.shape:
                         raise CannotGoBack("a buffer has another shape by now")
@@ -336,7 +336,7 @@ class World:
         self._has_grown = False
         self._num_young = 0  # steps since the first copy that was taken after a model was new
         self._cost = 0.0
-        self._taken_at = time.perf_counter()
+        self._taken_at = clock.perf_counter()
 
     def meet_module(self, module: torch.nn.Module) -> bool:
         """A root is about to run; whether it is a new one. A new one is added to the last copy as it is now."""
@@ -504,7 +504,7 @@ class World:
             (name, tensor)
             for module in self.modules
             for name, tensor in (*module.named_buffers(), *module.named_parameters())
-            if id(tensor) in known and tensor.is_floating_point() and not tensor.requires_grad
+            if id(tensor) in known and native.is_floating_point(tensor) and not tensor.requires_grad
         ]
         if bad_tensor(tensor for _, tensor in named) is None:
             return []
@@ -581,7 +581,7 @@ class World:
             return False
         new.take(tensors, self.optimizers, self.modules)
         unused = [p for optimizer in unfinished for p in parameters_of(optimizer)]
-        new.gradients = [(p, p.grad.detach().clone()) for p in unused if p.grad is not None]
+        new.gradients = [(p, native.clone(native.detach(p.grad))) for p in unused if p.grad is not None]
         self.copies = [*kept, new]
         self.is_complete = True
         self.num_copies += 1
@@ -602,11 +602,11 @@ class World:
         if 2 * self.copies[-1].num_bytes > self._limit:
             return False
         device = next((tensor.device for tensor in self.copies[-1].contents.tensors if tensor.is_cuda), None)
-        return device is None or self.copies[-1].num_bytes < _FREE_SHARE * torch.cuda.mem_get_info(device)[0]
+        return device is None or self.copies[-1].num_bytes < _FREE_SHARE * native.cuda_mem_get_info(device)[0]
 
     def rest(self, started: float) -> None:
         """All that belongs to a copy, begun at ``started``, is done: its time decides when the next one is due."""
-        self._taken_at = time.perf_counter()
+        self._taken_at = clock.perf_counter()
         self._cost = self._taken_at - started
 
     def skip(self, seconds: float) -> None:
@@ -641,7 +641,7 @@ class World:
         """In this context the state is that of a copy, and ``leaves`` have the gradients of then; afterwards
         everything is as it was, version counters included. Raises `CannotGoBack` with nothing changed."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(enabled=True))
+            stack.enter_context(native.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(None))
             stack.enter_context(attributes_kept(self.modules, self.optimizers))
             changing = self.changing()
@@ -650,8 +650,8 @@ class World:
             gradients = [(leaf, leaf.grad) for leaf in leaves]
             stack.callback(give_gradients, gradients)
             give_gradients([(leaf, None) for leaf in leaves])
-            give_gradients([(leaf, torch.zeros_like(leaf)) for leaf in copy.with_gradient])
-            give_gradients([(leaf, grad.clone()) for leaf, grad in copy.gradients])
+            give_gradients([(leaf, native.zeros_like(leaf)) for leaf in copy.with_gradient])
+            give_gradients([(leaf, native.clone(grad)) for leaf, grad in copy.gradients])
             yield
 
 
@@ -673,7 +673,7 @@ def is_unmade(module: torch.nn.Module) -> bool:
 
 def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
     given = (*module.parameters(), *module.buffers())
-    return [t for t in given if not is_lazy(t) and not t.is_inference() and t.grad_fn is None]
+    return [t for t in given if not is_lazy(t) and not native.is_inference(t) and t.grad_fn is None]
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -719,14 +719,18 @@ def give_gradients(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) ->
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """The memory that tensors take, in bytes."""
-    return sum([tensor.numel() * tensor.element_size() for tensor in shards_of(tensors)])
+    return sum([native.numel(tensor) * native.element_size(tensor) for tensor in shards_of(tensors)])
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    plain = shard_of(tensor).detach()
-    if plain.is_cuda and num_bytes([plain]) > _FREE_SHARE * torch.cuda.mem_get_info(plain.device)[0]:
-        return plain.cpu()
-    return plain.clone() if plain.layout is not torch.strided else plain.clone(memory_format=torch.preserve_format)
+    plain = native.detach(shard_of(tensor))
+    if plain.is_cuda and num_bytes([plain]) > _FREE_SHARE * native.cuda_mem_get_info(plain.device)[0]:
+        return native.cpu(plain)
+    return (
+        native.clone(plain)
+        if plain.layout is not torch.strided
+        else native.clone(plain, memory_format=torch.preserve_format)
+    )
 
 
 class GeneratorWatch:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.errors import UsageError, ignored_warnings
 from reprokit.program.dataflow import copy_of
 from reprokit.program.functions import function_named
@@ -50,9 +50,9 @@ class CompiledProgram:
 
     def run(self, tensors: Mapping[int, torch.Tensor]) -> Outcome:
         """Run on copies, like `program.run.run`, but raise what a call raises."""
-        values = {item.value: copy_of(tensors[item.value].detach()) for item in self._program.inputs}
+        values = {item.value: copy_of(native.detach(tensors[item.value])) for item in self._program.inputs}
         for item in self._program.inputs:
-            values[item.value].requires_grad_(item.requires_grad)
+            native.requires_grad_(values[item.value], item.requires_grad)
         outcome = Outcome(inputs=dict(values))
         with Modes() as modes:
             for call, compiled in self._stretches:
@@ -179,7 +179,7 @@ class Compiled:
             )
         try:
             with ignored_warnings():
-                torch.compile(_own_code(lambda x: x + 1), backend=self.compiler)(torch.zeros(2))
+                torch.compile(_own_code(lambda x: x + 1), backend=self.compiler)(native.zeros(2))
         except Exception as error:  # a backend may fail in as many ways as there are compilers
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(

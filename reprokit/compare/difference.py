@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from reprokit import native
 from reprokit.compare.quantity import at_call
 from reprokit.errors import ReprokitError
 from reprokit.locate.blame import exception_failure
 from reprokit.locate.failure import Failure
 from reprokit.locate.notes import starts_of
 from reprokit.locate.ways import place_of
+from reprokit.native import clock
 from reprokit.program.dataflow import contents
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
@@ -123,41 +124,43 @@ def tolerances(dtype: torch.dtype, halves: frozenset[torch.dtype]) -> tuple[floa
 def _difference(
     value: int, is_gradient: bool, actual: torch.Tensor, expected: torch.Tensor, allowed: tuple[float, float]
 ) -> Difference | None:
-    one, other = real_numbers(actual), real_numbers(expected.to(actual.dtype))
+    one, other = real_numbers(actual), real_numbers(native.to(expected, actual.dtype))
     if one.shape != other.shape:
         raise Incomparable(f"shapes {tuple(one.shape)} and {tuple(other.shape)}")
     relative, absolute = allowed
-    finite = one.isfinite() & other.isfinite()
-    far = finite & ((one - other).abs() > absolute + relative * other.abs())
-    unlike = ~finite & (one != other) & ~(one.isnan() & other.isnan())
-    is_finite = bool(far.any())
+    finite = native.isfinite(one) & native.isfinite(other)
+    far = finite & (native.abs(one - other) > absolute + relative * native.abs(other))
+    unlike = ~finite & (one != other) & ~(native.isnan(one) & native.isnan(other))
+    is_finite = bool(native.any(far))
     bad = far if is_finite else unlike
-    if not bool(bad.any()):
+    if not bool(native.any(bad)):
         return None
-    gaps = torch.where(bad, (one - other).abs() if is_finite else torch.ones_like(one), -1.0)
-    worst = int(gaps.argmax())
+    gaps = native.where(bad, native.abs(one - other) if is_finite else native.ones_like(one), -1.0)
+    worst = int(native.argmax(gaps))
     place = place_of(worst, bad.shape)
-    num_bad = int((bad.any(dim=-1) if actual.is_complex() else bad).sum())
-    return Difference(value, is_gradient, is_finite, place[: actual.dim()], num_bad, actual.numel())
+    num_bad = int(native.sum(native.any(bad, dim=-1) if native.is_complex(actual) else bad))
+    return Difference(value, is_gradient, is_finite, place[: native.dim(actual)], num_bad, native.numel(actual))
 
 
 def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest gap between two results; infinite where only one of them is finite."""
-    first, second = real_numbers(one), real_numbers(other.to(one.dtype))
+    first, second = real_numbers(one), real_numbers(native.to(other, one.dtype))
     return largest_gap(first, second) if first.shape == second.shape else float("inf")
 
 
 def largest_gap(first: torch.Tensor, second: torch.Tensor) -> float:
     """The largest absolute difference of `real_numbers` of one shape; infinite where only one of them is finite."""
-    equal = (first == second) | (first.isnan() & second.isnan())
-    gaps = torch.where(equal, 0.0, (first - second).abs()).nan_to_num(nan=float("inf"), posinf=float("inf"))
-    return float(gaps.max()) if gaps.numel() else 0.0
+    equal = (first == second) | (native.isnan(first) & native.isnan(second))
+    gaps = native.nan_to_num(
+        native.where(equal, 0.0, native.abs(first - second)), nan=float("inf"), posinf=float("inf")
+    )
+    return float(native.max(gaps)) if native.numel(gaps) else 0.0
 
 
 def real_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """The elements on the CPU in float64; of a complex tensor both parts, in a last dimension of 2."""
-    plain = contents(tensor.cpu()).reshape(tensor.shape)
-    return torch.view_as_real(plain).double() if plain.is_complex() else plain.double()
+    plain = native.reshape(contents(native.cpu(tensor)), tensor.shape)
+    return native.double(native.view_as_real(plain)) if native.is_complex(plain) else native.double(plain)
 
 
 def compare(step: HasProgram, reference: Reference, way: str | None = None) -> Difference | Failure | None:
@@ -205,13 +208,13 @@ def _result(outcome: Outcome, value: int, is_gradient: bool) -> torch.Tensor | N
 
 def _eager_runs(step: HasProgram, keep: frozenset[int]) -> list[Outcome]:
     """Two runs as they are; the second one with another number of threads, which adds up in another order."""
-    threads = torch.get_num_threads()
+    threads = native.get_num_threads()
     outcomes = [run(step.program, step.tensors, keep=keep)]
     try:
-        torch.set_num_threads(1 if threads > 1 else 2)
+        native.set_num_threads(1 if threads > 1 else 2)
         outcomes.append(run(step.program, step.tensors, keep=keep))
     finally:
-        torch.set_num_threads(threads)
+        native.set_num_threads(threads)
     if any(outcome.error is not None for outcome in outcomes):
         raise Incomparable("an eager run ended early")
     return outcomes
@@ -243,7 +246,7 @@ def first_difference(
         calls, failure = step.program.calls, _failure(found, reference, Phase.FORWARD)
         return at_call(failure, step.program, max((n for n, c in enumerate(calls) if c.site), default=len(calls) - 1))
     if not is_whole:
-        alone = _LoneCalls(step.program, reference, way, target, time.monotonic() + seconds)
+        alone = _LoneCalls(step.program, reference, way, target, clock.monotonic() + seconds)
         with contextlib.suppress(_Stop):
             alone.run(step.tensors)
         if alone.found is not None:
@@ -269,7 +272,7 @@ class _LoneCalls(Trace[torch.Tensor]):
         """Compare the call alone."""
         given = self.reads.pop(index, None)
         self._known.clear()  # one call's operands are held at a time
-        if given is None or time.monotonic() > self._ends:
+        if given is None or clock.monotonic() > self._ends:
             return
         inputs = tuple(Input(value, f"v{value}") for value in given)
         alone = Step(Program((call,), inputs, tuple(map(Ref, call.output_refs()))), given)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.compare.quantity import at_call, at_optimizer, loss_of, measured
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
@@ -68,7 +69,7 @@ class _Sizes(Trace[float]):
         super().after(index, call, values)
         self.values |= self.writes[index]
         made = [values[value] for value in written_by(call) if value in values]
-        if any(t.is_floating_point() for t in made) and not any(t.requires_grad for t in made):
+        if any(native.is_floating_point(t) for t in made) and not any(t.requires_grad for t in made):
             self.graphless.add(index)
 
     def passed(self, index: int, value: int) -> float | None:
@@ -198,13 +199,13 @@ class _Comparison:
         now = tensors[value] if index < 0 else run(program, tensors, keep=frozenset([value])).values.get(value)
         if given is None or now is None or now.shape != given.shape or now.dtype != given.dtype:
             return None
-        if now.layout is not torch.strided or torch.equal(now, given):
+        if now.layout is not torch.strided or native.equal(now, given):
             return None
         free = Ref(program.next_value())
         changed = [call.substituted({value: free}) for call in program.calls[index + 1 :]]
         calls, inputs = (*program.calls[: index + 1], *changed), (*program.inputs, Input(free.value, "healthy"))
         program = replace(program, calls=calls, inputs=inputs)
-        found = measured(program, {**tensors, free.value: given.detach()}, self.failure)
+        found = measured(program, {**tensors, free.value: native.detach(given)}, self.failure)
         return found is not None and found < event.threshold
 
     def off_data(self, source: Input | None) -> dict[str, Any]:
@@ -223,10 +224,17 @@ class _Comparison:
         if value is None or value not in self.partner or not self.is_of_data(value):
             return ""
         tensor = run(self.step.program, self.step.tensors, keep=frozenset({value})).values.get(value)
-        if tensor is None or not tensor.dim() or not tensor.is_floating_point():
+        if tensor is None or not native.dim(tensor) or not native.is_floating_point(tensor):
             return ""
         limit = self.factor * self.healthy.values[self.partner[value]]
-        sizes = tensor.detach().double().abs().reshape(len(tensor), -1).nan_to_num(math.inf).amax(1).tolist()
+        sizes = native.tolist(
+            native.amax(
+                native.nan_to_num(
+                    native.reshape(native.abs(native.double(native.detach(tensor))), len(tensor), -1), math.inf
+                ),
+                1,
+            )
+        )
         rows = [row for row, size in enumerate(sizes) if size > limit]
         return row_words(rows) if len(tensor) > 1 else ""
 
@@ -295,12 +303,14 @@ def _given_anew(step: Step, parameter: int, loss: int) -> tuple[Input, int] | No
         made.update(written_by(call) if not made.isdisjoint(call.input_refs()) else ())
     values = run(program, step.tensors, keep=frozenset(made - {parameter})).values
     for item in program.inputs:
-        given = step.tensors[item.value].detach().flatten()
-        if item.role == "parameter" or item.value not in behind or not given.is_floating_point():
+        given = native.flatten(native.detach(step.tensors[item.value]))
+        if item.role == "parameter" or item.value not in behind or not native.is_floating_point(given):
             continue
-        alike = (v for v in sorted(values, reverse=True) if values[v].numel() == given.numel())
-        found = next((v for v in alike if torch.equal(values[v].detach().flatten().to(given), given)), None)
-        if found is not None and bool((given * (given - 1)).any()):  # zeros and ones are equal by accident
+        alike = (v for v in sorted(values, reverse=True) if native.numel(values[v]) == native.numel(given))
+        found = next(
+            (v for v in alike if native.equal(native.to(native.flatten(native.detach(values[v])), given), given)), None
+        )
+        if found is not None and bool(native.any(given * (given - 1))):  # zeros and ones are equal by accident
             return item, found
     return None
 
@@ -338,10 +348,10 @@ def _result_of(step: Step, index: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _ends(tensor: torch.Tensor) -> list[float]:
     """The one or two numbers that a tensor is made of; empty if there are more."""
-    if not tensor.is_floating_point() or not tensor.numel() or tensor.layout is not torch.strided:
+    if not native.is_floating_point(tensor) or not native.numel(tensor) or tensor.layout is not torch.strided:
         return []
-    low, high = (end.item() for end in tensor.detach().aminmax())
-    is_at_ends = bool(((tensor == low) | (tensor == high)).all())
+    low, high = (native.item(end) for end in native.aminmax(native.detach(tensor)))
+    is_at_ends = bool(native.all((tensor == low) | (tensor == high)))
     return [*dict.fromkeys([low, high])] if is_at_ends else []
 
 
@@ -351,7 +361,7 @@ def _shown_by(step: Step, index: int) -> str:
     ends, shape = " or ".join(map(number_words, _ends(result))), list(given.shape)
     if "cross_entropy" in short_name(step.program.calls[index]) and shape[:2][-1:] == [1]:
         return f"its scores {shape} have one class, so it returns the same number, {ends}, whatever they are"
-    return f"all of its outputs are {ends}" if ends and result.numel() > 1 else ""
+    return f"all of its outputs are {ends}" if ends and native.numel(result) > 1 else ""
 
 
 def let_through(failure: Failure, failing: Step, healthy: Step) -> Failure | None:

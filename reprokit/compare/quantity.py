@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.locate.blame import GRAD_SCALER, exception_failure
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.notes import starts_of
@@ -118,9 +118,9 @@ def _measured_in(outcome: Outcome, program: Program, tensors: Tensors, failure: 
     if not kept:
         return None
     if event.quantity == "loss":
-        return float(kept[0].detach()) if kept[0].numel() == 1 and not kept[0].is_complex() else None
-    before = [tensors[number].detach() for number in _kept(program, failure) if number in tensors]
-    return update_of(before, [tensor.detach() for tensor in kept]) if len(before) == len(kept) else None
+        return float(native.detach(kept[0])) if native.numel(kept[0]) == 1 and not native.is_complex(kept[0]) else None
+    before = [native.detach(tensors[number]) for number in _kept(program, failure) if number in tensors]
+    return update_of(before, [native.detach(tensor) for tensor in kept]) if len(before) == len(kept) else None
 
 
 def _silent_share(program: Program, outcome: Outcome, value: int) -> float | None:
@@ -139,7 +139,7 @@ def number_of(value: Any) -> float | None:
     if value.__class__ is float:
         return float(value)
     if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
+        return float(native.detach(value)) if native.numel(value) == 1 and not native.is_complex(value) else None
     return float(value) if isinstance(value, (int, float)) else None
 
 
@@ -155,7 +155,7 @@ def norms_of(tensors: list[torch.Tensor]) -> list[float]:
 def numbers_of(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Single elements as numbers; together where they are of one kind and on one device."""
     try:
-        return list(map(float, torch.stack(list(tensors)).tolist())) if tensors else []
+        return list(map(float, native.tolist(native.stack(list(tensors))))) if tensors else []
     except RuntimeError:
         return [float(tensor) for tensor in tensors]
 
@@ -169,18 +169,18 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> float | None:
 def update_of(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> float | None:
     """The norm of the change over the norm of what was there before; ``None`` where that is zero."""
     old = list(before)
-    change = norm_of(new.double() - was.double() for was, new in zip(old, after, strict=True))
+    change = norm_of(native.double(new) - native.double(was) for was, new in zip(old, after, strict=True))
     size = norm_of(old)
     return change / size if change is not None and size else None
 
 
 def share_of_zeros(tensor: torch.Tensor) -> float:
     """The share of zeros among the elements; 0 for an empty tensor."""
-    plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    return float((plain == 0).double().mean()) if plain.numel() else 0.0
+    plain = native.to_dense(native.detach(tensor)) if tensor.layout is not torch.strided else native.detach(tensor)
+    return float(native.mean(native.double(plain == 0))) if native.numel(plain) else 0.0
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    plain = tensor.detach()
-    plain = plain.coalesce().values() if plain.layout is torch.sparse_coo else plain
-    return float(torch.linalg.vector_norm(plain.double() if not plain.is_complex() else plain))
+    plain = native.detach(tensor)
+    plain = native.values(native.coalesce(plain)) if plain.layout is torch.sparse_coo else plain
+    return float(native.vector_norm(native.double(plain) if not native.is_complex(plain) else plain))

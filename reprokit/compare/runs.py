@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reprokit import native
 from reprokit.compare.difference import MARGIN, MISMATCH, OTHER_WAY, halves_in, largest_gap, real_numbers, results_of
 from reprokit.compare.quantity import at_call, loss_of, number_of
 from reprokit.errors import pass_on
@@ -60,14 +61,14 @@ def digest_of(tensor: torch.Tensor) -> int:
     A weighted sum of the elements' bits in 64-bit integers, which is the same on every device and in any order.
     """
     values = contents(tensor)
-    values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
-    if values.is_floating_point():
-        values = torch.where(values.isnan(), math.nan, values)
-    bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
+    values = native.reshape(native.view_as_real(values), -1) if native.is_complex(values) else values
+    if native.is_floating_point(values):
+        values = native.where(native.isnan(values), math.nan, values)
+    bits = native.long(native.view(native.contiguous(values), _INTEGERS[native.element_size(values)]))
     if values.dtype == torch.float64:
         bits = bits ^ (bits >> 32)  # the highest bit alone, a sign, would be lost in a sum of two
-    places = torch.arange(len(bits), device=bits.device)
-    weighted = int((bits * ((places * _MULTIPLIER) | 1)).sum()) if len(bits) else 0
+    places = native.arange(len(bits), device=bits.device)
+    weighted = int(native.sum(bits * ((places * _MULTIPLIER) | 1))) if len(bits) else 0
     kind = hashlib.blake2b(f"{tensor.dtype} {[*tensor.shape]} {weighted}".encode(), digest_size=8)
     return int.from_bytes(kind.digest(), "big") >> 1
 
@@ -96,12 +97,12 @@ class Imprint(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Imprint:
         plain = contents(tensor)
-        return cls(digest_of(tensor), tuple(tensor.shape), _size(plain) if plain.is_floating_point() else 0.0)
+        return cls(digest_of(tensor), tuple(tensor.shape), _size(plain) if native.is_floating_point(plain) else 0.0)
 
 
 def _head(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, of a tensor that is too large to be compared of its first elements."""
-    return copied(tensor if tensor.numel() <= MOST_ELEMENTS else tensor.reshape(-1)[:MOST_ELEMENTS])
+    return copied(tensor if native.numel(tensor) <= MOST_ELEMENTS else native.reshape(tensor, -1)[:MOST_ELEMENTS])
 
 
 Tensors = dict[Version, torch.Tensor]
@@ -140,7 +141,7 @@ class _Look(Trace[Any]):
     def _wait_for_gradients(self, index: int, value: int, tensor: torch.Tensor) -> None:
         place = Version(value, self._times[value] - 1)
         hook = lambda gradient: self.take(place._replace(start=self._num_starts), gradient)  # noqa: E731
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        native.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
     @classmethod
     def at(cls, step: Step, measure: Callable[[torch.Tensor], Any], wanted: set[Version] | None) -> _Look:
@@ -231,7 +232,7 @@ def answer(step: HasProgram, settings: Settings, asked: str, path: str) -> None:
     with determinism(settings):
         run, places = Run.of(step), [Version(*place) for place in json.loads(asked)]
         tensors = run.fetch(places) if places else ()
-    torch.save((str(torch.__version__), (run.marks, run.made, run.error, run.loss), *tensors), path)
+    native.save((str(torch.__version__), (run.marks, run.made, run.error, run.loss), *tensors), path)
 
 
 # -- two tensors ---------------------------------------------------------------------------------------------------
@@ -275,17 +276,17 @@ def gap_between(
     if same_bits(first, second):
         return None
     if first.shape != second.shape:
-        return Gap(0, second.numel(), math.inf, math.inf, None, f"shapes {[*first.shape]} and {[*second.shape]}")
+        return Gap(0, native.numel(second), math.inf, math.inf, None, f"shapes {[*first.shape]} and {[*second.shape]}")
     one, other = real_numbers(first), real_numbers(second)
-    bad = (one != other) & ~(one.isnan() & other.isnan())
+    bad = (one != other) & ~(native.isnan(one) & native.isnan(other))
     largest, scale = largest_gap(one, other), max(_size(one), _size(other))
     relative = largest / scale if scale else math.inf
-    num_bad = int((bad.any(-1) if first.is_complex() else bad).sum())
+    num_bad = int(native.sum(native.any(bad, -1) if native.is_complex(first) else bad))
     if not num_bad and first.dtype != second.dtype:
         return None  # the same numbers in another format
     own, others = ({tensor.dtype, *halves} for tensor, halves in zip((first, second), formats, strict=True))
     eps, name = max(((torch.finfo(d).eps, str(d)) for d in own | others if d.is_floating_point), default=(0.0, ""))
-    found = Gap(num_bad, first.numel(), largest, relative, _units(first, second), "", name.removeprefix("torch."))
+    found = Gap(num_bad, native.numel(first), largest, relative, _units(first, second), "", name.removeprefix("torch."))
     noise = eps * max(scale, least)
     wide, wide_other = exact
     if wide is not None and wide_other is not None and wide.shape == wide_other.shape == first.shape:
@@ -302,22 +303,22 @@ def gap_between(
 
 
 def _size(tensor: torch.Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    finite = tensor[native.isfinite(tensor)]
+    return float(native.max(native.abs(finite))) if native.numel(finite) else 0.0
 
 
 def _units(first: torch.Tensor, second: torch.Tensor) -> int | None:
     """Numbers of the format between two results at most; ``None`` if one is not finite or the formats differ."""
-    kind = _INTEGERS.get(first.element_size())
-    if first.dtype != second.dtype or not first.is_floating_point() or kind is None or not first.numel():
+    kind = _INTEGERS.get(native.element_size(first))
+    if first.dtype != second.dtype or not native.is_floating_point(first) or kind is None or not native.numel(first):
         return None
-    if not bool((first.isfinite() & second.isfinite()).all()):
+    if not bool(native.all(native.isfinite(first) & native.isfinite(second))):
         return None
     ranks = []
     for tensor in (first, second):
-        bits = contents(tensor.cpu()).contiguous().view(kind).double()
-        ranks.append(torch.where(bits < 0, -(2.0 ** (8 * first.element_size() - 1)) - bits, bits))
-    return int((ranks[0] - ranks[1]).abs().max())
+        bits = native.double(native.view(native.contiguous(contents(native.cpu(tensor))), kind))
+        ranks.append(native.where(bits < 0, -(2.0 ** (8 * native.element_size(first) - 1)) - bits, bits))
+    return int(native.max(native.abs(ranks[0] - ranks[1])))
 
 
 # -- two programs --------------------------------------------------------------------------------------------------
@@ -376,7 +377,9 @@ class Comparison:
             moved |= {item.value for item in other.program.inputs if item.role == "rng"}
         pairs = {v: (one, own) for v, (one, own) in pairs.items() if one.shape == own.shape}
         given = {v: one for v, (one, own) in pairs.items() if v in moved or one.dtype != own.dtype}
-        same = {v: pairs[v][1].clone().copy_(one) for v, one in given.items() if v in moved}  # in its memory format
+        same = {
+            v: native.copy_(native.clone(pairs[v][1]), one) for v, one in given.items() if v in moved
+        }  # in its memory format
         compared = cls.of_runs(Run.of(one), Run.of(others.with_tensors(same), given))
         return replace(compared, inputs=[*found.values()])
 
@@ -437,12 +440,15 @@ def _input_differences(
     for item in other.program.inputs:
         if item.value in partners and item not in states:
             first, second = one.tensors[partners[item.value]], other.tensors[item.value]
-            if first.dtype != second.dtype and first.is_floating_point() and second.is_floating_point():
+            if first.dtype != second.dtype and native.is_floating_point(first) and native.is_floating_point(second):
                 narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
-                first, second = first.to(narrow), second.to(narrow)  # the same numbers in another format
+                first, second = (
+                    native.to(first, narrow),
+                    native.to(second, narrow),
+                )  # the same numbers in another format
             gap = gap_between(first, second)
             if gap is not None:
-                eps = torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
+                eps = torch.finfo(first.dtype).eps if native.is_floating_point(first) else 0.0
                 is_rounding = item.role not in ("rng", "batch") and gap.relative <= MARGIN * eps * num_steps
                 words = "the state of the random generator differs" if item.role == "rng" else gap.words
                 yield item.value, InputDifference(item.name, item.role, words, is_rounding)
@@ -468,10 +474,12 @@ def beside(found: Comparison, *, is_recorded: bool) -> tuple[Step, Failure] | No
     given, inputs = one.given(mine), dict[int, torch.Tensor]()
     if is_recorded:
         expected, actual = other.fetch([place])[0][place], one.fetch([partner])[0][partner]
-        if expected.numel() > _MOST_CONSTANTS:
-            gaps = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(math.inf)
-            inputs[start] = gaps.topk(_MOST_CONSTANTS).indices
-            flat, expected = Ref(start + 1), expected.reshape(-1)[inputs[start]]
+        if native.numel(expected) > _MOST_CONSTANTS:
+            gaps = native.nan_to_num(
+                native.reshape(native.abs(native.double(actual) - native.double(expected)), -1), math.inf
+            )
+            inputs[start] = native.topk(gaps, _MOST_CONSTANTS).indices
+            flat, expected = Ref(start + 1), native.reshape(expected, -1)[inputs[start]]
             calls.append(Call("torch.Tensor.reshape", (result, (-1,)), outputs=flat))
             calls.append(Call("torch.Tensor.index_select", (flat, 0, Ref(start)), outputs=Ref(start + 2)))
             result = Ref(start + 2)
@@ -495,7 +503,7 @@ def beside(found: Comparison, *, is_recorded: bool) -> tuple[Step, Failure] | No
     words = f"beyond what {gap.dtype or 'the format'} explains: {departure.words}"
     failure = Failure(Phase.FORWARD, MISMATCH, OTHER_WAY, value=outputs[1].value, num_bad=gap.num_bad,
                       num_elements=gap.num_elements, departure=words)  # fmt: skip
-    return Step(program, {v: tensor.detach() for v, tensor in inputs.items()}), at_call(failure, program, last)
+    return Step(program, {v: native.detach(tensor) for v, tensor in inputs.items()}), at_call(failure, program, last)
 
 
 class _Walk:

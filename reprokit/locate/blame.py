@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import torch
 
+from reprokit import native
 from reprokit.errors import ignored_warnings, pass_on
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
@@ -75,7 +76,7 @@ def explains_gradient(program: Program, tensors: Tensors, value: int, reader: in
     if changed.error is not None or gradient is None or ways_of(gradient):
         return False
     plain = run(replace(program, calls=calls[:-1]), tensors, keep=starts)
-    return any(not torch.equal(plain.values[key], changed.values[key]) for key in starts)
+    return any(not native.equal(plain.values[key], changed.values[key]) for key in starts)
 
 
 def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) -> BadValue | None:
@@ -95,15 +96,17 @@ def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) ->
 def _ordinary(given: Mapping[int, torch.Tensor], bad: Container[int]) -> Iterator[dict[int, torch.Tensor]]:
     """The operands without bad numbers: one number in their place, or an identity matrix."""
     yield {value: _filled(tensor) if value in bad else tensor for value, tensor in given.items()}
-    square = {v: t for v, t in given.items() if v in bad and t.dim() > 1 and t.shape[-1] == t.shape[-2]}
+    square = {v: t for v, t in given.items() if v in bad and native.dim(t) > 1 and t.shape[-1] == t.shape[-2]}
     if square:
-        eyes = {v: torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix) for v, matrix in square.items()}
+        eyes = {
+            v: native.expand_as(native.to(native.eye(matrix.shape[-1]), matrix), matrix) for v, matrix in square.items()
+        }
         yield {**given, **eyes}
 
 
 def _returns(call: Call, operands: Mapping[int, torch.Tensor]) -> bool:
     try:
-        with torch.no_grad():
+        with native.no_grad():
             execute(call, *bind_arguments(call, operands))
     except Exception as error:  # functions refuse in as many ways as there are functions
         pass_on(error)
@@ -112,7 +115,7 @@ def _returns(call: Call, operands: Mapping[int, torch.Tensor]) -> bool:
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.where(tensor.isfinite(), tensor, torch.full_like(tensor, 0.5)) if ways_of(tensor) else tensor
+    return native.where(native.isfinite(tensor), tensor, native.full_like(tensor, 0.5)) if ways_of(tensor) else tensor
 
 
 def locate(

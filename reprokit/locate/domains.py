@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from reprokit import native
+
 _CONVOLUTIONS = frozenset(["conv_tbc", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))])
 _NORMALISATIONS = frozenset(["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"])
 _RECURRENT = frozenset(["gru", "lstm", "rnn_relu", "rnn_tanh"])
@@ -47,8 +49,8 @@ def number_named(name: str | float, dtype: torch.dtype) -> float:
 
 def compare(values: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
     """A mask of the values that compare as wanted: ``below``, ``at_least``, ... a number, or a word for one."""
-    dtype = values.dtype if values.is_floating_point() else torch.float32
-    mask = torch.ones_like(values, dtype=torch.bool)
+    dtype = values.dtype if native.is_floating_point(values) else torch.float32
+    mask = native.ones_like(values, dtype=torch.bool)
     for name, bound in wanted.items():
         mask &= COMPARISONS[name](values, number_named(bound, dtype))
     return mask
@@ -64,7 +66,7 @@ class Point:
 
     def places(self, values: torch.Tensor) -> torch.Tensor:
         """True where an argument is one of these."""
-        return compare(values.abs() if self.size else values, {self.test: self.bound})
+        return compare(native.abs(values) if self.size else values, {self.test: self.bound})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Domain:
 
     def places(self, values: torch.Tensor) -> torch.Tensor:
         """True where the function, or its derivative, is not finite."""
-        return torch.stack([point.places(values) for point in self.points]).any(0)
+        return native.any(native.stack([point.places(values) for point in self.points]), 0)
 
 
 _NEGATIVE, _ZERO = (Point("at_most", 0.0),), (Point("equal", 0.0),)
@@ -106,7 +108,7 @@ SPECTRA = {
 
 def spectrum_of(name: str, matrix: torch.Tensor) -> str:
     """Why the derivative of a decomposition divides by zero: values are ``zero`` or ``repeated``; else ``""``."""
-    if name not in SPECTRA or matrix.dim() < 2:
+    if name not in SPECTRA or native.dim(matrix) < 2:
         return ""
     values = SPECTRA[name][1](matrix)
     if matrix.shape[-1] != matrix.shape[-2] and bool((values == 0).any()):

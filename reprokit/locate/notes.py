@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.locate.failure import Failure, kind_of, module_of
 from reprokit.locate.ways import Ways, ways_of
 from reprokit.program.functions import GRAD_READ, display_name
@@ -99,7 +100,7 @@ class Notes(Trace[Ways]):
         """Note the ways of the inputs, and ask the watch."""
         if call.is_differentiation:
             wanted = (value for value in call.input_refs() if value in self._wanted and value in values)
-            self.losses.update((value, values[value].detach().clone()) for value in wanted)
+            self.losses.update((value, native.clone(native.detach(values[value]))) for value in wanted)
         if self.found is not None:
             self._end()
             return

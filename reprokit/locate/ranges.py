@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from reprokit import native
 from reprokit.locate.choice import Role
 from reprokit.locate.ways import local_part
 from reprokit.program.dataflow import contents
@@ -107,20 +108,24 @@ def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = Fal
     if numbers is None:
         return Range(dtype, shape, None, None, 0, 0)
     num_nan = num_inf = num_negative = 0
-    magnitudes = numbers.abs()
+    magnitudes = native.abs(numbers)
     low, high = _extremes(magnitudes)
     if not (math.isfinite(low) and math.isfinite(high)):
-        num_nan = int(torch.isnan(numbers).count_nonzero())
-        is_finite = torch.isfinite(numbers)
-        num_inf = numbers.numel() - num_nan - int(is_finite.count_nonzero())
-        num_negative = int(torch.isneginf(numbers).count_nonzero()) if num_inf and not numbers.is_complex() else 0
-        if num_nan + num_inf == numbers.numel():
+        num_nan = int(native.count_nonzero(native.isnan(numbers)))
+        is_finite = native.isfinite(numbers)
+        num_inf = native.numel(numbers) - num_nan - int(native.count_nonzero(is_finite))
+        num_negative = (
+            int(native.count_nonzero(native.isneginf(numbers))) if num_inf and not native.is_complex(numbers) else 0
+        )
+        if num_nan + num_inf == native.numel(numbers):
             return Range(dtype, shape, None, None, num_nan, num_inf, num_negative_inf=num_negative, zeros=0.0)
         numbers = numbers[is_finite]
-        magnitudes = numbers.abs().clamp(max=torch.finfo(magnitudes.dtype).max)  # of complex numbers it may overflow
+        magnitudes = native.clamp(
+            native.abs(numbers), max=torch.finfo(magnitudes.dtype).max
+        )  # of complex numbers it may overflow
         low, high = _extremes(magnitudes)
-    is_float = numbers.is_complex() or tensor.is_floating_point()
-    num_zero = magnitudes.numel() - int(magnitudes.count_nonzero()) if low == 0 else 0
+    is_float = native.is_complex(numbers) or native.is_floating_point(tensor)
+    num_zero = native.numel(magnitudes) - int(native.count_nonzero(magnitudes)) if low == 0 else 0
     return Range(
         dtype,
         shape,
@@ -129,12 +134,12 @@ def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = Fal
         num_nan,
         num_inf,
         least=low if low > 0 else _least(magnitudes),
-        num_true=magnitudes.numel() - num_zero if tensor.dtype is torch.bool else None,
+        num_true=native.numel(magnitudes) - num_zero if tensor.dtype is torch.bool else None,
         num_negative_inf=num_negative,
-        **(_moments(magnitudes if numbers.is_complex() else numbers, high) if moments else {}),
-        zeros=num_zero / (magnitudes.numel() + num_nan + num_inf),
-        histogram=_histogram(magnitudes if numbers.is_complex() else numbers) if histogram and is_float else None,
-        ends=_extremes(numbers) if is_signed and not numbers.is_complex() else None,
+        **(_moments(magnitudes if native.is_complex(numbers) else numbers, high) if moments else {}),
+        zeros=num_zero / (native.numel(magnitudes) + num_nan + num_inf),
+        histogram=_histogram(magnitudes if native.is_complex(numbers) else numbers) if histogram and is_float else None,
+        ends=_extremes(numbers) if is_signed and not native.is_complex(numbers) else None,
     )
 
 
@@ -161,23 +166,23 @@ def range_text(found: Range | None) -> str:
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
     """The elements in a format whose absolute values can be compared, ``None`` where there are none."""
-    plain = local_part(tensor.detach())
-    if plain.is_meta or plain.numel() == 0:
+    plain = local_part(native.detach(tensor))
+    if plain.is_meta or native.numel(plain) == 0:
         return None
     plain = contents(plain)  # the smallest integer has no positive counterpart of its own type
-    return plain if plain.is_floating_point() or plain.is_complex() else plain.double()
+    return plain if native.is_floating_point(plain) or native.is_complex(plain) else native.double(plain)
 
 
 def _moments(numbers: torch.Tensor, high: float) -> dict[str, float]:
     """Mean, population standard deviation and L2 norm of finite numbers up to ``high`` in magnitude."""
-    if numbers.element_size() < torch.float32.itemsize:
-        numbers = numbers.float()
+    if native.element_size(numbers) < torch.float32.itemsize:
+        numbers = native.float(numbers)
     unit = 1.0 if _PLAIN[0] < high < _PLAIN[1] or not high else high
     scaled = numbers if unit == 1.0 else numbers / unit
-    mean = float(scaled.mean())
-    centred = scaled.flatten() - mean
-    std = math.sqrt(float(torch.dot(centred, centred)) / centred.numel())  # a ninth of the time of `torch.std`
-    norm = max(high, math.hypot(mean, std) * math.sqrt(centred.numel()) * unit)
+    mean = float(native.mean(scaled))
+    centred = native.flatten(scaled) - mean
+    std = math.sqrt(float(native.dot(centred, centred)) / native.numel(centred))  # a ninth of the time of `torch.std`
+    norm = max(high, math.hypot(mean, std) * math.sqrt(native.numel(centred)) * unit)
     known = {"mean": max(-high, min(high, mean * unit)), "std": min(high, std * unit)}
     return known if math.isinf(norm) else {**known, "norm": norm}
 
@@ -185,28 +190,28 @@ def _moments(numbers: torch.Tensor, high: float) -> dict[str, float]:
 def _histogram(numbers: torch.Tensor) -> Histogram:
     """The histogram of finite numbers."""
     numbers = numbers[numbers != 0]
-    numbers = numbers.float() if numbers.element_size() < torch.float32.itemsize else numbers
-    if not numbers.numel():
+    numbers = native.float(numbers) if native.element_size(numbers) < torch.float32.itemsize else numbers
+    if not native.numel(numbers):
         return Histogram(0, (), None)
-    exponents = torch.frexp(numbers).exponent.long() - 1
-    lowest = int(exponents.min())
-    counts = torch.bincount(exponents - lowest).tolist()
-    centred = numbers / numbers.abs().max()
-    centred -= centred.mean()
-    squares = centred.square_()
-    variance = float(squares.mean())
-    has_tails = numbers.numel() >= _LEAST_FOR_TAILS and variance > 0
-    kurtosis = float((squares / variance).square_().mean()) - 3.0 if has_tails else None
+    exponents = native.long(native.frexp(numbers).exponent) - 1
+    lowest = int(native.min(exponents))
+    counts = native.tolist(native.bincount(exponents - lowest))
+    centred = numbers / native.max(native.abs(numbers))
+    centred -= native.mean(centred)
+    squares = native.square_(centred)
+    variance = float(native.mean(squares))
+    has_tails = native.numel(numbers) >= _LEAST_FOR_TAILS and variance > 0
+    kurtosis = float(native.mean(native.square_(squares / variance))) - 3.0 if has_tails else None
     return Histogram(lowest, tuple(counts), kurtosis)
 
 
 def _extremes(magnitudes: torch.Tensor) -> tuple[float, float]:
-    low, high = torch.aminmax(magnitudes)
+    low, high = native.aminmax(magnitudes)
     return float(low), float(high)
 
 
 def _least(magnitudes: torch.Tensor) -> float | None:
-    least = float(torch.where(magnitudes > 0, magnitudes, math.inf).min())
+    least = float(native.min(native.where(magnitudes > 0, magnitudes, math.inf)))
     return least if math.isfinite(least) else None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from reprokit import native
 from reprokit.grammar import Name
 from reprokit.locate.failure import Failure
 from reprokit.locate.spelling import short_name
@@ -54,13 +55,13 @@ def rows_of(
 
 def rows_where(mask: torch.Tensor) -> list[int]:
     """The indexes of the first dimension where a mask of at least one dimension is true somewhere."""
-    rows: list[int] = mask.reshape(len(mask), -1).any(1).nonzero().flatten().tolist()
+    rows: list[int] = native.tolist(native.flatten(native.nonzero(native.any(native.reshape(mask, len(mask), -1), 1))))
     return rows
 
 
 def bad_rows(bad: torch.Tensor) -> tuple[int, ...]:
     """The indexes of the first dimension where a mask is true somewhere; empty if all are, or more than are listed."""
-    if not (bad.dim() and bad.numel()):
+    if not (native.dim(bad) and native.numel(bad)):
         return ()
     rows = rows_where(bad)
     return tuple(rows) if len(rows) <= _MOST_ROWS and len(rows) < len(bad) else ()

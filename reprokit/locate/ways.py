@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 
 NAN, PLUS, MINUS = "nan", "+inf", "-inf"
 HALVES = (torch.float16, torch.bfloat16)
@@ -41,15 +41,15 @@ def ways_of(tensor: torch.Tensor) -> Ways:
     if whole is None or is_finite_sum(values := _once(whole)):
         return CLEAN
     first, count = dict[str, tuple[int, ...]](), dict[str, int]()
-    times = whole.numel() // values.numel()
+    times = native.numel(whole) // native.numel(values)
     for way in (NAN, PLUS, MINUS):
         mask = bad_mask(values, way)
-        number = int(mask.count_nonzero())
+        number = int(native.count_nonzero(mask))
         if number:
-            place = place_of(int(mask.reshape(-1).to(torch.uint8).argmax()), mask.shape)
-            first[way] = place[: tensor.dim()]
+            place = place_of(int(native.argmax(native.to(native.reshape(mask, -1), torch.uint8))), mask.shape)
+            first[way] = place[: native.dim(tensor)]
             count[way] = number * times
-    return Ways.of(first, count, tensor.numel())
+    return Ways.of(first, count, native.numel(tensor))
 
 
 def place_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -63,16 +63,16 @@ def place_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _once(values: torch.Tensor) -> torch.Tensor:
     """Every element once: an expanded view may have 2**51 elements of which one is stored."""
-    for dim, stride in enumerate(values.stride()):
+    for dim, stride in enumerate(native.stride(values)):
         if stride == 0:
-            values = values.narrow(dim, 0, 1)
+            values = native.narrow(values, dim, 0, 1)
     return values
 
 
 def is_bad(tensor: torch.Tensor) -> bool:
     """True if a tensor holds a NaN or an infinity."""
-    if tensor.numel() == 1 and not tensor.is_complex() and tensor.layout is torch.strided:
-        return not math.isfinite(tensor.item())
+    if native.numel(tensor) == 1 and not native.is_complex(tensor) and tensor.layout is torch.strided:
+        return not math.isfinite(native.item(tensor))
     return bool(ways_of(tensor))
 
 
@@ -90,11 +90,11 @@ def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
 def _are_finite(tensors: list[torch.Tensor]) -> bool:
     """True if one norm over all tensors is finite; ``False`` also when torch cannot compute it (mixed kinds)."""
     dtype = torch.float32 if tensors[0].dtype in HALVES else None
-    has_grad = torch.is_grad_enabled()
+    has_grad = native.is_grad_enabled()
     try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
         torch_private.set_grad_enabled(False)
         norms = torch_private.foreach_norm(tensors, 2, dtype=dtype)
-        return math.isfinite(torch.stack(list(norms)).sum().item())
+        return math.isfinite(native.item(native.sum(native.stack(list(norms)))))
     except (RuntimeError, NotImplementedError):
         return False
     finally:
@@ -104,25 +104,25 @@ def _are_finite(tensors: list[torch.Tensor]) -> bool:
 def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:
     """A mask of the elements that are bad in this way."""
     if way == NAN:
-        return torch.isnan(values)
+        return native.isnan(values)
     return values == (float("inf") if way == PLUS else float("-inf"))
 
 
 def is_finite_sum(values: torch.Tensor) -> bool:
     """True if the float32 sum is finite, which means that every element is."""
     dtype = torch.float32 if values.dtype in HALVES else None
-    return cmath.isfinite(values.sum(dtype=dtype).item())
+    return cmath.isfinite(native.item(native.sum(values, dtype=dtype)))
 
 
 def largest_finite(tensor: torch.Tensor) -> float:
     """The largest finite magnitude of a floating-point tensor; 0 if no element is finite."""
     values = _real_values(tensor)
-    if values is None or values.numel() == 0:
+    if values is None or native.numel(values) == 0:
         return 0.0
-    low, high = map(float, torch.aminmax(values))  # NaN where there is one; a fraction of the passes below
+    low, high = map(float, native.aminmax(values))  # NaN where there is one; a fraction of the passes below
     if math.isfinite(low) and math.isfinite(high):
         return max(abs(low), abs(high))
-    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return float(native.max(native.nan_to_num(native.abs(values), 0.0, 0.0, 0.0)))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,11 +132,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _real_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.is_meta:
+    if (
+        not (native.is_floating_point(tensor) or native.is_complex(tensor))
+        or native.numel(tensor) == 0
+        or tensor.is_meta
+    ):
         return None
-    values = local_part(tensor.detach())
+    values = local_part(native.detach(tensor))
     if values.layout is not torch.strided:
-        values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    return values if values.element_size() > 1 else values.float()
+        values = native.values(native.coalesce(values)) if values.layout is torch.sparse_coo else native.values(values)
+    if native.is_complex(values):
+        values = native.view_as_real(native.resolve_conj(values))
+    return values if native.element_size(values) > 1 else native.float(values)

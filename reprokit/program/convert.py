@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.errors import pass_on
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Device, Input, Mode, Program, Ref, Symbol, iter_refs, map_leaves, substitute
@@ -48,7 +49,7 @@ def in_dtype(step: HasProgram, dtype: torch.dtype) -> Step:
         read = trace.reads.get(index, {}).get(value)
         return Symbol(str(read)) if read is not None and read != _like(read, dtype) else None
 
-    tensors = {value: tensor.to(_like(tensor.dtype, dtype)) for value, tensor in step.tensors.items()}
+    tensors = {value: native.to(tensor, _like(tensor.dtype, dtype)) for value, tensor in step.tensors.items()}
     return Step(_converted(step.program, change, before, Symbol(str(dtype))), tensors)
 
 
@@ -66,7 +67,7 @@ def on_device(step: HasProgram, kind: str) -> Step:
         return replace(call, args=args, kwargs=kwargs, mode=replace(call.mode, autocast=autocast))
 
     home = next((t.device.type for v, t in step.tensors.items() if v not in states), "cpu")
-    tensors = {v: tensor if v in states else tensor.to(kind) for v, tensor in step.tensors.items()}
+    tensors = {v: tensor if v in states else native.to(tensor, kind) for v, tensor in step.tensors.items()}
     return Step(_converted(step.program, change, lambda index, value: Device(home), device), tensors)
 
 
@@ -82,7 +83,7 @@ def exact_results(
     alone = Program((call,), tuple(Input(value, "x") for value in given), tuple(Ref(value) for value in made))
     try:
         wide = in_dtype(Step(alone, given), torch.float64)
-        with default_dtype(torch.float64), torch.no_grad():
+        with default_dtype(torch.float64), native.no_grad():
             return run(wide.program, wide.tensors).values
     except Exception as error:  # kernels refuse in as many ways as there are functions
         pass_on(error)
@@ -92,12 +93,12 @@ def exact_results(
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """The default dtype of new tensors."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    before = native.get_default_dtype()
+    native.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        native.set_default_dtype(before)
 
 
 def _converted(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.program.functions import GRAD_READ, replacing
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Phase, Ref, iter_leaves
 from reprokit.program.sites import source_of
@@ -161,7 +161,7 @@ class CustomFunctions:
             with contextlib.nullcontext() if tracer in modes else tracer:
                 # New value numbers for the gradients that arrived. Among several, zeros may stand for none.
                 reads = []
-                with torch.DisableTorchFunction():
+                with native.DisableTorchFunction():
                     for leaf, grad in zip(application.leaves, grads, strict=False):
                         if leaf is not None and _is_tensor(grad) and (len(grads) == 1 or bool(grad.any())):
                             value = tracer.new_value()

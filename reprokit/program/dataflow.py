@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.program.functions import DATA_WRITES, GRAD_READ, GRAD_WRITES, all_written, hidden_writes
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Program, Ref, iter_refs
 
@@ -176,7 +177,7 @@ def edge_of(tensor: torch.Tensor) -> Edge | None:
     if not tensor.requires_grad:
         return None
     try:
-        edge = torch.autograd.graph.get_gradient_edge(tensor)
+        edge = native.get_gradient_edge(tensor)
     except (AssertionError, RuntimeError):  # views of parameters made without gradients: `requires_grad`, but no node
         return None
     return edge.node, edge.output_nr
@@ -197,10 +198,10 @@ def reachable(nodes: Iterable[Node | None], known: Container[Node] = ()) -> Iter
 def copy_of(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
     """A copy with the same strides, so that kernels take the same path; on another device if one is named."""
     if device is not None and tensor.device.type != device:
-        return tensor.to(device)
+        return native.to(tensor, device)
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor.clone()
-    return tensor.clone(memory_format=torch.preserve_format)
+        return native.clone(tensor)
+    return native.clone(tensor, memory_format=torch.preserve_format)
 
 
 def copies_of(tensors: Mapping[int, torch.Tensor], device: str | None = None) -> dict[int, torch.Tensor]:
@@ -211,11 +212,11 @@ def copies_of(tensors: Mapping[int, torch.Tensor], device: str | None = None) ->
         if len(group) == 1:
             copies[values[0]] = copy_of(group[0], device)
             continue
-        begin, end = min(tensor.storage_offset() for tensor in group), max(map(_end, group))
-        memory = copy_of(group[0].as_strided((end - begin,), (1,), begin), device)
+        begin, end = min(native.storage_offset(tensor) for tensor in group), max(map(_end, group))
+        memory = copy_of(native.as_strided(group[0], (end - begin,), (1,), begin), device)
         for value, tensor in zip(values, group, strict=True):
-            place = tensor.storage_offset() - begin, tensor.shape, tensor.stride()
-            copies[value] = memory.new_empty(0).set_(memory.untyped_storage(), *place)
+            place = native.storage_offset(tensor) - begin, tensor.shape, native.stride(tensor)
+            copies[value] = native.set_(native.new_empty(memory, 0), native.untyped_storage(memory), *place)
     return copies
 
 
@@ -230,8 +231,8 @@ def overlapping(tensors: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:
             continue
         group: list[int] = []
         reach = 0
-        for value in sorted(values, key=lambda value: tensors[value].storage_offset()):
-            if group and tensors[value].storage_offset() >= reach:
+        for value in sorted(values, key=lambda value: native.storage_offset(tensors[value])):
+            if group and native.storage_offset(tensors[value]) >= reach:
                 yield group
                 group = []
             group.append(value)
@@ -241,51 +242,58 @@ def overlapping(tensors: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """A key shared by tensors with the same memory and dtype; ``None`` without memory."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or native.numel(tensor) == 0
+        or tensor.is_meta
+    ):
         return None
-    return tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device
+    return native.untyped_storage(tensor).data_ptr(), tensor.dtype, tensor.device
 
 
 def _end(tensor: torch.Tensor) -> int:
     """The position in its memory behind the last element of a tensor."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(tensor.storage_offset()) + 1 + sum((size - 1) * stride for size, stride in steps)
+    steps = zip(tensor.shape, native.stride(tensor), strict=True)
+    return int(native.storage_offset(tensor)) + 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if shape, dtype and every bit agree; a NaN equals any NaN at the same place, 0.0 does not equal -0.0."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    a, b = (contents(tensor).contiguous() for tensor in (first, second.to(first.device)))
-    if a.is_complex():
-        a, b = torch.view_as_real(a).reshape(-1), torch.view_as_real(b).reshape(-1)
-    if a.numel() == 0:
+    a, b = (native.contiguous(contents(tensor)) for tensor in (first, native.to(second, first.device)))
+    if native.is_complex(a):
+        a, b = native.reshape(native.view_as_real(a), -1), native.reshape(native.view_as_real(b), -1)
+    if native.numel(a) == 0:
         return True
-    differ = (a.view(torch.uint8) != b.view(torch.uint8)).view(a.numel(), -1).any(dim=1)
+    differ = native.any(
+        native.view(native.view(a, torch.uint8) != native.view(b, torch.uint8), native.numel(a), -1), dim=1
+    )
     if not a.dtype.is_floating_point:
-        return not bool(differ.any())
-    return bool((a[differ].double().isnan() & b[differ].double().isnan()).all())
+        return not bool(native.any(differ))
+    return bool(native.all(native.isnan(native.double(a[differ])) & native.isnan(native.double(b[differ]))))
 
 
 def is_bad(tensor: torch.Tensor) -> bool:
     """True if an element is nan or inf."""
-    with torch.DisableTorchFunction():
-        has_bad_values = tensor.is_floating_point() or tensor.is_complex()
-        return has_bad_values and not bool(tensor.detach().isfinite().all())
+    with native.DisableTorchFunction():
+        has_bad_values = native.is_floating_point(tensor) or native.is_complex(tensor)
+        return has_bad_values and not bool(native.all(native.isfinite(native.detach(tensor))))
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """The bytes of a contiguous tensor on the CPU; without NumPy, which torch can do without."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return ctypes.string_at(native.data_ptr(tensor), native.numel(tensor) * native.element_size(tensor))
 
 
 def contents(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in one row, as numbers that torch computes with: it can hardly do anything with an 8-bit float."""
-    plain = tensor.detach()
+    plain = native.detach(tensor)
     if plain.layout is not torch.strided:
-        plain = plain.to_dense()
+        plain = native.to_dense(plain)
     if plain.is_quantized:
-        plain = plain.dequantize()
-    if plain.is_floating_point() and plain.element_size() == 1:
-        plain = plain.float()
-    return plain.resolve_conj().resolve_neg().reshape(-1)
+        plain = native.dequantize(plain)
+    if native.is_floating_point(plain) and native.element_size(plain) == 1:
+        plain = native.float(plain)
+    return native.reshape(native.resolve_neg(native.resolve_conj(plain)), -1)

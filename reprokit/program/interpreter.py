@@ -13,6 +13,7 @@ from typing import Annotated, Any, Protocol
 
 import torch
 
+from reprokit import native
 from reprokit.errors import pass_on
 from reprokit.grammar import Positive, left_out, one_of
 from reprokit.program.dataflow import bases, copy_of, written_in_place
@@ -75,10 +76,10 @@ def run(
     written = _written([call for _, call in calls])
     leaves = {}
     for item in program.inputs:
-        tensor = tensors[item.value].detach()
+        tensor = native.detach(tensors[item.value])
         if item.role != "rng" and (item.role != "parameter" or item.value in written):
             tensor = copy_of(tensor)
-        leaves[item.value] = tensor.requires_grad_() if item.requires_grad else tensor
+        leaves[item.value] = native.requires_grad_(tensor) if item.requires_grad else tensor
     outcome = Outcome(inputs=leaves)
     values = dict(outcome.inputs)
     last_use = _last_uses(calls, kept)
@@ -121,7 +122,7 @@ def execute(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             parameter.grad = None
         return None
     if call.target == AUTOGRAD_BACKWARD:
-        return torch.autograd.backward(*args, **kwargs)
+        return native.backward(*args, **kwargs)
     return function_named(call.target)(*args, **kwargs)
 
 
@@ -168,21 +169,21 @@ class Settings:
 @contextlib.contextmanager
 def determinism(settings: Settings | None = None) -> Iterator[None]:
     """Run under recorded settings, then give the settings of before back."""
-    settings, threads, precision = settings or Settings(), torch.get_num_threads(), matmul_precision()
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings, threads, precision = settings or Settings(), native.get_num_threads(), matmul_precision()
+    before = native.are_deterministic_algorithms_enabled(), native.is_deterministic_algorithms_warn_only_enabled()
     is_wanted, warns = settings.deterministic_algorithms, settings.deterministic_warn_only is not False
     is_wanted = before[0] if is_wanted is None else is_wanted
     is_change = is_wanted != before[0] or (is_wanted and warns != before[1])
     try:
-        torch.set_num_threads(settings.num_threads or threads)
+        native.set_num_threads(settings.num_threads or threads)
         if is_change:  # the call imports torch's compiler, which takes seconds
-            torch.use_deterministic_algorithms(is_wanted, warn_only=warns)
+            native.use_deterministic_algorithms(is_wanted, warn_only=warns)
         _set_matmul_precision(settings.matmul_precision)
         yield
     finally:
-        torch.set_num_threads(threads)
+        native.set_num_threads(threads)
         if is_change:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            native.use_deterministic_algorithms(before[0], warn_only=before[1])
         _set_matmul_precision(precision)
 
 
@@ -190,14 +191,14 @@ def matmul_precision() -> str | None:
     """The float32 matmul precision; ``None`` when the script set the newer per-backend switches, which exclude this
     one."""
     try:
-        return torch.get_float32_matmul_precision()
+        return native.get_float32_matmul_precision()
     except RuntimeError:
         return None
 
 
 def _set_matmul_precision(precision: str | None) -> None:
     if precision is not None and precision != matmul_precision():
-        torch.set_float32_matmul_precision(precision)
+        native.set_float32_matmul_precision(precision)
 
 
 class Modes:
@@ -212,12 +213,12 @@ class Modes:
         self._rng_before: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> Modes:
-        self._grad = torch.is_grad_enabled()
+        self._grad = native.is_grad_enabled()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
-        torch.set_grad_enabled(self._grad)
+        native.set_grad_enabled(self._grad)
         for device, state in self._rng_before.items():
             _set_rng(device, state)
 
@@ -228,24 +229,26 @@ class Modes:
             self._stack.close()
             self._stack = contextlib.ExitStack()
             if mode.inference:
-                self._stack.enter_context(torch.inference_mode())
+                self._stack.enter_context(native.inference_mode())
             for device, dtype in mode.autocast:
-                self._stack.enter_context(torch.autocast(device, dtype=symbol_named(dtype)))
+                self._stack.enter_context(native.autocast(device, dtype=symbol_named(dtype)))
             self._current = wanted
-        if torch.is_grad_enabled() != mode.grad:
-            torch.set_grad_enabled(mode.grad)
+        if native.is_grad_enabled() != mode.grad:
+            native.set_grad_enabled(mode.grad)
         if rng is not None:
-            device = "cuda" if rng.numel() <= 64 else "cpu"  # a CUDA generator's state is 16 bytes, the CPU's 5056
-            before = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+            device = (
+                "cuda" if native.numel(rng) <= 64 else "cpu"
+            )  # a CUDA generator's state is 16 bytes, the CPU's 5056
+            before = native.cuda_get_rng_state() if device == "cuda" else native.get_rng_state()
             self._rng_before.setdefault(device, before)
             _set_rng(device, rng)
 
 
 def _set_rng(device: str, state: torch.Tensor) -> None:
     if device == "cuda":
-        torch.cuda.set_rng_state(state.cpu())
+        native.cuda_set_rng_state(native.cpu(state))
     else:
-        torch.set_rng_state(state.cpu())
+        native.set_rng_state(native.cpu(state))
 
 
 def _written(calls: Sequence[Call]) -> set[int]:

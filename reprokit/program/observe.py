@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from reprokit import native
 from reprokit.program.dataflow import copy_of, node_of
 from reprokit.program.functions import GRAD_READ, hidden_writes, is_in_place
 from reprokit.program.interpreter import Outcome, Tensors, run
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy without a graph, as a measure."""
-    return copy_of(tensor.detach())
+    return copy_of(native.detach(tensor))
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Trace(Generic[T]):
                     self._wait_for_gradients(index, value, values[value])
 
     def _wait_for_gradients(self, index: int, value: int, tensor: torch.Tensor) -> None:
-        tensor.register_hook(lambda gradient: self._arrive(index, value, gradient))  # type: ignore[no-untyped-call]
+        native.register_hook(tensor, lambda gradient: self._arrive(index, value, gradient))  # type: ignore[no-untyped-call]
 
     def _arrive(self, index: int, value: int, gradient: torch.Tensor) -> None:
         found = self.gradients_of(gradient) if self.gradients_of is not None else None
@@ -124,7 +125,7 @@ class Trace(Generic[T]):
 
     def _of(self, value: int, tensor: torch.Tensor) -> T | None:
         """The measure, taken once until the tensor is written."""
-        if tensor.is_inference():
+        if native.is_inference(tensor):
             return self.measure(tensor)
         if value not in self._known or self._known[value][0] != tensor._version:
             self._known[value] = tensor._version, self.measure(tensor)
@@ -133,4 +134,4 @@ class Trace(Generic[T]):
 
 def _memory(tensor: torch.Tensor) -> int:
     """The address of the tensor's storage, 0 when it has none."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
+    return native.untyped_storage(tensor).data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0

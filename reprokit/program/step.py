@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from reprokit import native
 from reprokit.program import plain
 from reprokit.program.dataflow import contents, raw_bytes
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
@@ -48,7 +49,7 @@ class Step:
     @cached_property
     def num_elements(self) -> int:
         """Elements over all inputs; generator states are not counted."""
-        return sum(self.tensors[item.value].numel() for item in self.program.inputs if item.role != "rng")
+        return sum(native.numel(self.tensors[item.value]) for item in self.program.inputs if item.role != "rng")
 
     @property
     def number_inputs(self) -> list[Input]:
@@ -67,7 +68,7 @@ class Step:
         found = hashlib.blake2b(repr(plain.to_plain(replace(self.program, calls=calls, modules={}))).encode())
         for item in self.program.inputs:
             tensor = self.tensors[item.value]
-            strides = tensor.stride() if tensor.layout is torch.strided else ()
+            strides = native.stride(tensor) if tensor.layout is torch.strided else ()
             found.update(f"{item.value} {tensor.dtype} {tuple(tensor.shape)} {strides}".encode())
             found.update(_digest_of(tensor))
         return found.hexdigest()
@@ -107,7 +108,7 @@ class Step:
 def is_number(tensor: torch.Tensor) -> bool:
     """True if the tensor holds real floating-point or complex numbers in a plain layout, in a format that computes."""
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype.itemsize > 1  # not float8
-    return is_plain and tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+    return is_plain and native.numel(tensor) > 0 and (native.is_floating_point(tensor) or native.is_complex(tensor))
 
 
 _digests: MutableMapping[torch.Tensor, tuple[int, bytes]] = WeakIdKeyDictionary()
@@ -115,7 +116,7 @@ _digests: MutableMapping[torch.Tensor, tuple[int, bytes]] = WeakIdKeyDictionary(
 
 def _digest_of(tensor: torch.Tensor) -> bytes:
     """A hash of the contents, computed once until the tensor is written: many steps share their tensors."""
-    if tensor.is_inference():  # which counts no writes
+    if native.is_inference(tensor):  # which counts no writes
         return hashlib.blake2b(_bytes_of(tensor)).digest()
     if tensor not in _digests or _digests[tensor][0] != tensor._version:
         _digests[tensor] = (tensor._version, hashlib.blake2b(_bytes_of(tensor)).digest())
@@ -123,7 +124,7 @@ def _digest_of(tensor: torch.Tensor) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    values = contents(tensor.cpu())
-    if values.numel() == 0:
+    values = contents(native.cpu(tensor))
+    if native.numel(values) == 0:
         return b""
-    return raw_bytes(values.clone(memory_format=torch.contiguous_format))  # one element may have any stride
+    return raw_bytes(native.clone(values, memory_format=torch.contiguous_format))  # one element may have any stride

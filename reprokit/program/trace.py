@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional
 from torch.overrides import TorchFunctionMode
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.program import functions
 from reprokit.program.custom import CustomFunctions
 from reprokit.program.dataflow import copies_of, copy_of, is_bad
@@ -59,8 +59,8 @@ def with_indexes(value: Any) -> Any:
         return tuple(with_indexes(item) for item in value)
     if type(value).__module__ != "numpy" or getattr(value, "ndim", 0) == 0 or value.dtype.kind not in "biu":
         return value
-    index = torch.tensor(value)
-    return index if index.dtype in (torch.bool, torch.uint8) else index.long()
+    index = native.tensor(value)
+    return index if index.dtype in (torch.bool, torch.uint8) else native.long(index)
 
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
@@ -172,7 +172,7 @@ class Tracer(TorchFunctionMode):
         except Exception:
             self.calls.append(call)
             raise
-        if state is not None and not torch.equal(state, _rng_state(args)):
+        if state is not None and not native.equal(state, _rng_state(args)):
             # It drew random numbers: keep the outcome, or the generator's state when gradients flow through the call
             written = functions.written_argument(call.target, args, kwargs)
             if isinstance(written, torch.Tensor) and not written.requires_grad:
@@ -228,7 +228,7 @@ class Tracer(TorchFunctionMode):
     def _record_write(self, written: torch.Tensor, call: Call) -> None:
         """The contents that a call wrote into a tensor, as a copy from an input."""
         target = Ref(self.value(written))
-        outcome = self._new_input(copy_of(written.detach()), InputName("random", "random"), requires_grad=False)
+        outcome = self._new_input(copy_of(native.detach(written)), InputName("random", "random"), requires_grad=False)
         copy = replace(call, target="torch.Tensor.copy_", args=(target, Ref(outcome)), kwargs={}, outputs=target)
         self.calls.append(copy)
 
@@ -317,7 +317,7 @@ class Tracer(TorchFunctionMode):
         known = self._values.get(id(tensor))
         if known is None and self.functions.depth:
             # The value that has the same memory, for a tensor that autograd had saved and gave back as another object
-            with torch.DisableTorchFunction():
+            with native.DisableTorchFunction():
                 place = _place(tensor)
                 alike = (other for other in reversed(self._alive) if place is not None and _place(other) == place)
                 found = next(alike, None)
@@ -339,16 +339,16 @@ class Tracer(TorchFunctionMode):
         if known is not None:
             return known
         borrow = self.borrows and origin.role == "parameter" and tensor.layout is torch.strided
-        content = tensor.detach() if borrow else copy_of(tensor.detach())
-        value = self._new_input(content, origin, requires_grad=tensor.requires_grad and not tensor.is_inference())
-        if tensor.is_inference():  # an input is none: autograd refuses to save one
+        content = native.detach(tensor) if borrow else copy_of(native.detach(tensor))
+        value = self._new_input(content, origin, requires_grad=tensor.requires_grad and not native.is_inference(tensor))
+        if native.is_inference(tensor):  # an input is none: autograd refuses to save one
             made = self.new_value()
             mode = Mode(grad=False, inference=True)
             self.calls.append(Call("torch.Tensor.clone", (Ref(value),), outputs=Ref(made), mode=mode))
             value = made
         self.alias(tensor, value)
         if borrow:
-            self._borrowed.setdefault(tensor.untyped_storage().data_ptr(), []).append(value)
+            self._borrowed.setdefault(native.untyped_storage(tensor).data_ptr(), []).append(value)
         return value
 
     def _new_input(self, content: torch.Tensor, origin: InputName, *, requires_grad: bool) -> int:
@@ -361,7 +361,7 @@ class Tracer(TorchFunctionMode):
         """Keep the value that a parameter had before the step writes into it."""
         if target.layout is torch.strided:
             self.value(target)  # what is not known yet becomes an input with the value that it has now
-            written = self._borrowed.pop(target.untyped_storage().data_ptr(), ())
+            written = self._borrowed.pop(native.untyped_storage(target).data_ptr(), ())
             self.tensors.update(copies_of({value: self.tensors[value] for value in written}))
 
     @property
@@ -454,10 +454,10 @@ def _no_checkpointing() -> contextlib.AbstractContextManager[None]:
 def current_mode() -> Mode:
     """The thread's torch settings of now."""
     if not torch_private.is_any_autocast_enabled():
-        return _PLAIN_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+        return _PLAIN_MODES[native.is_grad_enabled(), native.is_inference_mode_enabled()]
     enabled = filter(torch.is_autocast_enabled, _DEVICES)
-    autocast = tuple((name, str(torch.get_autocast_dtype(name))) for name in enabled)
-    return Mode(torch.is_grad_enabled(), autocast, torch.is_inference_mode_enabled())
+    autocast = tuple((name, str(native.get_autocast_dtype(name))) for name in enabled)
+    return Mode(native.is_grad_enabled(), autocast, native.is_inference_mode_enabled())
 
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -467,8 +467,8 @@ _PLAIN_MODES = {(grad, inference): Mode(grad, (), inference) for grad in (False,
 def _rng_state(args: tuple[Any, ...]) -> torch.Tensor:
     tensor = next((item for item in _tensors(args)), None)
     if tensor is not None and tensor.is_cuda:
-        return torch.cuda.get_rng_state(tensor.device)
-    return torch.get_rng_state()
+        return native.cuda_get_rng_state(tensor.device)
+    return native.get_rng_state()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -477,6 +477,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Storage, offset and strides of the tensor; ``None`` if it has no readable storage."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
+    if tensor.layout is not torch.strided or native.numel(tensor) == 0:
         return None
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return native.data_ptr(tensor), tuple(tensor.shape), native.stride(tensor), tensor.dtype

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reprokit import native
 from reprokit.errors import pass_on
 from reprokit.program.dataflow import is_accumulation, is_bad, reachable, same_bits
 from reprokit.program.functions import replacing
@@ -91,7 +92,7 @@ class Transforms:
         them."""
         tracer, name = self._tracer, name_of(function)
         described = {"name": f"{transform.__name__.removesuffix('_impl')}({name})", "is_transform": True}
-        state, error, result, given = torch.get_rng_state(), None, None, _tensors((args, kwargs))
+        state, error, result, given = native.get_rng_state(), None, None, _tensors((args, kwargs))
         versions = tracer.versions_of(given)
         try:
             result = transform(function, *args, **kwargs)
@@ -104,8 +105,8 @@ class Transforms:
             return tracer.adopt_opaque(described, given, result, written)
         if error is not None and written:  # a second run would write again
             raise error
-        after, first = torch.get_rng_state(), len(tracer.calls)
-        torch.set_rng_state(state)
+        after, first = native.get_rng_state(), len(tracer.calls)
+        native.set_rng_state(state)
         self._end, self._is_written_out = first + MOST_CALLS, True
         again, raised_again = None, None
         try:
@@ -115,7 +116,7 @@ class Transforms:
             raised_again = raised
         finally:
             self._is_written_out = False
-        torch.set_rng_state(after)
+        native.set_rng_state(after)
         if error is not None and type(raised_again) is type(error):
             raise raised_again
         if error is None and raised_again is None and self._are_alike(name, results, _tensors(again)):
@@ -127,7 +128,7 @@ class Transforms:
 
     def _are_alike(self, name: str, results: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
         """True if the calls gave the results of the transform, but for rounding."""
-        with torch.DisableTorchFunction(), torch.no_grad():
+        with native.DisableTorchFunction(), native.no_grad():
             if len(results) != len(written) or not all(map(_is_near, results, written)):
                 return False
             if not all(map(same_bits, results, written)):
@@ -150,7 +151,7 @@ class Transforms:
         _along(args, in_dims, lambda tensor, dim: sizes.append(tensor.shape[dim]))
 
         def row(number: int) -> Any:
-            return _along(args, in_dims, lambda tensor, dim: tensor.select(dim, number))
+            return _along(args, in_dims, lambda tensor, dim: native.select(tensor, dim, number))
 
         rows: list[Any] = []
         for number in range(sizes[0]):
@@ -159,7 +160,7 @@ class Transforms:
                 raise _TooManyCalls
         columns = dict(zip(map(id, _tensors(rows[0])), zip(*map(_tensors, rows), strict=True), strict=True))
         dims = out_dims[0] if isinstance(rows[0], torch.Tensor) and isinstance(out_dims, tuple) else out_dims
-        return _along(rows[0], dims, lambda tensor, dim: torch.stack(columns[id(tensor)], dim))
+        return _along(rows[0], dims, lambda tensor, dim: native.stack(columns[id(tensor)], dim))
 
 
 def _along(value: Any, dims: Any, change: Callable[[torch.Tensor, int], Any]) -> Any:
@@ -201,12 +202,12 @@ def _gradients_and_value(function: Any, argnums: Any, has_aux: bool, args: Any, 
 def _vjp(function: Any, *primals: Any, argnums: Any = None, has_aux: bool = False) -> Any:
     """``vjp``, and the first half of ``jacrev``."""
     inputs = _Inputs(primals, argnums)
-    with torch.enable_grad():
+    with native.enable_grad():
         output = function(*inputs.args)
     output, aux = output if has_aux else (output, None)
 
     def pull(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
-        create_graph = torch.is_grad_enabled() if create_graph is None else create_graph
+        create_graph = native.is_grad_enabled() if create_graph is None else create_graph
         vectors = _tensors(cotangents) if cotangents is not None else None
         return inputs.settled(inputs.gradients(_tensors(output), vectors, create_graph=create_graph))
 
@@ -218,11 +219,11 @@ def _jvp(function: Any, primals: Any, tangents: Any, argnums: Any, *, strict: bo
     """``jvp``, by the derivative of a product of vector and Jacobian, which is linear in the vector."""
     del strict
     inputs = _Inputs(primals, argnums)
-    with torch.enable_grad():
+    with native.enable_grad():
         output = function(*inputs.args)
         output, aux = output if has_aux else (output, None)
         flat = _tensors(output)
-        vectors = [torch.zeros_like(item).requires_grad_() for item in flat]
+        vectors = [native.requires_grad_(native.zeros_like(item)) for item in flat]
         pulled = _tensors(inputs.gradients(flat, vectors, create_graph=True))
         pairs = [(p, t) for p, t in zip(pulled, _tensors(tangents), strict=True) if p.requires_grad]
         slopes = _differentiated([p for p, _ in pairs], vectors, [t for _, t in pairs], create_graph=True)
@@ -239,7 +240,7 @@ class _Inputs:
 
     def __init__(self, args: tuple[Any, ...], argnums: Any) -> None:
         self.leaves: list[torch.Tensor] = []
-        self._is_outside_tracked = torch.is_grad_enabled()
+        self._is_outside_tracked = native.is_grad_enabled()
         numbers = range(len(args)) if argnums is None else [argnums] if isinstance(argnums, int) else argnums
         chosen = {number % len(args) for number in numbers}
         self.args = tuple(_mapped(x, self._fresh) if n in chosen else x for n, x in enumerate(args))
@@ -247,8 +248,8 @@ class _Inputs:
 
     def _fresh(self, value: torch.Tensor) -> torch.Tensor:
         if value.requires_grad and self._is_outside_tracked:
-            return value.view_as(value)
-        leaf = value.detach().requires_grad_()
+            return native.view_as(value, value)
+        leaf = native.requires_grad_(native.detach(value))
         self.leaves.append(leaf)
         return leaf
 
@@ -270,16 +271,16 @@ class _Inputs:
         behind = [value] if value.grad_fn is None else filter(is_accumulation, reachable([value.grad_fn]))
         if self._is_outside_tracked and not all(id(getattr(leaf, "variable", leaf)) in own for leaf in behind):
             return value
-        return value.detach()
+        return native.detach(value)
 
 
 def _differentiated(outputs: list[Any], inputs: list[Any], vectors: list[Any] | None, *, create_graph: bool) -> Any:
     """Like ``torch.autograd.grad``, with zeros where nothing depends on an input."""
     if not outputs:
-        return [torch.zeros_like(item) for item in inputs]
+        return [native.zeros_like(item) for item in inputs]
     options: dict[str, Any] = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True}
-    grads = torch.autograd.grad(outputs, inputs, vectors, **options)
-    return [torch.zeros_like(item) if grad is None else grad for item, grad in zip(inputs, grads, strict=True)]
+    grads = native.grad(outputs, inputs, vectors, **options)
+    return [native.zeros_like(item) if grad is None else grad for item, grad in zip(inputs, grads, strict=True)]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -296,8 +297,8 @@ def _is_near(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if two tensors are equal but for rounding, which sums make worse where their terms cancel."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    finite = first[first.isfinite()].abs()
-    near = 1e-5 * float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(first, second, rtol=1e-3, atol=near, equal_nan=True)
+    if not native.is_floating_point(first):
+        return native.equal(first, second)
+    finite = native.abs(first[native.isfinite(first)])
+    near = 1e-5 * float(native.max(finite)) if native.numel(finite) else 0.0
+    return native.allclose(first, second, rtol=1e-3, atol=near, equal_nan=True)

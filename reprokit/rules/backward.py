@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from reprokit import native
 from reprokit.locate.failure import label_of
 from reprokit.locate.notes import starts_of
 from reprokit.program.dataflow import Node, NodeOwners, node_of, reachable, values_behind
@@ -69,12 +70,12 @@ class _Watch:
         return tensor
 
     def _hold(self, wanted: Iterable[int], values: Mapping[int, torch.Tensor]) -> None:
-        found = {value: values[value] for value in wanted if value in values and not values[value].is_inference()}
+        found = {value: values[value] for value in wanted if value in values and not native.is_inference(values[value])}
         self.held.update({value: (tensor, tensor._version) for value, tensor in found.items()})
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return native.untyped_storage(tensor).data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _watched(scene: Scene, near: int | None = None) -> _Watch:

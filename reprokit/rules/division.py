@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from reprokit import native
 from reprokit.locate.spelling import short_name, slot_of
 from reprokit.program.ir import iter_refs
 from reprokit.rules.edits import (
@@ -51,12 +52,12 @@ def _is_mask(scene: Scene, seen: ObservedCall, index: int) -> bool:
     What is divided itself is no mask, even if it is zero throughout.
     """
     counted, call = seen.args[0], scene.origin.call
-    if not isinstance(counted, torch.Tensor) or counted.is_complex():
+    if not isinstance(counted, torch.Tensor) or native.is_complex(counted):
         return False
-    if not counted.is_floating_point():
+    if not native.is_floating_point(counted):
         return True
     numerators = list(iter_refs([call.args[slot] for slot in [slot_of(call, "numerator")] if isinstance(slot, int)]))
-    if bool(((counted != 0) & (counted != 1)).any()) or numerators == list(iter_refs(seen.call.args[:1])):
+    if bool(native.any((counted != 0) & (counted != 1))) or numerators == list(iter_refs(seen.call.args[:1])):
         return False
     makers = list(scene.makers_of(seen.call.args[:1], index))
     return not makers or any(short_name(call) in _TESTS for _, call in makers)
@@ -71,24 +72,32 @@ def divides_ignored(scene: Scene) -> Numbers | None:
 def weight_row_is_zero(scene: Scene) -> Numbers | None:
     """True if a whole row of a weight-normalised weight is zero; with a ``dim`` of -1 the whole is one row."""
     weight, call = scene.tensor("x"), scene.origin.call
-    if weight.dim() == 0:
+    if native.dim(weight) == 0:
         return None
     dim = call.args[2] if len(call.args) > 2 else call.kwargs.get("dim", 0)
-    rows = weight.reshape(1, -1) if dim == -1 else weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
-    return places((rows == 0).all(1))
+    rows = (
+        native.reshape(weight, 1, -1)
+        if dim == -1
+        else native.reshape(native.movedim(weight, dim, 0), weight.shape[dim], -1)
+    )
+    return places(native.all(rows == 0, 1))
 
 
 def reduces_nothing(scene: Scene) -> Numbers | None:
     """True if the argument has no elements, but the result does."""
     x, result = scene.tensor("x"), scene.tensor_if_given("result")
-    return {"shape": shape_of(x)} if not x.numel() and (result is None or result.numel()) else None
+    return {"shape": shape_of(x)} if not native.numel(x) and (result is None or native.numel(result)) else None
 
 
 def reduces_one(scene: Scene) -> Numbers | None:
     """True if every result of a std or var that divides by n - 1 is made from a single element."""
     x, result, call = scene.tensor("x"), scene.tensor("result"), scene.origin.call
     is_unbiased = call.kwargs.get("unbiased", next((item for item in call.args[1:] if isinstance(item, bool)), True))
-    if not x.numel() or x.numel() != result.numel() or call.kwargs.get("correction", int(is_unbiased)) not in (None, 1):
+    if (
+        not native.numel(x)
+        or native.numel(x) != native.numel(result)
+        or call.kwargs.get("correction", int(is_unbiased)) not in (None, 1)
+    ):
         return None
     return {"shape": shape_of(x)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from reprokit import native
 from reprokit.locate.spelling import short_name
 from reprokit.rules.edits import clamp, log_softmax, plus, set_argument
 from reprokit.rules.predicates import follows, has, has_row_of, meet, option, places
@@ -14,11 +15,11 @@ from reprokit.rules.scene import Scene
 def is_negative_to_a_fraction(scene: Scene) -> Numbers | None:
     """True if a negative base meets an exponent that is not whole."""
     base, exponent = scene.tensor("base"), scene.tensor("exponent")
-    mask = (base < 0) & (exponent.double().frac() != 0)
-    if not bool(mask.any()):
+    mask = (base < 0) & (native.frac(native.double(exponent)) != 0)
+    if not bool(native.any(mask)):
         return None
-    bases, exponents = base.expand_as(mask)[mask], exponent.expand_as(mask)[mask]
-    return places(mask, exponent=float(exponents[0]), lowest=float(bases.min()))
+    bases, exponents = native.expand_as(base, mask)[mask], native.expand_as(exponent, mask)[mask]
+    return places(mask, exponent=float(exponents[0]), lowest=float(native.min(bases)))
 
 
 def meets_zero_factor(scene: Scene) -> Numbers | None:
@@ -26,8 +27,8 @@ def meets_zero_factor(scene: Scene) -> Numbers | None:
     result = scene.tensor("result")
     for branch in scene.branches:
         kept = branch.kept_like(result) if short_name(branch.call) == "mul" else None
-        if kept is not None and bool((result.isinf() & ~kept).any()):
-            return {"zeros": int((result.isinf() & ~kept).sum())}
+        if kept is not None and bool(native.any(native.isinf(result) & ~kept)):
+            return {"zeros": int(native.sum(native.isinf(result) & ~kept))}
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
+from reprokit import native
 from reprokit.locate.domains import DOMAINS, number_named
 from reprokit.locate.spelling import Slot, argument_at, short_name, slot_of
 from reprokit.program.dataflow import writer_of
@@ -62,7 +63,7 @@ class EditedCall:
     def number(self, value: str | float, role: Slot = "x") -> float:
         """A number, or a word for one in the dtype of an argument."""
         x = self.scene.tensor_if_given(role)
-        return number_named(value, x.dtype if x is not None and x.is_floating_point() else torch.float32)
+        return number_named(value, x.dtype if x is not None and native.is_floating_point(x) else torch.float32)
 
     def make(self, target: str, *args: Any, like: Call | None = None, **kwargs: Any) -> EditedValue:
         """A new call in the mode of the origin, or of ``like``."""
@@ -159,7 +160,7 @@ def clamp(
     call: EditedCall, role: Slot = "x", *, min: str | float | None = None, max: str | float | None = None
 ) -> EditedValue | None:
     """Clamp an argument. From below only, it does not apply to a divisor that is rightly negative somewhere."""
-    if max is None and role == "denominator" and bool((call.scene.tensor(role) < 0).any()):
+    if max is None and role == "denominator" and bool(native.any(call.scene.tensor(role) < 0)):
         return None
     bounds = {"min": min, "max": max}
     numbers = {name: call.number(value, role) for name, value in bounds.items() if value is not None}
@@ -169,7 +170,7 @@ def clamp(
 @edit
 def plus(call: EditedCall, role: Slot = "x") -> EditedValue | None:
     """Add a small number to an argument without negative elements: there it would move the edge, not take it away."""
-    is_negative = bool((call.scene.tensor(role) < 0).any())
+    is_negative = bool(native.any(call.scene.tensor(role) < 0))
     return call.given(role, call[role].add(call.number("eps", role))) if not is_negative else None
 
 
@@ -208,9 +209,9 @@ def set_option(call: EditedCall, name: str, value: float) -> EditedValue | None:
 def jitter(call: EditedCall, value: float, *, spread: bool = False) -> EditedValue | None:
     """Add a small multiple of the identity to a matrix, or with ``spread`` a small diagonal without equal entries."""
     x = call.scene.tensor("x")
-    if x.dim() < 2:
+    if native.dim(x) < 2:
         return None
-    amount = value * max(1.0, float(x.abs().max()))
+    amount = value * max(1.0, float(native.max(native.abs(x))))
     kind: dict[str, Any] = {"dtype": Symbol(str(x.dtype)), "device": Device(str(x.device))}
     entries = call.make("torch.linspace", amount, 2 * amount if spread else amount, x.shape[-1], **kind)
     return call.given("x", call["x"].add(call.make("torch.diag", entries)))
@@ -259,7 +260,7 @@ def loss_over_count(call: EditedCall) -> EditedValue:
 @edit
 def guarded_weight_norm(call: EditedCall) -> EditedValue:
     """Weight normalisation with a norm that is never zero."""
-    num_dims = call.scene.tensor("x").dim()
+    num_dims = native.dim(call.scene.tensor("x"))
     kept = call.call.args[2] if len(call.call.args) > 2 else call.call.kwargs.get("dim", 0)
     dims = [n for n in range(num_dims) if kept == -1 or n != kept % num_dims]
     size = call.make("torch.linalg.vector_norm", call[0], 2, dims, True)
@@ -274,7 +275,7 @@ def call_in_float32(call: EditedCall) -> EditedValue | None:
     if call.call.is_optimizer_step or not isinstance(call.call.outputs, Ref) or is_written_to:
         return None
     plain = replace(call.call, mode=replace(call.call.mode, autocast=()))
-    trace = Trace(scene.program, lambda tensor: tensor.is_floating_point() or None, {call.index})
+    trace = Trace(scene.program, lambda tensor: native.is_floating_point(tensor) or None, {call.index})
     trace.run(scene.tensors, only=range(call.index + 1))
     floats = trace.reads.get(call.index, {})
     casts = [(v, call.make("torch.Tensor.float", Ref(v), like=plain).ref) for v in plain.input_refs() if v in floats]
@@ -307,7 +308,7 @@ def step_in(scene: Scene, dtype: torch.dtype) -> Edited | None:
         mode = replace(call.mode, autocast=autocast if dtype is not torch.float32 else ())
         calls.append(replace(call, target=halves.get(call.target, call.target), args=args, kwargs=kwargs, mode=mode))
     program = replace(scene.program, calls=tuple(calls))
-    tensors = {value: t.to(dtype) if t.dtype is torch.float16 else t for value, t in scene.tensors.items()}
+    tensors = {value: native.to(t, dtype) if t.dtype is torch.float16 else t for value, t in scene.tensors.items()}
     has_half = any(tensor.dtype is torch.float16 for tensor in scene.tensors.values())
     return Edited(Step(program, tensors), is_local=False) if has_half or program != scene.program else None
 

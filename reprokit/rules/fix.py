@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from reprokit import native
 from reprokit.compare.quantity import losses_of
 from reprokit.errors import ignored_warnings
 from reprokit.locate.blame import outcome_or_failure
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
+from reprokit.native import clock
 from reprokit.program.interpreter import Outcome, run
 from reprokit.program.ir import Phase, Program, iter_refs
 from reprokit.rules.diagnosis import TriedFix
@@ -47,12 +49,12 @@ class TrialBudget:
     @property
     def is_spent(self) -> bool:
         """True if nothing more can be tried."""
-        return self.runs <= 0 or time.monotonic() - self._started >= self.seconds
+        return self.runs <= 0 or clock.monotonic() - self._started >= self.seconds
 
     def take(self) -> bool:
         """True if there is room for one more run; counts it."""
         self.runs -= 1
-        return self.runs >= 0 and time.monotonic() - self._started < self.seconds
+        return self.runs >= 0 and clock.monotonic() - self._started < self.seconds
 
 
 def attempt(
@@ -119,9 +121,13 @@ def _run(scene: Scene, edited: Edited, is_local: bool) -> Outcome | Failure:
 
 def _num_silent(scene: Scene, result: Outcome) -> int:
     """The number of gradients that an edit made zero: clamping everything away ends a failure and the learning."""
-    zeros = [value for value, gradient in result.gradients.items() if gradient.numel() and not bool(gradient.any())]
+    zeros = [
+        value
+        for value, gradient in result.gradients.items()
+        if native.numel(gradient) and not bool(native.any(gradient))
+    ]
     before = run(scene.program, scene.tensors, keep=frozenset()).gradients if zeros else {}
-    return sum(value in before and not ways_of(before[value]) and bool(before[value].any()) for value in zeros)
+    return sum(value in before and not ways_of(before[value]) and bool(native.any(before[value])) for value in zeros)
 
 
 def _tried(changes: list[tuple[Fix, Scene]], helped: bool, outcome: str, code: str = "") -> TriedFix:
@@ -157,8 +163,8 @@ def _judged(
     the program computes no loss. And the loss if there is one.
     """
     losses = losses_of(program)
-    kept = (outcome.values[value].detach() for value in losses if value in outcome.values)
-    numbers = [float(number) for number in kept if number.numel() == 1]
+    kept = (native.detach(outcome.values[value]) for value in losses if value in outcome.values)
+    numbers = [float(number) for number in kept if native.numel(number) == 1]
     words, is_plausible = [], None
     if numbers:
         usual, is_plausible = _compared(numbers, timeline)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from reprokit import native
 from reprokit.locate.domains import SPECTRA, spectrum_of
 from reprokit.locate.spelling import short_name
 from reprokit.rules.edits import AWAY_FROM_ZERO, clamp, inside, jitter, plus, set_argument
@@ -17,11 +18,11 @@ from reprokit.rules.scene import Scene
 def dropped_later(scene: Scene) -> Numbers | None:
     """True if every dangerous element of the origin is dropped by a later ``where`` or mask."""
     mask, drop = danger(scene), scene.failure.drop
-    if not bool(mask.any()) or (drop is not None and drop.is_given):
+    if not bool(native.any(mask)) or (drop is not None and drop.is_given):
         return None
     for branch in scene.branches:
         kept = branch.kept_like(mask) if short_name(branch.call) != "mul" else None
-        if kept is not None and not bool((kept & mask).any()):
+        if kept is not None and not bool(native.any(kept & mask)):
             return places(mask, dropper=short_name(branch.call))
     return None
 
@@ -33,7 +34,7 @@ def drops_nan(scene: Scene, *, given: bool) -> Numbers | None:
     drop, result = scene.failure.drop, scene.tensor_if_given("result")
     if drop is None or drop.is_given is not given:
         return None
-    found = places(result.isnan()) if result is not None else None
+    found = places(native.isnan(result)) if result is not None else None
     holder = f"`{scene.failure.input_name}`" if scene.failure.input_name else "the data"
     return {**(found or {}), "holder": holder, "dropper": drop.call.rpartition(".")[2]}
 
@@ -48,10 +49,16 @@ def is_not_positive(scene: Scene) -> Numbers | None:
     """True if a symmetric matrix has an eigenvalue that is not above zero."""
     x, exception = scene.tensor("x"), scene.failure.exception
     is_about_shape = exception is not None and "LinAlgError" not in exception[0]
-    if is_about_shape or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not bool(x.isfinite().all()):
+    if (
+        is_about_shape
+        or native.dim(x) < 2
+        or x.shape[-1] != x.shape[-2]
+        or not native.numel(x)
+        or not bool(native.all(native.isfinite(x)))
+    ):
         return None
-    lowest = float(torch.linalg.eigvalsh(x.detach().double()).min())
-    eps = torch.finfo(x.dtype).eps * float(x.abs().max()) * x.shape[-1]
+    lowest = float(native.eigvalsh(native.double(native.detach(x))).min())
+    eps = torch.finfo(x.dtype).eps * float(native.max(native.abs(x))) * x.shape[-1]
     return {"lowest": lowest} if lowest <= eps else None
 
 

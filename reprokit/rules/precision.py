@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.locate.domains import DOMAINS
 from reprokit.locate.spelling import short_name
 from reprokit.locate.ways import HALVES, largest_finite
@@ -50,19 +51,19 @@ def overflows(scene: Scene, *, halves: bool) -> Numbers | None:
     """
     value, result = scene.bad
     exact = scene.origin.exact.get(value)
-    if not result.is_floating_point() or exact is None or exact.shape != result.shape:
+    if not native.is_floating_point(result) or exact is None or exact.shape != result.shape:
         return None
-    bad, limit = ~result.isfinite(), torch.finfo(result.dtype).max
-    sizes = exact.abs()[bad & exact.isfinite()]
-    if not sizes.numel() or float(sizes.max()) <= limit:
+    bad, limit = ~native.isfinite(result), torch.finfo(result.dtype).max
+    sizes = native.abs(exact)[bad & native.isfinite(exact)]
+    if not native.numel(sizes) or float(native.max(sizes)) <= limit:
         return None
-    largest = float(sizes.max())
-    is_beyond = bool(exact[bad].isinf().any())  # some do not fit into float64
+    largest = float(native.max(sizes))
+    is_beyond = bool(native.any(native.isinf(exact[bad])))  # some do not fit into float64
     fits = largest <= torch.finfo(torch.float32).max and not is_beyond
     if halves != (result.dtype in HALVES and fits):
         return None
     more = "more than " if is_beyond else ""
-    return places(exact.abs() > limit, more=more, largest=largest, limit=limit, times=largest / limit,
+    return places(native.abs(exact) > limit, more=more, largest=largest, limit=limit, times=largest / limit,
                   dtype=dtype_name(result))  # fmt: skip
 
 
@@ -73,9 +74,9 @@ def operand_is_too_large(scene: Scene) -> Numbers | None:
         return None
     limit = torch.finfo(result.dtype).max
     for operand in scene.arguments():
-        sizes = operand.abs().double() if operand.is_floating_point() else torch.zeros(1)
-        if bool(sizes.isfinite().all()) and bool((sizes > limit).any()):
-            return places(sizes > limit, largest=float(sizes.max()), limit=limit, dtype=dtype_name(result))
+        sizes = native.double(native.abs(operand)) if native.is_floating_point(operand) else native.zeros(1)
+        if bool(native.all(native.isfinite(sizes))) and bool(native.any(sizes > limit)):
+            return places(sizes > limit, largest=float(native.max(sizes)), limit=limit, dtype=dtype_name(result))
     return None
 
 
@@ -87,7 +88,7 @@ def gradients_explode(scene: Scene) -> Numbers | None:
 
 def _lost(eps: object, tensor: torch.Tensor) -> Numbers | None:
     """True if the dtype of a tensor rounds ``eps`` to zero."""
-    if not isinstance(eps, float) or eps == 0 or float(torch.tensor(eps, dtype=tensor.dtype)) != 0:
+    if not isinstance(eps, float) or eps == 0 or float(native.tensor(eps, dtype=tensor.dtype)) != 0:
         return None
     return {"eps": eps, "dtype": dtype_name(tensor), "smallest": _smallest(tensor)}
 
@@ -144,7 +145,7 @@ def _is_bad(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_bad, value))
     if isinstance(value, torch.Tensor):
-        return value.is_floating_point() and not bool(value.isfinite().all())
+        return native.is_floating_point(value) and not bool(native.all(native.isfinite(value)))
     return isinstance(value, float) and not math.isfinite(value)
 
 
@@ -189,7 +190,11 @@ def parameters_are_huge(scene: Scene) -> Numbers | None:
     """True if parameters that the failure depends on have left every usual range before the step."""
     inputs = (item for item in scene.program.inputs if item.role == "parameter" and item.value in scene.upstream)
     values = ((scene.tensors[item.value], item.name) for item in inputs)
-    sizes = ((largest_finite(value), name) for value, name in values if value.is_floating_point() and value.numel())
+    sizes = (
+        (largest_finite(value), name)
+        for value, name in values
+        if native.is_floating_point(value) and native.numel(value)
+    )
     worst, name = max(sizes, default=(0.0, ""))
     rate = _last_rate(scene, "; the update before was made at a learning rate of")
     return {"largest": worst, "input": f"`{name}`", "lr": rate} if worst >= 1e6 else None
@@ -218,13 +223,13 @@ def _numbers(scene: Scene, name: str) -> list[tuple[int, float]]:
 
 def has_infinite_operand(scene: Scene) -> Numbers | None:
     """True if the origin was given infinities and no NaN; element by element, where its result is NaN."""
-    given, result = [tensor for tensor in scene.arguments() if tensor.is_floating_point()], scene.tensor("result")
-    found = [mask for mask in (tensor.isinf() for tensor in given) if bool(mask.any())]
-    if not found or any(bool(tensor.isnan().any()) for tensor in given):
+    given, result = [tensor for tensor in scene.arguments() if native.is_floating_point(tensor)], scene.tensor("result")
+    found = [mask for mask in (native.isinf(tensor) for tensor in given) if bool(native.any(mask))]
+    if not found or any(bool(native.any(native.isnan(tensor))) for tensor in given):
         return None
     if short_name(scene.origin.call) in ("mul", "sub", "add", "div"):
-        infinite = sum(mask.expand(result.shape).int() for mask in found)
-        if bool((result.isnan() & (infinite == 0)).any()):
+        infinite = sum(native.int(native.expand(mask, result.shape)) for mask in found)
+        if bool(native.any(native.isnan(result) & (infinite == 0))):
             return None
     return places(found[0])
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.locate.domains import COMPARISONS, DOMAINS, compare
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.spelling import Slot, short_name
@@ -27,8 +28,8 @@ from reprokit.rules.scene import ObservedCall, Scene
 
 def places(mask: torch.Tensor, **more: Any) -> Numbers | None:
     """The count of elements in a mask, its size, and ``more`` numbers; ``None`` for an empty mask."""
-    count = int(mask.sum())
-    return {"count": count, "total": mask.numel(), **more} if count else None
+    count = int(native.sum(mask))
+    return {"count": count, "total": native.numel(mask), **more} if count else None
 
 
 def is_wanted(number: Any, wanted: Mapping[str, float]) -> bool:
@@ -47,20 +48,20 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 
 def _compared(values: torch.Tensor, *, size: bool = False, **wanted: str | float) -> torch.Tensor:
-    return compare(values.abs() if size else values, wanted)
+    return compare(native.abs(values) if size else values, wanted)
 
 
 @of_scene
 def has(scene: Scene, /, role: Slot = "x", *, size: bool = False, **wanted: str | float) -> Numbers | None:
     """True if any element of an argument (or of the ``result``) compares as wanted; ``size``: its magnitude."""
     values = scene.tensor(role)
-    if values.is_complex() or values.dtype is torch.bool:
+    if native.is_complex(values) or values.dtype is torch.bool:
         return None
     mask = _compared(values, size=size, **wanted)
-    if not bool(mask.any()):
+    if not bool(native.any(mask)):
         return None
-    found = values[mask].double()
-    return places(mask, lowest=float(found.min()), highest=float(found.max()))
+    found = native.double(values[mask])
+    return places(mask, lowest=float(native.min(found)), highest=float(native.max(found)))
 
 
 @of_scene
@@ -86,16 +87,18 @@ def has_row_of(scene: Scene, value: float) -> Numbers | None:
     x, call = scene.tensor("x"), scene.origin.call
     given = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
     dim = tuple(given) if isinstance(given, (list, tuple)) and given else _dimension(scene)
-    if not x.numel():
+    if not native.numel(x):
         return None
-    return places((x == value).all().reshape(1) if dim is None or x.dim() == 0 else (x == value).all(dim))
+    return places(
+        native.reshape(native.all(x == value), 1) if dim is None or native.dim(x) == 0 else native.all(x == value, dim)
+    )
 
 
 def _dimension(scene: Scene) -> int | None:
     """The ``dim`` the origin works along, ``None`` for all."""
     call, x = scene.origin.call, scene.tensor_if_given("x")
     if short_name(call) in ("cross_entropy", "nll_loss"):
-        return 1 if x is not None and x.dim() > 1 else 0
+        return 1 if x is not None and native.dim(x) > 1 else 0
     dim = call.args[1] if len(call.args) > 1 else None  # builtins have no signature
     for name in ("axis", "dim"):
         with suppress(KeyError):
@@ -132,7 +135,7 @@ def follows_underflow(scene: Scene, calls: str, role: Slot = "x", *, through: st
     trace.run(scene.tensors, only=range(index + 1) if only is None else only)
     given, made = (next(iter_refs(found)).value for found in (call.args, call.outputs))
     zeros = trace.writes[index][made] == 0
-    is_rounded = bool(zeros.any()) and bool(trace.reads[index][given][zeros].isfinite().all())
+    is_rounded = bool(native.any(zeros)) and bool(native.all(native.isfinite(trace.reads[index][given][zeros])))
     return {"maker": short_name(call)} if is_rounded else None
 
 
@@ -157,15 +160,15 @@ def ignored_by(loss: ObservedCall) -> Numbers | None:
 def turns_bad(scene: Scene) -> Numbers | None:
     """True if everything the origin is given is finite, and its result is not."""
     result, largest = scene.tensor("result"), largest_if_finite(scene)
-    if largest is None or not result.is_floating_point() or bool(result.isfinite().all()):
+    if largest is None or not native.is_floating_point(result) or bool(native.all(native.isfinite(result))):
         return None
     return {"largest": largest, "limit": torch.finfo(result.dtype).max, "dtype": dtype_name(result)}
 
 
 def largest_if_finite(scene: Scene) -> float | None:
     """The largest magnitude in the origin's tensors; ``None`` if one is not finite."""
-    given = [tensor for tensor in scene.arguments() if tensor.is_floating_point() and tensor.numel()]
-    sizes = [float(tensor.abs().max()) for tensor in given]  # NaN if there is one in it
+    given = [tensor for tensor in scene.arguments() if native.is_floating_point(tensor) and native.numel(tensor)]
+    sizes = [float(native.max(native.abs(tensor))) for tensor in given]  # NaN if there is one in it
     return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
 
 
@@ -173,12 +176,12 @@ def danger(scene: Scene) -> torch.Tensor:
     """A mask of the origin's argument: at or beyond the edge of what it, or its derivative, is defined for."""
     domain = DOMAINS[short_name(scene.origin.call)]
     values = scene.tensor(domain.operand)
-    if not values.is_floating_point():
-        return torch.zeros_like(values, dtype=torch.bool)
+    if not native.is_floating_point(values):
+        return native.zeros_like(values, dtype=torch.bool)
     mask = domain.places(values)
     exponent = scene.tensor_if_given("exponent") if domain.operand == "base" else None
     if exponent is not None:  # x ** 2 has a derivative everywhere
-        mask = mask & ((exponent < 1) | (exponent != exponent.round()))
+        mask = mask & ((exponent < 1) | (exponent != native.round(exponent)))
     return mask
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reprokit import native
 from reprokit.locate.failure import Failure
 from reprokit.locate.samples import SamplesByValue, row_text
 from reprokit.locate.spelling import VIEWS, Slot, argument_at, default_of, short_name, slot_of
@@ -77,7 +78,7 @@ class Branch:
     def kept_like(self, mask: torch.Tensor) -> torch.Tensor | None:
         """``kept`` in the shape of another mask; ``None`` if it does not have it."""
         try:
-            return self.kept.expand(mask.shape)
+            return native.expand(self.kept, mask.shape)
         except RuntimeError:
             return None
 
@@ -143,7 +144,7 @@ class Scene:
             return found
         if not isinstance(found, (int, float)) or isinstance(found, bool):
             raise KeyError(role)
-        return torch.tensor(float(found), dtype=torch.float64)
+        return native.tensor(float(found), dtype=torch.float64)
 
     def tensor_if_given(self, role: Slot) -> torch.Tensor | None:
         """The same; ``None`` for neither tensor nor number."""
@@ -271,16 +272,16 @@ def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) 
     if name == "where" and len(args) == 3:
         chosen, condition, other = args if "Tensor" in call.target else (args[1], args[0], args[2])
         mask = mask_of(condition)
-        kept = [(chosen, mask), (other, ~mask.bool() if mask is not None else None)]
+        kept = [(chosen, mask), (other, ~native.bool(mask) if mask is not None else None)]
     elif name == "masked_fill" and len(args) >= 3:
         mask = mask_of(args[1])
-        kept = [(args[0], ~mask.bool() if mask is not None else None)]
+        kept = [(args[0], ~native.bool(mask) if mask is not None else None)]
     elif name == "mul" and len(args) == 2:
         factors = [mask_of(args[1]), mask_of(args[0])]
-        kept = [(args[n], f != 0) for n, f in enumerate(factors) if f is not None and bool((f == 0).any())]
+        kept = [(args[n], f != 0) for n, f in enumerate(factors) if f is not None and bool(native.any(f == 0))]
     elif call.name == "__getitem__":
         mask = mask_of(args[1])
         kept = [(args[0], mask)] if mask is not None and mask.dtype is torch.bool else []
     for value, mask in kept:
         if mask is not None and isinstance(value, Ref) and value.value in downstream:
-            yield mask.bool()
+            yield native.bool(mask)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-import torch
-
+from reprokit import native
 from reprokit.compare.quantity import measured
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.spelling import short_name
@@ -29,7 +28,7 @@ def input_is(scene: Scene, roles: str) -> Numbers | None:
     item = next((item for item in scene.program.inputs if item.value == failure.value), None)
     if item is None or item.role not in roles.split():
         return None
-    rows = scene.row_text(Ref(item.value), bad_rows(~torch.isfinite(scene.tensors[item.value])))
+    rows = scene.row_text(Ref(item.value), bad_rows(~native.isfinite(scene.tensors[item.value])))
     rows = f": {rows}" if rows and item.role == "batch" else ""
     counts = {"count": failure.num_bad, "total": failure.num_elements}
     return {"input": f"`{item.name}`", **counts, "role": item.role, "rows": rows}
@@ -43,12 +42,15 @@ def ignores_all_targets(scene: Scene) -> Numbers | None:
 def target_is_longer(scene: Scene) -> Numbers | None:
     """True if a target of ``ctc_loss`` needs more steps than its input has (repeats need one more)."""
     targets = scene.tensor("targets")
-    lengths = (torch.as_tensor(scene.operand(f"{name}_lengths")).flatten().tolist() for name in ("input", "target"))
+    lengths = (
+        native.tolist(native.flatten(native.as_tensor(scene.operand(f"{name}_lengths"))))
+        for name in ("input", "target")
+    )
     start = 0
     for number, (available, length) in enumerate(zip(*lengths, strict=False)):
-        labels = targets[number, :length] if targets.dim() == 2 else targets[start : start + length]
+        labels = targets[number, :length] if native.dim(targets) == 2 else targets[start : start + length]
         start += length
-        needed = length + int((labels[1:] == labels[:-1]).sum())
+        needed = length + int(native.sum(labels[1:] == labels[:-1]))
         if needed > available:
             row = scene.row_text(scene.recorded("target_lengths"), [number], scene.index)
             return {"needed": needed, "available": available, "row": row}
@@ -70,18 +72,18 @@ def outside(scene: Scene) -> Numbers | None:
         return found and {"seen": f"`{name}` raises {found['exception'].removesuffix('.')}"}
     slot, of = _INDEXED[name]
     indexes, table, is_loss = scene.tensor(slot), scene.tensor(of), name in ("cross_entropy", "nll_loss")
-    dim = scene.operand(1) if slot == 2 else 1 if is_loss and table.dim() > 1 else 0
+    dim = scene.operand(1) if slot == 2 else 1 if is_loss and native.dim(table) > 1 else 0
     size, least = table.shape[dim], -table.shape[0] if name == "__getitem__" else 0
     bad = (indexes < least) | (indexes >= size)
     bad &= indexes != scene.operand("ignore_index") if is_loss else True
-    (first, *_), (own, other) = bad.nonzero().tolist(), (scene.recorded(one).value for one in (slot, of))
+    (first, *_), (own, other) = native.tolist(native.nonzero(bad)), (scene.recorded(one).value for one in (slot, of))
     names = [name_of(scene.program, value, scene.index) for value in (own, other)]
     general = ("the target", "its input") if is_loss else ("the index", "what it indexes")
     names = [name if name[0] == "`" else word for name, word in zip(names, general, strict=True)]
-    rows = scene.row_text(scene.recorded(slot), rows_where(bad)) if indexes.dim() else ""
-    many = f" ({int(bad.sum())} of {bad.numel()} elements, in {rows})" if rows else ""
+    rows = scene.row_text(scene.recorded(slot), rows_where(bad)) if native.dim(indexes) else ""
+    many = f" ({int(native.sum(bad))} of {native.numel(bad)} elements, in {rows})" if rows else ""
     what = "classes" if is_loss else "rows" if dim == 0 else f"elements in dimension {dim}"
-    most = f", and up to {int(indexes[bad].max())}" if len(set(indexes[bad].tolist())) > 1 else ""
+    most = f", and up to {int(native.max(indexes[bad]))}" if len(set(native.tolist(indexes[bad]))) > 1 else ""
     return {"seen": f"{names[0]} is {indexes[tuple(first)]} at {first}{most}{many}, and {names[1]} has {size} {what}"}
 
 
@@ -97,7 +99,7 @@ def has_empty_sequence(scene: Scene) -> Numbers | None:
 
 def dtypes_differ(scene: Scene) -> Numbers | None:
     """The floating-point dtypes of the origin's tensors if there are several."""
-    names = list(dict.fromkeys(dtype_name(item) for item in scene.arguments() if item.is_floating_point()))
+    names = list(dict.fromkeys(dtype_name(item) for item in scene.arguments() if native.is_floating_point(item)))
     return {"dtypes": " and ".join(names)} if len(names) > 1 else None
 
 
@@ -160,11 +162,11 @@ def bias_blocks_gradient(scene: Scene) -> Numbers | None:
     in_front = {value for _, call in scene.makers("x") for value in call.input_refs()}
     for item in scene.program.inputs if event is not None else ():
         bias = scene.tensors[item.value]
-        if item.value in in_front and item.role == "parameter" and bias.dim() == 1:
-            without = {**scene.tensors, item.value: torch.zeros_like(bias)}
+        if item.value in in_front and item.role == "parameter" and native.dim(bias) == 1:
+            without = {**scene.tensors, item.value: native.zeros_like(bias)}
             share = measured(scene.program, without, scene.failure)
             if event is not None and share is not None and share < event.threshold:
-                low, high = (float(edge) for edge in torch.aminmax(bias.detach()))
+                low, high = (float(edge) for edge in native.aminmax(native.detach(bias)))
                 return {"bias": f"`{item.name}`", "low": low, "high": high}
     return None
 
@@ -172,7 +174,11 @@ def bias_blocks_gradient(scene: Scene) -> Numbers | None:
 def argument_blocks_gradient(scene: Scene) -> Numbers | None:
     """True if everything that the origin is given is below zero."""
     x = scene.tensor("x")
-    return {"highest": float(x.max()), "total": x.numel()} if x.numel() and bool((x <= 0).all()) else None
+    return (
+        {"highest": float(native.max(x)), "total": native.numel(x)}
+        if native.numel(x) and bool(native.all(x <= 0))
+        else None
+    )
 
 
 def origin_cuts_graph(scene: Scene) -> Numbers | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reprokit import torch_private
+from reprokit import native, torch_private
 from reprokit.compare.quantity import number_of
+from reprokit.native import clock
 from reprokit.series.story import StepNumbers
 
 TIMELINE_STEPS = 100
@@ -84,7 +84,7 @@ class Timeline:
         self._has_grad_start = False
         self._noted: dict[str, float] = {}
         self._steps: collections.deque[Numbers] = collections.deque(maxlen=TIMELINE_STEPS)
-        self._started = time.perf_counter()
+        self._started = clock.perf_counter()
 
     def end_step(self, place: int, number: int, rate: Any, scale: torch.Tensor | None, now: float, seat: Seat) -> None:
         """A step is over: the ``place``-th that any optimizer made, in iteration ``number``."""
@@ -301,7 +301,7 @@ class ScalerWatch:
         """A loss was scaled; a copy of the scale it was scaled with."""
         scale = torch_private.scale_of(scaler)
         self.is_used = self.is_used or scale is not None
-        self.scale = scale.detach().clone() if scale is not None else None
+        self.scale = native.clone(native.detach(scale)) if scale is not None else None
         return self.scale
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.errors import attempt, ignored_errors
 from reprokit.grammar import Line, Name, Scalar, Text
 from reprokit.snapshot.redact import redact_text, select_variables
@@ -58,7 +59,7 @@ def collect_environment(timeout: float = COLLECT_SECONDS) -> Environment:
         cuda=torch.version.cuda,
         cudnn=attempt(torch.backends.cudnn.version) if torch.version.cuda is not None else None,
         # The accelerators in use; a device that the program never started is not started for this.
-        devices=(attempt(_device_names) if torch.cuda.is_initialized() else None) or (),  # type: ignore[no-untyped-call]
+        devices=(attempt(_device_names) if native.cuda_is_initialized() else None) or (),  # type: ignore[no-untyped-call]
         switches=collect_switches(),
         variables=select_variables(os.environ),
         collect_env=redact_text(_collect_env_text(timeout)),
@@ -79,13 +80,13 @@ def collect_switches() -> dict[str, Any]:
 
 
 def _device_names() -> tuple[str, ...]:
-    return tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+    return tuple(map(torch.cuda.get_device_name, range(native.cuda_device_count())))
 
 
 def _flushes_denormals() -> bool:
     """True if subnormal numbers count as zero on the CPU; there is no getter, so a product tells."""
-    with torch.DisableTorchFunction():
-        return bool((torch.tensor(1e-30) * torch.tensor(1e-10) == 0).item())
+    with native.DisableTorchFunction():
+        return bool(native.item(native.tensor(1e-30) * native.tensor(1e-10) == 0))
 
 
 def _collect_env_text(timeout: float) -> str:
@@ -93,7 +94,7 @@ def _collect_env_text(timeout: float) -> str:
 
     It would start the accelerator if the program has not, so then it runs in a process of its own.
     """
-    if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if native.cuda_is_available() and not native.cuda_is_initialized():  # type: ignore[no-untyped-call]
         command = [sys.executable, "-P", "-m", "torch.utils.collect_env"]
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=True)
@@ -139,7 +140,7 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "fp32_precision_cudnn_conv": lambda: torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
     "fp32_precision_mkldnn_matmul": lambda: torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
     "num_threads": torch.get_num_threads,
-    "default_dtype": lambda: str(torch.get_default_dtype()),
+    "default_dtype": lambda: str(native.get_default_dtype()),
     "flush_denormal": _flushes_denormals,
     "anomaly_mode": torch.is_anomaly_enabled,
 }

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import torch
 
+from reprokit import native
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
 from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of, read
 from reprokit.locate.failure import SILENT, Failure, RankDifference, is_vacuous, root_of
@@ -189,10 +190,10 @@ class Snapshot:
         """``row 2 (sample 23)``: where an input is bad, or the sample that a call of the data set has made bad."""
         value = self.failure.value
         tensor = self.tensors.get(value) if self.failure.is_given and value is not None else None
-        is_plain = tensor is not None and tensor.layout is torch.strided and tensor.is_floating_point()
+        is_plain = tensor is not None and tensor.layout is torch.strided and native.is_floating_point(tensor)
         rows: tuple[int, ...] = ()
-        if tensor is not None and is_plain and tensor.element_size() > 1:  # `isfinite` knows no 8-bit floats
-            rows = bad_rows(~torch.isfinite(tensor))
+        if tensor is not None and is_plain and native.element_size(tensor) > 1:  # `isfinite` knows no 8-bit floats
+            rows = bad_rows(~native.isfinite(tensor))
         return row_text(self.program, self.samples or {}, value, rows)
 
     def _describe_failure(self) -> dict[str, Any]:
@@ -286,7 +287,7 @@ def require_consistent(step: FailedProgram) -> None:
     require_call(step.program, step.failure)
     for value, found in (getattr(step, "samples", None) or {}).items():
         tensor, made = step.tensors.get(value), (v for call in step.program.calls for v in call.output_refs())
-        num_rows = len(tensor) if tensor is not None and tensor.dim() else 0
+        num_rows = len(tensor) if tensor is not None and native.dim(tensor) else 0
         if tensor is None and value not in made:
             raise ValueError(f"no value of the program has the samples of `{found.name}`")
         if tensor is not None and found.are_rows and num_rows != len(found.indices):
@@ -308,25 +309,27 @@ def require_call(program: Program, failure: Failure) -> None:
 
 def storable_together(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Plain CPU tensors; those that share memory in the snapshot, such as tied weights, share it in the file."""
-    pointers = {v: t.untyped_storage().data_ptr() for v, t in tensors.items() if t.layout is torch.strided}
+    pointers = {v: native.untyped_storage(t).data_ptr() for v, t in tensors.items() if t.layout is torch.strided}
     users = Counter(pointers.values())
     is_shared = {value: users[pointer] > 1 and tensors[value].is_cpu for value, pointer in pointers.items()}
-    return {v: t.detach() if is_shared.get(v) else storable(t) for v, t in tensors.items()}
+    return {v: native.detach(t) if is_shared.get(v) else storable(t) for v, t in tensors.items()}
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
     """A plain CPU tensor with storage of its own, so that a view does not drag its base into the file."""
-    found = tensor.detach()
-    found = (found if type(found) is torch.Tensor else found.as_subclass(torch.Tensor)).cpu()
-    if found.layout is not torch.strided or found.untyped_storage().nbytes() == found.numel() * found.element_size():
+    found = native.detach(tensor)
+    found = native.cpu(found if type(found) is torch.Tensor else native.as_subclass(found, torch.Tensor))
+    if found.layout is not torch.strided or native.untyped_storage(found).nbytes() == native.numel(
+        found
+    ) * native.element_size(found):
         return found
-    return found.clone(memory_format=torch.preserve_format)
+    return native.clone(found, memory_format=torch.preserve_format)
 
 
 def write_file(path: Path | str, kind: str, content: Any) -> None:
     """Write a dataclass, or plain data and tensors, atomically, with the format's header."""
     with replaced(Path(path)) as file:
-        torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **plain_of(content)}, file)
+        native.save({"format": FORMAT, "kind": kind, "version": VERSION, **plain_of(content)}, file)
 
 
 def read_file(path: Path | str, kind: str) -> dict[str, Any]:
@@ -375,7 +378,7 @@ def _unpickle(target: Path, kind: str) -> Any:
         raise NotASnapshot(f"`{target}` was not written by reprokit", hint=f"give the {kind} file that reprokit wrote")
     try:
         require_stored(target)
-        content = torch.load(target, weights_only=True, map_location="cpu")
+        content = native.load(target, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise NotASnapshot(
             f"`{target}` holds more than plain data and tensors, so it was not opened",
@@ -400,7 +403,7 @@ def _is_archive(target: Path) -> bool:
 def _describe_state(state: Any) -> Any:
     """A generator state in a few words; the numbers themselves stay in the file."""
     if isinstance(state, torch.Tensor):
-        return {"bytes": state.numel() * state.element_size()}
+        return {"bytes": native.numel(state) * native.element_size(state)}
     if isinstance(state, dict):
         return {name: _describe_state(part) for name, part in state.items()}
     if isinstance(state, (list, tuple)):

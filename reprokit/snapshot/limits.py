@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reprokit import native
 from reprokit.errors import SnapshotError, UsageError
 
 VARIABLE = "REPROKIT_LIMITS"
@@ -74,10 +75,14 @@ def require_bounded(content: Any, path: Path) -> None:
     # weights share theirs, so that all of it may be there a few times.
     tensors = list(measure.tensors.values())
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
-    size = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in strided}
-    sparse = sum(tensor.numel() for tensor in tensors if tensor.layout is not torch.strided)
-    beyond = sparse + sum(max(0, t.numel() - t.untyped_storage().nbytes() // max(1, t.element_size())) for t in strided)
-    shared = sum(tensor.numel() * tensor.element_size() for tensor in strided) - _SHARED * sum(size.values())
+    size = {native.untyped_storage(tensor).data_ptr(): native.untyped_storage(tensor).nbytes() for tensor in strided}
+    sparse = sum(native.numel(tensor) for tensor in tensors if tensor.layout is not torch.strided)
+    beyond = sparse + sum(
+        max(0, native.numel(t) - native.untyped_storage(t).nbytes() // max(1, native.element_size(t))) for t in strided
+    )
+    shared = sum(native.numel(tensor) * native.element_size(tensor) for tensor in strided) - _SHARED * sum(
+        size.values()
+    )
     used = {
         "calls": len(calls) if isinstance(calls, (list, tuple)) else 0,
         "tensors": len(measure.tensors),
@@ -136,11 +141,11 @@ def _require_plain(tensor: torch.Tensor) -> None:
     if vars(tensor) or tensor.is_nested:
         raise ValueError("it holds a tensor that is not plain")
     if tensor.layout is torch.sparse_coo:
-        given = tensor._indices(), tensor._values(), tensor.shape
-        torch.sparse_coo_tensor(*given, is_coalesced=tensor.is_coalesced(), check_invariants=True)
+        given = native._indices(tensor), native._values(tensor), tensor.shape
+        native.sparse_coo_tensor(*given, is_coalesced=native.is_coalesced(tensor), check_invariants=True)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values(), tensor.shape
-        torch.sparse_compressed_tensor(*parts, layout=tensor.layout, check_invariants=True)
+        parts = native.crow_indices(tensor), native.col_indices(tensor), native.values(tensor), tensor.shape
+        native.sparse_compressed_tensor(*parts, layout=tensor.layout, check_invariants=True)
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values(), tensor.shape
-        torch.sparse_compressed_tensor(*parts, layout=tensor.layout, check_invariants=True)
+        parts = native.ccol_indices(tensor), native.row_indices(tensor), native.values(tensor), tensor.shape
+        native.sparse_compressed_tensor(*parts, layout=tensor.layout, check_invariants=True)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import torch
 
+from reprokit import native
 from reprokit.grammar import Count, Name, left_out, plain_of
 
 
@@ -21,7 +22,7 @@ def _plain_tensor(value: Any) -> torch.Tensor:
     """A tensor of numbers on the CPU, without hooks of its own."""
     if type(value) is not torch.Tensor or not value.is_cpu or value.requires_grad:
         raise ValueError("it is not a plain tensor")
-    return value.detach()
+    return native.detach(value)
 
 
 PlainTensor = Annotated[torch.Tensor, _plain_tensor]
@@ -70,7 +71,7 @@ def get_rng_state() -> Generators:
     if numpy is not None:
         algorithm, words, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
         numpy_state = NumpyState(algorithm, tuple(words.tolist()), int(position), int(has_gauss), float(gauss))
-    return Generators(PythonState(*random.getstate()), torch.get_rng_state(), numpy_state, **accelerators)
+    return Generators(PythonState(*random.getstate()), native.get_rng_state(), numpy_state, **accelerators)
 
 
 def set_rng_state(states: Generators) -> None:
@@ -81,10 +82,10 @@ def set_rng_state(states: Generators) -> None:
     if states.numpy is not None and numpy is not None:
         numpy.random.set_state(astuple(states.numpy))
     if states.torch is not None:
-        torch.set_rng_state(states.torch)
+        native.set_rng_state(states.torch)
     for device, state in enumerate(states.cuda or ()):
-        if torch.cuda.is_initialized() and device < torch.cuda.device_count():  # type: ignore[no-untyped-call]
-            torch.cuda.set_rng_state(state, device)
+        if native.cuda_is_initialized() and device < native.cuda_device_count():  # type: ignore[no-untyped-call]
+            native.cuda_set_rng_state(state, device)
 
 
 def _started_accelerators() -> dict[str, Any]:
@@ -92,5 +93,5 @@ def _started_accelerators() -> dict[str, Any]:
     devices = ((name, getattr(torch, name, None)) for name in ("cuda", "xpu"))
     started: dict[str, Any] = {name: device for name, device in devices if device and device.is_initialized()}
     if torch.backends.mps.is_available():  # it has a single generator
-        started["mps"] = SimpleNamespace(device_count=lambda: 1, get_rng_state=lambda _: torch.mps.get_rng_state())
+        started["mps"] = SimpleNamespace(device_count=lambda: 1, get_rng_state=lambda _: native.mps_get_rng_state())
     return started

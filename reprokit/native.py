@@ -1,0 +1,175 @@
+"""The functions that reprokit's own work calls, as they were when reprokit was imported.
+
+A script may replace any attribute of torch, `random` or `time`, with functions that draw random numbers, count or
+stop the clock. What reprokit computes for itself neither calls these nor changes what they do: it calls
+``native.detach(tensor)``, never ``tensor.detach()``. A replay of the user's own modules calls what training called.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+# Methods of tensors.
+_indices = torch.Tensor._indices
+_values = torch.Tensor._values
+abs = torch.Tensor.abs
+all = torch.Tensor.all
+amax = torch.Tensor.amax
+amin = torch.Tensor.amin
+aminmax = torch.Tensor.aminmax
+any = torch.Tensor.any
+argmax = torch.Tensor.argmax
+as_strided = torch.Tensor.as_strided
+as_subclass = torch.Tensor.as_subclass
+bfloat16 = torch.Tensor.bfloat16
+bool = torch.Tensor.bool
+ccol_indices = torch.Tensor.ccol_indices
+clamp = torch.Tensor.clamp
+clone = torch.Tensor.clone
+coalesce = torch.Tensor.coalesce
+col_indices = torch.Tensor.col_indices
+contiguous = torch.Tensor.contiguous
+copy_ = torch.Tensor.copy_
+count_nonzero = torch.Tensor.count_nonzero
+cpu = torch.Tensor.cpu
+crow_indices = torch.Tensor.crow_indices
+data_ptr = torch.Tensor.data_ptr
+dequantize = torch.Tensor.dequantize
+detach = torch.Tensor.detach
+dim = torch.Tensor.dim
+double = torch.Tensor.double
+element_size = torch.Tensor.element_size
+expand = torch.Tensor.expand
+expand_as = torch.Tensor.expand_as
+flatten = torch.Tensor.flatten
+float = torch.Tensor.float
+frac = torch.Tensor.frac
+half = torch.Tensor.half
+int = torch.Tensor.int
+is_coalesced = torch.Tensor.is_coalesced
+is_complex = torch.Tensor.is_complex
+is_floating_point = torch.Tensor.is_floating_point
+is_inference = torch.Tensor.is_inference
+isfinite = torch.Tensor.isfinite
+isinf = torch.Tensor.isinf
+isnan = torch.Tensor.isnan
+item = torch.Tensor.item
+long = torch.Tensor.long
+max = torch.Tensor.max
+mean = torch.Tensor.mean
+min = torch.Tensor.min
+movedim = torch.Tensor.movedim
+mul_ = torch.Tensor.mul_
+nan_to_num = torch.Tensor.nan_to_num
+narrow = torch.Tensor.narrow
+new_empty = torch.Tensor.new_empty
+nonzero = torch.Tensor.nonzero
+numel = torch.Tensor.numel
+register_hook = torch.Tensor.register_hook
+requires_grad_ = torch.Tensor.requires_grad_
+reshape = torch.Tensor.reshape
+resolve_conj = torch.Tensor.resolve_conj
+resolve_neg = torch.Tensor.resolve_neg
+round = torch.Tensor.round
+row_indices = torch.Tensor.row_indices
+select = torch.Tensor.select
+set_ = torch.Tensor.set_
+size = torch.Tensor.size
+square_ = torch.Tensor.square_
+storage_offset = torch.Tensor.storage_offset
+stride = torch.Tensor.stride
+sum = torch.Tensor.sum
+to = torch.Tensor.to
+to_dense = torch.Tensor.to_dense
+tolist = torch.Tensor.tolist
+topk = torch.Tensor.topk
+unbind = torch.Tensor.unbind
+untyped_storage = torch.Tensor.untyped_storage
+values = torch.Tensor.values
+view = torch.Tensor.view
+view_as = torch.Tensor.view_as
+
+# Functions of torch.
+allclose = torch.allclose
+arange = torch.arange
+are_deterministic_algorithms_enabled = torch.are_deterministic_algorithms_enabled
+as_tensor = torch.as_tensor
+bincount = torch.bincount
+dot = torch.dot
+empty = torch.empty
+equal = torch.equal
+eye = torch.eye
+frexp = torch.frexp
+full_like = torch.full_like
+get_autocast_dtype = torch.get_autocast_dtype
+get_default_dtype = torch.get_default_dtype
+get_float32_matmul_precision = torch.get_float32_matmul_precision
+get_num_threads = torch.get_num_threads
+get_rng_state = torch.get_rng_state
+is_anomaly_enabled = torch.is_anomaly_enabled
+is_autocast_cache_enabled = torch.is_autocast_cache_enabled
+is_autocast_enabled = torch.is_autocast_enabled
+is_deterministic_algorithms_warn_only_enabled = torch.is_deterministic_algorithms_warn_only_enabled
+is_grad_enabled = torch.is_grad_enabled
+is_inference_mode_enabled = torch.is_inference_mode_enabled
+isneginf = torch.isneginf
+load = torch.load
+matmul = torch.matmul
+ones_like = torch.ones_like
+save = torch.save
+set_default_dtype = torch.set_default_dtype
+set_float32_matmul_precision = torch.set_float32_matmul_precision
+set_num_threads = torch.set_num_threads
+set_rng_state = torch.set_rng_state
+sparse_compressed_tensor = torch.sparse_compressed_tensor
+sparse_coo_tensor = torch.sparse_coo_tensor
+split = torch.split
+stack = torch.stack
+tensor = torch.tensor
+use_deterministic_algorithms = torch.use_deterministic_algorithms
+view_as_real = torch.view_as_real
+where = torch.where
+zeros = torch.zeros
+zeros_like = torch.zeros_like
+
+# Functions of its other modules.
+backward = torch.autograd.backward
+clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
+cuda_device_count = torch.cuda.device_count
+cuda_get_rng_state = torch.cuda.get_rng_state
+cuda_is_available = torch.cuda.is_available
+cuda_is_current_stream_capturing = torch.cuda.is_current_stream_capturing
+cuda_is_initialized = torch.cuda.is_initialized
+cuda_mem_get_info = torch.cuda.mem_get_info
+cuda_set_rng_state = torch.cuda.set_rng_state
+default_generator_state = torch.default_generator.get_state
+eigvalsh = torch.linalg.eigvalsh
+fork_rng = torch.random.fork_rng
+get_gradient_edge = torch.autograd.graph.get_gradient_edge
+grad = torch.autograd.grad
+is_compiling = torch.compiler.is_compiling
+mps_get_rng_state = torch.mps.get_rng_state
+set_stance = torch.compiler.set_stance
+vector_norm = torch.linalg.vector_norm
+
+# Contexts.
+DisableTorchFunction = torch.DisableTorchFunction
+autocast = torch.autocast
+enable_grad = torch.enable_grad
+inference_mode = torch.inference_mode
+no_grad = torch.no_grad
+set_detect_anomaly = torch.autograd.set_detect_anomaly
+set_grad_enabled = torch.set_grad_enabled
+
+
+class clock:
+    """The clocks, in a class: libraries that stop the time replace the functions of `time` in all modules."""
+
+    monotonic = staticmethod(time.monotonic)
+    perf_counter = staticmethod(time.perf_counter)
+    process_time = staticmethod(time.process_time)
+    sleep = staticmethod(time.sleep)
+    thread_time = staticmethod(time.thread_time)
+    time = staticmethod(time.time)
