@@ -1,15 +1,22 @@
-"""The functions that reprokit's own work calls, as they were when reprokit was imported.
+"""The functions that reprokit calls for its own work, as they were when it was imported.
 
-A script may replace any attribute of torch, `random` or `time`, with functions that draw random numbers, count or
-stop the clock. What reprokit computes for itself neither calls these nor changes what they do: it calls
-``native.detach(tensor)``, never ``tensor.detach()``. A replay of the user's own modules calls what training called.
+A script may replace any attribute of torch, `random` or `time`, for one that draws random numbers or stops the clock.
+Work of our own calls ``native.detach(tensor)``, never ``tensor.detach()``: what the script has put in its place neither
+runs more often than without us, nor changes what we compute. A replay of the user's modules calls what training called.
 """
 
 from __future__ import annotations
 
+import random
 import time
+from typing import Any
 
 import torch
+
+try:
+    from numpy import random as numpy_random
+except ImportError:  # torch runs without it
+    numpy_random = None  # type: ignore[assignment]
 
 # Methods of tensors.
 _indices = torch.Tensor._indices
@@ -38,11 +45,13 @@ crow_indices = torch.Tensor.crow_indices
 data_ptr = torch.Tensor.data_ptr
 dequantize = torch.Tensor.dequantize
 detach = torch.Tensor.detach
+diagonal = torch.Tensor.diagonal
 dim = torch.Tensor.dim
 double = torch.Tensor.double
 element_size = torch.Tensor.element_size
 expand = torch.Tensor.expand
 expand_as = torch.Tensor.expand_as
+fill_ = torch.Tensor.fill_
 flatten = torch.Tensor.flatten
 float = torch.Tensor.float
 frac = torch.Tensor.frac
@@ -81,17 +90,19 @@ square_ = torch.Tensor.square_
 storage_offset = torch.Tensor.storage_offset
 stride = torch.Tensor.stride
 sum = torch.Tensor.sum
+sum_to_size = torch.Tensor.sum_to_size
 to = torch.Tensor.to
 to_dense = torch.Tensor.to_dense
 tolist = torch.Tensor.tolist
 topk = torch.Tensor.topk
 unbind = torch.Tensor.unbind
+unsqueeze = torch.Tensor.unsqueeze
 untyped_storage = torch.Tensor.untyped_storage
 values = torch.Tensor.values
 view = torch.Tensor.view
 view_as = torch.Tensor.view_as
 
-# Functions of torch.
+# Functions.
 allclose = torch.allclose
 arange = torch.arange
 are_deterministic_algorithms_enabled = torch.are_deterministic_algorithms_enabled
@@ -107,7 +118,6 @@ get_autocast_dtype = torch.get_autocast_dtype
 get_default_dtype = torch.get_default_dtype
 get_float32_matmul_precision = torch.get_float32_matmul_precision
 get_num_threads = torch.get_num_threads
-get_rng_state = torch.get_rng_state
 is_anomaly_enabled = torch.is_anomaly_enabled
 is_autocast_cache_enabled = torch.is_autocast_cache_enabled
 is_autocast_enabled = torch.is_autocast_enabled
@@ -116,13 +126,13 @@ is_grad_enabled = torch.is_grad_enabled
 is_inference_mode_enabled = torch.is_inference_mode_enabled
 isneginf = torch.isneginf
 load = torch.load
+logical_and = torch.logical_and
 matmul = torch.matmul
 ones_like = torch.ones_like
 save = torch.save
 set_default_dtype = torch.set_default_dtype
 set_float32_matmul_precision = torch.set_float32_matmul_precision
 set_num_threads = torch.set_num_threads
-set_rng_state = torch.set_rng_state
 sparse_compressed_tensor = torch.sparse_compressed_tensor
 sparse_coo_tensor = torch.sparse_coo_tensor
 split = torch.split
@@ -134,7 +144,7 @@ where = torch.where
 zeros = torch.zeros
 zeros_like = torch.zeros_like
 
-# Functions of its other modules.
+# Functions of the other modules of torch.
 backward = torch.autograd.backward
 clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
 cuda_device_count = torch.cuda.device_count
@@ -144,14 +154,17 @@ cuda_is_current_stream_capturing = torch.cuda.is_current_stream_capturing
 cuda_is_initialized = torch.cuda.is_initialized
 cuda_mem_get_info = torch.cuda.mem_get_info
 cuda_set_rng_state = torch.cuda.set_rng_state
-default_generator_state = torch.default_generator.get_state
+eigvals = torch.linalg.eigvals
 eigvalsh = torch.linalg.eigvalsh
 fork_rng = torch.random.fork_rng
 get_gradient_edge = torch.autograd.graph.get_gradient_edge
+get_rng_state = torch.default_generator.get_state
 grad = torch.autograd.grad
 is_compiling = torch.compiler.is_compiling
 mps_get_rng_state = torch.mps.get_rng_state
+set_rng_state = torch.default_generator.set_state
 set_stance = torch.compiler.set_stance
+svdvals = torch.linalg.svdvals
 vector_norm = torch.linalg.vector_norm
 
 # Contexts.
@@ -163,9 +176,15 @@ no_grad = torch.no_grad
 set_detect_anomaly = torch.autograd.set_detect_anomaly
 set_grad_enabled = torch.set_grad_enabled
 
+# The generators of Python and NumPy.
+get_python_state = random.getstate
+set_python_state = random.setstate
+get_numpy_state: Any = numpy_random.get_state if numpy_random is not None else None
+set_numpy_state: Any = numpy_random.set_state if numpy_random is not None else None
+
 
 class clock:
-    """The clocks, in a class: libraries that stop the time replace the functions of `time` in all modules."""
+    """Time. These are not in the module: libraries that stop the clock replace such functions in every module."""
 
     monotonic = staticmethod(time.monotonic)
     perf_counter = staticmethod(time.perf_counter)

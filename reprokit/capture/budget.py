@@ -9,8 +9,8 @@ steps would save little then. A run that is short never steps down.
 
 from __future__ import annotations
 
+import functools
 import math
-import time
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -109,10 +109,10 @@ class Budget:
 
 def dispatch_seconds() -> float:
     """Seconds that torch takes to ask an empty function mode."""
-    tensor = native.empty(0, device="cpu")
-    bare = min(timeit.repeat(tensor.numel, timer=time.thread_time, repeat=3, number=_DISPATCH_CALLS))
+    ask = functools.partial(native.numel, native.empty(0, device="cpu"))
+    bare = min(timeit.repeat(ask, timer=clock.thread_time, repeat=3, number=_DISPATCH_CALLS))
     with BaseTorchFunctionMode():
-        asked = min(timeit.repeat(tensor.numel, timer=time.thread_time, repeat=3, number=_DISPATCH_CALLS))
+        asked = min(timeit.repeat(ask, timer=clock.thread_time, repeat=3, number=_DISPATCH_CALLS))
     return max(asked - bare, 0.0) / _DISPATCH_CALLS
 
 

@@ -114,9 +114,9 @@ class Function(Kind):
         if note is not None:
             restore_generators(note)
             if note.outcome is not None:
-                return written_argument(name, args, kwargs).copy_(note.outcome)
+                return native.copy_(written_argument(name, args, kwargs), note.outcome)
             if note.writes_state and name in DATA_WRITES:
-                return args[0].data.copy_(args[1])  # other tensors may look at the same memory
+                return native.copy_(args[0].data, args[1])  # other tensors may look at the same memory
         written = written_argument(name, args, kwargs)
         if op.mode.grad and isinstance(written, torch.Tensor) and is_leaf(written):
             with native.no_grad():  # it was written before the loop said that it needs gradients
@@ -281,7 +281,7 @@ class Backward(Kind):
         player.before_backward()
         result = op.target(*args, **kwargs)
         for parameter, gradient in op.note.averaged or ():
-            parameter.grad = gradient.clone()
+            parameter.grad = native.clone(gradient)
         return result
 
     @classmethod
@@ -292,7 +292,7 @@ class Backward(Kind):
         with native.DisableTorchFunction():
             seen = note.losses if note.losses is not None else recording.starts_of_training(op)
             for old, new in zip(seen, starts_of(args, kwargs), strict=False):
-                if note.losses is not None or old.numel():
+                if note.losses is not None or native.numel(old):
                     recording.compare_loss(old, new)
         try:
             if not recording.performs:
@@ -512,13 +512,13 @@ class Collective(Kind):
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
         note = op.note
         if note.outcome is not None:
-            args[0].copy_(note.outcome)
+            native.copy_(args[0], note.outcome)
         elif player.together is not None:
             player.together.meet("collective")
             op.target(args[0], *note.others, **note.named)
-            note.averaged = args[0].detach().clone()
+            note.averaged = native.clone(native.detach(args[0]))
         elif note.averaged is not None:
-            args[0].copy_(note.averaged)
+            native.copy_(args[0], note.averaged)
         return args[0]
 
 

@@ -276,7 +276,9 @@ class EarlyWarning:
     def _follow(self, steps: Sequence[Numbers]) -> None:
         values = [value for step in steps for value in (step.loss, step.norm, step.scale)]
         is_far = [isinstance(value, torch.Tensor) and value.is_cuda and native.numel(value) == 1 for value in values]
-        far = [value.detach().reshape(()) for value, is_there in zip(values, is_far, strict=True) if is_there]
+        far = [
+            native.reshape(native.detach(value), ()) for value, is_there in zip(values, is_far, strict=True) if is_there
+        ]
         arrived = iter(numbers_of(far))
         near = (next(arrived) if is_there else number_of(value) for value, is_there in zip(values, is_far, strict=True))
         for step, loss, norm, scale in zip(steps, near, near, near, strict=False):

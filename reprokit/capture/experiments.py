@@ -175,7 +175,7 @@ class _Wide(TorchFunctionMode):
             tensor.data = content
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function = torch.Tensor.float if function in (torch.Tensor.half, torch.Tensor.bfloat16) else function
+        function = native.float if function in (native.half, native.bfloat16) else function
         args, kwargs = map_leaves(
             (args, kwargs or {}), torch.dtype, lambda one: torch.float32 if one in HALVES else one
         )
@@ -503,7 +503,7 @@ class Experiments:
             steps = f"steps {before[0]}-{before[-1]}" if len(before) > 1 else f"step {before[0]}"
             sizes[name] = unlike.resized(name, seen, one.values[last][0].shape, f"step {last}", steps)
             for now in later:
-                if not all(map(torch.equal, one.values[now], one.values[step])):
+                if not all(map(native.equal, one.values[now], one.values[step])):
                     found = zip(one.numbers[now], one.values[step], strict=True)
                     pairs.setdefault(readings.slot_name(names, one, slot, spaces), {}).update(found)
         which = f"step {self._since}" if len(later) == 1 else f"steps {self._since}-{later[-1]}"

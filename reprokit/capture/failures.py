@@ -472,7 +472,11 @@ def _optimizer_facts(op: Op, tape: Tape, frames: Sequence[FrameType]) -> list[st
     if any(bool(native.any(native._values(part)) if part.is_sparse else native.any(part)) for part in known):
         return facts
     items = [item for frame in frames for item in frame.f_locals.items() if type(item[1]) is torch.Tensor]
-    zeros = [f"`{name}`" for name, value in items if value.is_floating_point() and value.dim() and not value.any()]
+    zeros = [
+        f"`{name}`"
+        for name, value in items
+        if native.is_floating_point(value) and native.dim(value) and not native.any(value)
+    ]
     return [*facts, f"every gradient of the optimizer is zero{f', and so is {listed(zeros)}' if zeros else ''}"]
 
 

@@ -31,7 +31,7 @@ from reprokit.capture.tape import Number
 from reprokit.capture.transformed import MAKES, OPENS, RUNS, TransformCalls
 from reprokit.capture.world import owned_by
 from reprokit.compare.compiled import DEFAULT
-from reprokit.program.functions import name_of
+from reprokit.program.functions import look_up_all
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
 from reprokit.program.transforms import SCRIPTED
@@ -101,7 +101,7 @@ class WholeCalls:
 
         def finish(begun: Begun, output: Any) -> None:
             given = (None, args[1])
-            self._tape.add(Unscale, target, given, None, (), begun[4:6], begun[6], args[2].detach().clone())
+            self._tape.add(Unscale, target, given, None, (), begun[4:6], begun[6], native.clone(native.detach(args[2])))
 
         return self._recorder.whole(_begin, (self._recorder, Unscale, target, (), {}), target, args, kwargs, finish)
 
@@ -130,10 +130,10 @@ class WholeCalls:
         is_gradient = self._loop.is_gradient(given["tensor"])
         if is_gradient:
             self._loop.ranks.meet_averaging(kwargs.get("group", args[2] if len(args) > 2 else None))
-        elif tensor.numel() > MOST_KEPT or kwargs.get("async_op"):
+        elif native.numel(tensor) > MOST_KEPT or kwargs.get("async_op"):
             return
         named = {name: value for name, value in kwargs.items() if name not in _OF_CALL}
-        note = CollectiveNote(None if is_gradient else tensor.detach().clone(), tuple(args[1:]), named)
+        note = CollectiveNote(None if is_gradient else native.clone(native.detach(tensor)), tuple(args[1:]), named)
         written = (self._tape.new_number(tensor),)
         self._tape.add(Collective, target, (given["tensor"],), None, written, (code, instruction), mode, note)
 
@@ -170,7 +170,7 @@ class Hooks:
     def install(self) -> None:
         """Put the hooks in place."""
         loop, calls = self._loop, WholeCalls(self._loop)
-        name_of(torch.Tensor.backward)  # the names of torch's functions are read while they are torch's own
+        look_up_all()
         before = optimizers.register_optimizer_step_pre_hook(loop.before_step)
         after = optimizers.register_optimizer_step_post_hook(loop.after_step)
         self._undo += [before.remove, after.remove]

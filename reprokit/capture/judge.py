@@ -189,7 +189,7 @@ class Sentinel:
         with_grad = (p for p in parameters if p.grad is not None and p.grad.layout is torch.strided)
         early = [parameter for parameter, _ in zip(with_grad, range(_CANDIDATES), strict=False)]
         small = (parameter for parameter in early if native.numel(parameter) <= _SMALL)
-        return next(small, min(early, key=torch.Tensor.numel, default=None))
+        return next(small, min(early, key=native.numel, default=None))
 
     def is_suspicious(self, optimizer: torch.optim.Optimizer, clipped: torch.Tensor | None) -> bool | None:
         """True if that gradient, or the norm that the loop clipped by, is bad; ``None`` if a device would have to be

@@ -216,10 +216,12 @@ class Loop:
         """Check the loss."""
         self.has_differentiated = True
         start: Any = args[0] if args else None
-        is_single = start.__class__ in TENSORS and start.is_cpu and start.numel() == 1 and not start.is_complex()
+        is_single = (
+            start.__class__ in TENSORS and start.is_cpu and native.numel(start) == 1 and not native.is_complex(start)
+        )
         is_asked, before = call[1] is torch.autograd.grad, self.judge.pending
         if is_single and before is None and not self.scalers.is_used and not is_asked:
-            call[-1].losses = [seen] = [start.item()]
+            call[-1].losses = [seen] = [native.item(start)]
             if not self.matter or math.isfinite(seen):  # as nearly always
                 self.timeline.loss = seen
                 return
@@ -228,7 +230,7 @@ class Loop:
         bad = self._start(call, starts, gives_gradients=gives)
         outcome: Outcome | None = None
         if before is not None or bad == "now":
-            counts = bad == "now" and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
+            counts = bad == "now" and not (is_asked and (gives or sum(map(native.numel, starts)) != 1))
             behind = self.judge.behind(starts) if counts else set()
             step = self.running(behind)[0] if counts else self.iterations.completed
             loss, micro_step = self.timeline.loss, self.iterations.micro_step
@@ -249,7 +251,7 @@ class Loop:
         if not starts:
             return None
         tensors = [self._unscaled(start) for start in starts] if self.scalers.is_used else starts
-        if sum(map(torch.Tensor.numel, starts)) == 1:  # the loop may write into it for its log
+        if sum(map(native.numel, starts)) == 1:  # the loop may write into it for its log
             call[-1].losses = [native.item(start) if _is_near(start) else native.detach(start) for start in starts]
             loss = native.detach(tensors[0])
             value = native.item(loss) if _is_near(loss) else loss

@@ -280,7 +280,7 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
     """
     found = []
     with native.no_grad():
-        for tensor in map(torch.Tensor.detach, tensors):
+        for tensor in map(native.detach, tensors):
             plain = native.view_as_real(native.resolve_conj(tensor)) if native.is_complex(tensor) else tensor
             pieces = [
                 native.view(piece, _BITS[native.element_size(plain)])

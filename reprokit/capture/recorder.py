@@ -133,7 +133,7 @@ class Recorder(StackedMode):
             mode = current_mode() if _is_any_autocast_enabled() or not is_grad_enabled() else _PLAIN_MODE
             code, place = user.f_code, user.f_lasti
             tape.log += (Function, facts.function, given, kwargs or None, number, code, place, mode, None)
-            if out.requires_grad and not out.dim():
+            if out.requires_grad and not native.dim(out):
                 tape.scalars.append((out, code, place))
             if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
                 tape.sweep()
@@ -162,8 +162,8 @@ class Recorder(StackedMode):
     def _perform(self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform a call that needs more than the usual: one that may write, draws random numbers, or comes from
         elsewhere than the loop's own lines."""
-        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
-            return iter(self.__torch_function__(torch.Tensor.unbind, (), (args[0], 0)))
+        if func is torch.Tensor.__iter__ and native.dim(args[0]) > 0:
+            return iter(self.__torch_function__(native.unbind, (), (args[0], 0)))
 
         def finish(begun: Begun, out: Any) -> None:
             self._finish_function(begun, out, facts, args, kwargs)

@@ -542,7 +542,7 @@ class Replay:
             if self.together is not None:
                 stack.enter_context(self.together.playing())
             for grad, content in kept:  # gradients may be views of memory that averaging writes
-                stack.callback(grad.data.copy_, content)
+                stack.callback(native.copy_, grad.data, content)
             states = {
                 id(value): (optimizer.state, parameter, name)
                 for optimizer in self.world.optimizers
@@ -778,7 +778,7 @@ class Finder(PlayObserver):
             gives = calls.gives_gradients(op)
             is_bad = is_bad_start(starts, gives_gradients=gives)
         is_asked = calls.name_of(op) == AUTOGRAD_GRAD
-        counts = is_bad and not (is_asked and (gives or sum(map(torch.Tensor.numel, starts)) != 1))
+        counts = is_bad and not (is_asked and (gives or sum(map(native.numel, starts)) != 1))
         if not counts and self._judge.pending is None:
             return None
         behind, step = self._judge.behind(map(tensor, numbers)) if counts else set(), replay.segment.mark.step

@@ -365,7 +365,7 @@ class RetrySession(Session):
             for module, state in self._modules:
                 live = module.state_dict()
                 for key, value in state.items():
-                    live[key].copy_(value)
+                    native.copy_(live[key], value)
             for optimizer, groups in self._optimizers:
                 self._put_back(optimizer, groups)
         set_rng_state(self._captured.rng)

@@ -164,7 +164,7 @@ class RootCalls:
         """`generator_states` of now; the last ones again if they are the same, since each takes five kilobytes."""
         if native.cuda_is_initialized():  # type: ignore[no-untyped-call]
             return generator_states(*given)
-        state = _default_generator.get_state()
+        state = native.get_rng_state()
         content = ctypes.string_at(
             native.data_ptr(state), len(state)
         )  # a call of torch would be seen by modes of the user's
@@ -175,7 +175,7 @@ class RootCalls:
 
 def generator_states(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The states of the CPU generator and, when a CUDA tensor is among the arguments, of its device's generator."""
-    state = native.default_generator_state()
+    state = native.get_rng_state()
     if native.cuda_is_initialized():  # type: ignore[no-untyped-call]
         for tensor in iter_tensors(given):
             if tensor.is_cuda:
@@ -191,5 +191,4 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 _FUNCTIONAL_CALL = torch_private.functional_call_code
 _PLAIN_MODE = Mode()
 _is_any_autocast_enabled = torch_private.is_any_autocast_enabled
-_default_generator = torch.default_generator
 _peek_transforms = torch_private.peek_transforms

@@ -160,7 +160,7 @@ class _Look:
                 self.told.add(self.loop)
                 yield other
         waiting = [p for p in self.seen.resting if self.now is not None and _is_plain(p)]
-        norms = norms_of([p.detach() for p in waiting])
+        norms = norms_of([native.detach(p) for p in waiting])
         self.idle.update({p: (norm, p._version) for p, norm in zip(waiting, norms, strict=True)})
 
     def _silence(self, text: str, step: Segment | None = None, origin: Failure | Site | None = None) -> Silence:
@@ -344,7 +344,7 @@ class _Look:
         faint = [p for p, gradient, weight in pairs if native.dim(p) > 1 and gradient * weight <= _FAINT * abs(loss)]
         gradient, weight = math.hypot(*gradients), math.hypot(*weights)
         if self.now is optimizer and gradient * weight <= _FAINT * abs(loss):
-            first = [max(dense, key=torch.Tensor.dim)]
+            first = [max(dense, key=native.dim)]
             only = ("",) if loss else _OF_ONE_CLASS  # 0 is what many losses end at
             reason = self._reasons(step, first, only).get(id(first[0]))
             norm = f"only rounding (norm {number_words(gradient)} beside {number_words(weight)} of the weights)"
@@ -393,7 +393,7 @@ class _Look:
                 lead = f"{lead}: it is {number_words(largest)} at most"
                 zero = f"{float(native.mean(native.double(empty))):.1%} of it zero"
                 return self._silence(f"{lead}, {zero}, and there is no grad scaler", step)
-            both = float((dead & self.seen.units[p]).double().mean()) if p in self.seen.units else 0.0
+            both = float(native.mean(native.double(dead & self.seen.units[p]))) if p in self.seen.units else 0.0
             if is_first:
                 self.seen.units[p] = dead
             elif self.now is None and both > _MOSTLY:

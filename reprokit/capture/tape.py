@@ -218,7 +218,7 @@ class Tape:
                 if number is None or number() is not value:
                     number = self.add_input(value)
                 elif number.step != step:
-                    version = -1 if value.is_inference() else value._version
+                    version = -1 if native.is_inference(value) else value._version
                     is_same = stamps.setdefault(number, version) == version or kind is torch.nn.Parameter
                     if is_same and number not in early:  # as `_hold`
                         number.step, held[number] = step, value

@@ -12,8 +12,6 @@ import contextlib
 import math
 import operator
 import pickle
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -123,14 +121,14 @@ class Buffers:
         for part in module.modules():
             space: Any = torch_private.buffers_of(part)
             for name, buffer in space.items():
-                if buffer is not None and not buffer.is_inference() and (id(part), name) not in self.rows:
+                if buffer is not None and not native.is_inference(buffer) and (id(part), name) not in self.rows:
                     self.rows[id(part), name] = _Buffer(space, name)
 
     def refresh(self) -> None:
         """Remember the contents of now; buffers that nothing wrote are left alone."""
         for row in self.rows.values():
             buffer, seen = row.space[row.name], row.space[row.witness]
-            if buffer is None or buffer.is_inference():
+            if buffer is None or native.is_inference(buffer):
                 continue
             is_same = buffer is row.tensor and buffer._version == row.version
             if not is_same or seen is not row.seen or seen._version != row.seen_version:
@@ -155,7 +153,7 @@ class Buffers:
                     if row.tensor.shape != row.content.shape:
                         raise CannotGoBack("a buffer has another shape by now")
                     row.space[row.name] = row.tensor
-                    row.tensor.data.copy_(row.content)
+                    native.copy_(row.tensor.data, row.content)
             yield
         finally:
             held.write()
@@ -221,7 +219,7 @@ class _Bindings:
             buffer
             for _, buffers, _ in self._parts
             for buffer in buffers.values()
-            if buffer is not None and not buffer.is_inference()
+            if buffer is not None and not native.is_inference(buffer)
         )
 
     def check(self) -> None:
@@ -772,10 +770,9 @@ class GeneratorWatch:
 
 def python_generators() -> dict[str, Any]:
     """The states of Python's and, where the program uses it, NumPy's generator."""
-    numpy = sys.modules.get("numpy")
-    states: dict[str, Any] = {"python": random.getstate()}
-    if numpy is not None and hasattr(numpy, "random"):
-        states["numpy"] = numpy.random.get_state()
+    states: dict[str, Any] = {"python": native.get_python_state()}
+    if native.get_numpy_state is not None:
+        states["numpy"] = native.get_numpy_state()
     return states
 
 
@@ -792,6 +789,6 @@ def python_generators_restored(states: dict[str, Any] | None) -> Iterator[None]:
 
 def set_python_generators(states: dict[str, Any]) -> None:
     """Put Python's and NumPy's generators into ``states``."""
-    random.setstate(states["python"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+    native.set_python_state(states["python"])
+    if "numpy" in states and native.set_numpy_state is not None:
+        native.set_numpy_state(states["numpy"])

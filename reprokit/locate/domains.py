@@ -100,9 +100,9 @@ DOMAINS = {
 
 
 SPECTRA = {
-    "eigh": ("eigenvalues", torch.linalg.eigvalsh),
-    "eig": ("eigenvalues", torch.linalg.eigvals),
-    **dict.fromkeys(("svd", "svd_lowrank"), ("singular values", torch.linalg.svdvals)),
+    "eigh": ("eigenvalues", native.eigvalsh),
+    "eig": ("eigenvalues", native.eigvals),
+    **dict.fromkeys(("svd", "svd_lowrank"), ("singular values", native.svdvals)),
 }
 
 
@@ -111,8 +111,10 @@ def spectrum_of(name: str, matrix: torch.Tensor) -> str:
     if name not in SPECTRA or native.dim(matrix) < 2:
         return ""
     values = SPECTRA[name][1](matrix)
-    if matrix.shape[-1] != matrix.shape[-2] and bool((values == 0).any()):
+    if matrix.shape[-1] != matrix.shape[-2] and bool(native.any(values == 0)):
         return "zero"
-    gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
-    gaps.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
-    return "repeated" if bool((gaps <= 1e-5 * values.abs().max().clamp(min=1e-30)).any()) else ""
+    gaps = native.abs(native.unsqueeze(values, -1) - native.unsqueeze(values, -2))
+    native.fill_(native.diagonal(gaps, dim1=-2, dim2=-1), float("inf"))
+    return (
+        "repeated" if bool(native.any(gaps <= 1e-5 * native.clamp(native.max(native.abs(values)), min=1e-30))) else ""
+    )

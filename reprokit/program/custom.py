@@ -163,7 +163,7 @@ class CustomFunctions:
                 reads = []
                 with native.DisableTorchFunction():
                     for leaf, grad in zip(application.leaves, grads, strict=False):
-                        if leaf is not None and _is_tensor(grad) and (len(grads) == 1 or bool(grad.any())):
+                        if leaf is not None and _is_tensor(grad) and (len(grads) == 1 or bool(native.any(grad))):
                             value = tracer.new_value()
                             tracer.alias(grad, value)
                             reads.append((leaf, value))
@@ -182,8 +182,10 @@ class CustomFunctions:
         for argument, grad in zip(application.arguments, given, strict=False):
             if argument is not None and _is_tensor(grad):
                 start = self._tracer.tensor_of(argument)
-                fitted = grad.sum_to_size(start.shape) if start is not None and grad.shape != start.shape else grad
-                fitted = fitted.to(start.dtype) if start is not None and fitted.dtype != start.dtype else fitted
+                fitted = (
+                    native.sum_to_size(grad, start.shape) if start is not None and grad.shape != start.shape else grad
+                )
+                fitted = native.to(fitted, start.dtype) if start is not None and fitted.dtype != start.dtype else fitted
                 pairs.append((argument, self._tracer.value(fitted)))
         return pairs
 

@@ -184,21 +184,38 @@ def allowed_names() -> frozenset[str]:
     return frozenset(name for file in lists for name in file.read_text(encoding="ascii").split())
 
 
-@functools.cache
+def look_up_all() -> None:
+    """Look up everything that a program may name; later a script may have replaced the attributes of torch."""
+    _by_function()
+    _optimizers()
+    _layers()
+
+
 def optimizer_named(target: str) -> type[torch.optim.Optimizer]:
     """The class whose step this call is; raises `UnknownFunction` unless the class is on the list and in this torch."""
-    name = target.removeprefix("torch.optim.").removesuffix(".step")
-    found: type[torch.optim.Optimizer] | None = getattr(torch.optim, name, None) if target in allowed_names() else None
-    if found is None:
-        raise UnknownFunction(f"`{target}` is not the step of one of torch's optimizers")
-    return found
+    try:
+        return _optimizers()[target]
+    except KeyError:
+        raise UnknownFunction(f"`{target}` is not the step of one of torch's optimizers") from None
 
 
 @functools.cache
+def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """torch's optimizers by the names of their steps."""
+    targets = (name for name in allowed_names() if name.startswith("torch.optim."))
+    found = {target: getattr(torch.optim, target.split(".")[2], None) for target in targets}
+    return {target: optimizer for target, optimizer in found.items() if optimizer is not None}
+
+
 def layer_class(name: str) -> type[torch.nn.Module] | None:
     """One of torch's layers by its name in `torch.nn`; ``None`` for anything else there."""
-    found = getattr(torch.nn, name, None) if name in torch.nn.modules.__all__ else None
-    return found if isinstance(found, type) and issubclass(found, torch.nn.Module) else None
+    return _layers().get(name)
+
+
+@functools.cache
+def _layers() -> dict[str, type[torch.nn.Module]]:
+    found = ((name, getattr(torch.nn, name, None)) for name in torch.nn.modules.__all__)
+    return {name: layer for name, layer in found if isinstance(layer, type) and issubclass(layer, torch.nn.Module)}
 
 
 @functools.cache

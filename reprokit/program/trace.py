@@ -131,8 +131,8 @@ class Tracer(TorchFunctionMode):
         options = dict(kwargs or {})
         if self.is_silent or torch_private.peek_transforms() is not None:
             return func(*args, **options)
-        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
-            return iter(self.perform("torch.Tensor.unbind", torch.Tensor.unbind, (args[0], 0), {}))
+        if func is torch.Tensor.__iter__ and native.dim(args[0]) > 0:
+            return iter(self.perform("torch.Tensor.unbind", native.unbind, (args[0], 0), {}))
         name = functions.name_of(func)
         if name in _LAYERS:
             # Run a Python functional with its own override check answered ``no`` once, so that its inside is recorded

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +43,7 @@ class TrialBudget:
 
     runs: int = 24
     seconds: float = 10.0
-    _started: float = field(default_factory=time.monotonic)
+    _started: float = field(default_factory=clock.monotonic)
 
     @property
     def is_spent(self) -> bool:

@@ -57,7 +57,7 @@ def is_not_positive(scene: Scene) -> Numbers | None:
         or not bool(native.all(native.isfinite(x)))
     ):
         return None
-    lowest = float(native.eigvalsh(native.double(native.detach(x))).min())
+    lowest = float(native.min(native.eigvalsh(native.double(native.detach(x)))))
     eps = torch.finfo(x.dtype).eps * float(native.max(native.abs(x))) * x.shape[-1]
     return {"lowest": lowest} if lowest <= eps else None
 

@@ -68,7 +68,7 @@ def has(scene: Scene, /, role: Slot = "x", *, size: bool = False, **wanted: str 
 def meet(scene: Scene, /, **wanted: Mapping[str, Any]) -> Numbers | None:
     """True if operands of the origin compare as wanted at one place, each as in `has`."""
     masks = (_compared(scene.tensor(name), **bounds) for name, bounds in wanted.items())
-    return places(functools.reduce(torch.logical_and, masks))
+    return places(functools.reduce(native.logical_and, masks))
 
 
 ZERO_BY_ZERO = meet(numerator={"equal": 0.0}, denominator={"equal": 0.0})
@@ -152,9 +152,9 @@ def raises(scene: Scene, pattern: str) -> Numbers | None:
 def ignored_by(loss: ObservedCall) -> Numbers | None:
     """The targets of a loss, if it ignores all of them."""
     target, ignored = loss.argument("target"), loss.argument("ignore_index")
-    if target.is_floating_point() or not target.numel():
+    if native.is_floating_point(target) or not native.numel(target):
         return None
-    return {"count": target.numel(), "ignored": ignored} if bool((target == ignored).all()) else None
+    return {"count": native.numel(target), "ignored": ignored} if bool(native.all(target == ignored)) else None
 
 
 def turns_bad(scene: Scene) -> Numbers | None:

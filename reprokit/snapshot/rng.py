@@ -1,13 +1,10 @@
 """The state of every random generator a training loop may draw from, as plain data and tensors.
 
-Only generators that the program has already touched are read: NumPy's when NumPy is imported, an accelerator's when it
-is initialised. Reading draws nothing.
+NumPy's is read where NumPy is installed, an accelerator's when the program has initialised it. Reading draws nothing.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 from dataclasses import astuple, dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -64,23 +61,22 @@ class Generators:
 def get_rng_state() -> Generators:
     """The states of the generators that are in use."""
     accelerators = {
-        name: tuple(device.get_rng_state(index).cpu() for index in range(device.device_count()))
+        name: tuple(native.cpu(device.get_rng_state(index)) for index in range(device.device_count()))
         for name, device in _started_accelerators().items()
     }
-    numpy, numpy_state = sys.modules.get("numpy"), None
-    if numpy is not None:
-        algorithm, words, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    numpy_state = None
+    if native.get_numpy_state is not None:
+        algorithm, words, position, has_gauss, gauss = native.get_numpy_state(legacy=True)
         numpy_state = NumpyState(algorithm, tuple(words.tolist()), int(position), int(has_gauss), float(gauss))
-    return Generators(PythonState(*random.getstate()), native.get_rng_state(), numpy_state, **accelerators)
+    return Generators(PythonState(*native.get_python_state()), native.get_rng_state(), numpy_state, **accelerators)
 
 
 def set_rng_state(states: Generators) -> None:
     """Put the generators of Python, NumPy, torch and CUDA into some states."""
-    numpy = sys.modules.get("numpy")
     if states.python is not None:
-        random.setstate((states.python.version, states.python.words, states.python.gauss))
-    if states.numpy is not None and numpy is not None:
-        numpy.random.set_state(astuple(states.numpy))
+        native.set_python_state((states.python.version, states.python.words, states.python.gauss))
+    if states.numpy is not None and native.set_numpy_state is not None:
+        native.set_numpy_state(astuple(states.numpy))
     if states.torch is not None:
         native.set_rng_state(states.torch)
     for device, state in enumerate(states.cuda or ()):

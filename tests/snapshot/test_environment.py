@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprokit import native
 from reprokit.grammar import plain_of, read
 from reprokit.snapshot import environment
 from reprokit.snapshot.environment import Environment, collect_environment, collect_switches
@@ -40,7 +41,7 @@ def test_modules_beside_the_script_do_not_shadow_torch_and_no_device_is_started(
 ) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit(1)\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(native, "cuda_is_available", lambda: True)
     monkeypatch.setattr(environment, "_collect_env_here", None)
     assert "PyTorch version" in environment._collect_env_text(60)
 
