@@ -124,7 +124,7 @@ class Loop:
                 part.forget()
         self.compilers.clear()
         self.forwards.clear()
-        self.recorder.roots.attributes.forget()
+        self.recorder.roots.forget()
         self.recorder.raised, self.recorder.gaps = None, []
 
     # -- what belongs to the training ----------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Meets the modules that the loop calls itself, and only those, and notes their calls.
 
 For the first steps ``nn.Module.__call__`` is watched, and put back while a root runs, so that nothing inside one sees
-it. Every class met at the outermost level gets a ``__call__`` of its own; then the global watch goes. A root of a class
-that appears later is noted as plain calls once, and watched from its next call on.
+it. Every class met at the outermost level gets a ``__call__`` of its own, which calls what Python would find without it;
+then the global watch goes. A root of a class that appears later is noted as plain calls once, and watched from its next
+call on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from threading import get_ident
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,12 @@ class RootCalls:
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not roots.is_root_call():
                 return original(self, *args, **kwargs)
-            recorder.guard(roots.meet_class, type(self), original)
+            recorder.guard(roots.meet_class, type(self))
+            if not roots.is_first_called(self):
+                # A class between has a `__call__` of its own, which is running and has called this one: what it has
+                # done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
+                recorder.guard(recorder.loop.meet_module, self)
+                return roots.unwatched(original, self, *args, **kwargs)
             known = self, args, kwargs, sys._getframe(1)
             return recorder.whole(roots.begin, known, roots.unwatched, (original, self, *args), kwargs, roots.finish)
 
@@ -81,36 +87,55 @@ class RootCalls:
                 if cls.__dict__.get("__call__") is not ours:
                     continue  # somebody has put something on top of it
                 if own is None:
-                    del cls.__call__
+                    type.__delattr__(cls, "__call__")
                 else:
-                    cls.__call__ = own  # type: ignore[method-assign]
+                    type.__setattr__(cls, "__call__", own)
         self._patched.clear()
+
+    def forget(self) -> None:
+        """Let go of the user's modules and classes."""
+        self.met.clear()
+        self._known.clear()
+        self.attributes.forget()
 
     def _stop_watching(self) -> None:
         if self._original is not None and torch.nn.Module.__call__ is self._watcher:
             torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
         self._original = None
 
-    def meet_class(self, cls: type[torch.nn.Module], original: Callable[..., Any] | None = None) -> None:
-        """Watch the calls of a class of modules."""
+    def meet_class(self, cls: type[torch.nn.Module]) -> None:
+        """Watch the calls of a class of modules.
+
+        The function that is performed is found anew in each call, where Python would find it without ours: in the
+        class itself, else in the classes behind it in the order of the module's own class.
+        """
         if cls in self._patched:
             return
-        roots, recorder, own = self, self._recorder, cls.__dict__.get("__call__")
+        roots, recorder, own = self, self._recorder, vars(cls).get("__call__")
         if cls not in self._known:
             self._known.append(cls)
-        inner: Any = own or original or cls.__call__
+        function: Any = own if own is None or isinstance(own, FunctionType) else _bound_anew(own)
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner: Any = super(cls, self).__call__ if function is None else MethodType(function, self)  # type: ignore[misc]
             if is_compiling() or (recorder.depth and not recorder.is_stepping) or not roots.is_root_call():
-                return inner(self, *args, **kwargs)
+                return inner(*args, **kwargs)
             known = self, args, kwargs, sys._getframe(1)
             finish = roots.finish if recorder.loop.generators.looks_left or not recorder.is_claimed else None
             if roots._original is not None:  # every module is watched
-                return recorder.whole(roots.begin, known, roots.unwatched, (inner, self, *args), kwargs, finish)
-            return recorder.whole(roots.begin, known, inner, (self, *args), kwargs, finish)
+                return recorder.whole(roots.begin, known, roots.unwatched, (inner, *args), kwargs, finish)
+            return recorder.whole(roots.begin, known, inner, args, kwargs, finish)
 
         self._patched[cls] = own, __call__
-        cls.__call__ = __call__  # type: ignore[method-assign]
+        type.__setattr__(cls, "__call__", __call__)  # a metaclass may have a `__setattr__` of its own
+
+    def is_first_called(self, module: torch.nn.Module) -> bool:
+        """True if a call of a module comes to the watch first, not through a `__call__` of a class between."""
+        for cls in type(module).__mro__:
+            is_only_ours = cls in self._patched and self._patched[cls][0] is None
+            if "__call__" in vars(cls) and not is_only_ours:
+                return cls is torch.nn.Module
+        return False
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -171,6 +196,16 @@ class RootCalls:
         if self._last is None or content != self._last[1]:
             self._last = (state, None), content
         return self._last[0]
+
+
+def _bound_anew(own: Any) -> Callable[..., Any]:
+    """A `__call__` that is no function, such as a static method or a callable object, as a function of the module."""
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound = own.__get__(self, type(self)) if hasattr(type(own), "__get__") else own
+        return bound(*args, **kwargs)
+
+    return call
 
 
 def generator_states(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
