@@ -104,6 +104,7 @@ HAS_INDICES = _SAMPLES not in LOST.values()
 DYNAMO, INDUCTOR = "torch._dynamo", "torch._inductor.compile_fx"
 EVAL_FRAME, BACKENDS, BACKEND_TABLE = f"{DYNAMO}.eval_frame", f"{DYNAMO}.backends.registry", "_COMPILER_FNS"
 BEFORE_COMPILED = "_is_skip_guard_eval_unsafe_stance"  # every compiled function calls it right before it runs
+COMPILED_MODULE = "OptimizedModule"  # of the same module: the class of compiled modules
 CHECKPOINT_FRAMES = "_checkpoint_without_reentrant_generator"  # of `torch.utils.checkpoint`
 CHECKPOINT_HOOKS = "_checkpoint_hook", "_recomputation_hook"  # of the forward pass, and of what repeats it
 UNSCALE = "_unscale_grads_"  # of a `GradScaler`

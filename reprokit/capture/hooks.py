@@ -268,6 +268,9 @@ class Hooks:
                 self.lacking.append(_BEFORE_COMPILED)
             return
         recorder, loop = self._recorder, self._loop
+        module = getattr(home, torch_private.COMPILED_MODULE, None)
+        if module is not None:  # its own `__call__` would hide the first call from the watch of all modules
+            recorder.roots.meet_class(module)
 
         def before_compiled() -> Any:
             if recorder.is_outermost:

@@ -1,9 +1,9 @@
 """Meets the modules that the loop calls itself, and only those, and notes their calls.
 
 For the first steps ``nn.Module.__call__`` is watched, and put back while a root runs, so that nothing inside one sees
-it. Every class met at the outermost level gets a ``__call__`` of its own, which calls what Python would find without it;
-then the global watch goes. A root of a class that appears later is noted as plain calls once, and watched from its next
-call on.
+it. Every class met at the outermost level gets a ``__call__`` of its own, which calls what Python finds without it;
+then the global watch goes. A root of a class that appears later, or whose base has a ``__call__`` of its own, is noted
+as plain calls once, and watched from its next call on.
 """
 
 from __future__ import annotations
