@@ -25,6 +25,7 @@ import torch
 
 from reprokit import native, torch_private
 from reprokit.capture.structure import ATOMS, iter_tensors
+from reprokit.program.dataflow import node_of
 from reprokit.program.sites import kind_of_file
 
 Owner = torch.nn.Module | torch.optim.Optimizer
@@ -233,7 +234,7 @@ def _tensors_in(containers: Iterable[Any], found: set[int]) -> Iterator[torch.Te
     """The tensors without a graph in containers and in tuples there; not those ``found`` already."""
     for value in chain.from_iterable(map(_values, containers)):
         for tensor in iter_tensors(value) if isinstance(value, (torch.Tensor, tuple)) else ():
-            if id(tensor) not in found and tensor.grad_fn is None and not native.is_inference(tensor):
+            if id(tensor) not in found and node_of(tensor) is None and not native.is_inference(tensor):
                 found.add(id(tensor))
                 yield tensor
 

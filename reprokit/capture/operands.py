@@ -18,6 +18,7 @@ import torch
 
 from reprokit import native
 from reprokit.capture.structure import iter_tensors
+from reprokit.program.dataflow import node_of
 from reprokit.program.sites import relative_path
 
 _MOST = 4  # operands of an expression, or of an assignment, that are printed
@@ -68,7 +69,7 @@ def carried_by(roots: Iterable[torch.nn.Module]) -> Iterator[str]:
         nodes = [node for node in ast.walk(_tree(file)) if isinstance(node, ast.Attribute)]
         for name, value in list(vars(module).items()):
             at = {type(node.ctx): node.lineno for node in nodes if node.attr == name}
-            if {ast.Load, ast.Store} <= at.keys() and any(one.grad_fn is not None for one in iter_tensors(value)):
+            if {ast.Load, ast.Store} <= at.keys() and any(node_of(one) is not None for one in iter_tensors(value)):
                 where = f"assigned at {relative_path(file)}:{at[ast.Store]}, read in line {at[ast.Load]}"
                 owner = f"`{name}` of the module `{path or type(module).__name__}`"
                 yield f"{owner} ({where}) holds a graph, and may carry it from step to step"

@@ -23,7 +23,7 @@ import torch
 
 from reprokit import native, torch_private
 from reprokit.capture.structure import ATOMS, TENSORS, iter_leaves, map_leaves
-from reprokit.program.dataflow import same_bits
+from reprokit.program.dataflow import node_of, same_bits
 from reprokit.program.ir import Mode
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Tape:
         self.stamps.setdefault(number, version)
         if number in self._early:
             self._early.discard(number)
-            if tensor.grad_fn is not None and not is_input:
+            if node_of(tensor) is not None and not is_input:
                 self.before[number] = native.detach(tensor)
             elif not is_input:  # a replay from the last copy does not make it
                 self.inputs[number] = tensor
@@ -347,8 +347,9 @@ class Tape:
         end = self.marks[num_marks - 1].end if num_marks else 0
         early, later = self.ops(0, end), self.ops(end)
         living = self.alive()
-        graphs = {number for number, tensor in living.items() if tensor.requires_grad and tensor.grad_fn is not None}
-        trained = {number for number, tensor in living.items() if tensor.requires_grad and tensor.grad_fn is None}
+        tracked = {number: node_of(tensor) for number, tensor in living.items() if tensor.requires_grad}
+        graphs = {number for number, node in tracked.items() if node is not None}
+        trained = tracked.keys() - graphs
         graphs.update([number for op in later for number in op.ins if number not in trained])  # loaded, then clipped
         carried = makers_of(graphs, [*self.carried, *early])
         self.carried = carried if len(carried) <= _MOST_CARRIED else []

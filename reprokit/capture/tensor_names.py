@@ -21,6 +21,7 @@ import torch
 from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, Op
 from reprokit.errors import ignored_errors
+from reprokit.program.dataflow import node_of
 from reprokit.program.sites import kind_of_file, make_site, parts
 from reprokit.program.trace import InputName
 from reprokit.words import item_name, user_path
@@ -102,8 +103,9 @@ class Names:
     def describe(self, number: Number | None, tensor: torch.Tensor) -> InputName | None:
         """The name and role of a tensor, or ``None``."""
         found = self._known.get(id(tensor)) or self._known.get((number,))
-        if found is None and tensor.grad_fn is not None:  # what a custom autograd function returned
-            return InputName(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
+        node = node_of(tensor) if found is None else None
+        if node is not None:  # what a custom autograd function returned
+            return InputName(f"{node.name().removesuffix('Backward')}_output", "opaque")
         return found
 
     def _add(self, key: Number | torch.Tensor, origin: InputName) -> None:

@@ -25,6 +25,7 @@ from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.capture.tape import address_of, version_of
 from reprokit.locate.ways import NAN, bad_tensor, ways_of
 from reprokit.native import clock
+from reprokit.program.dataflow import node_of
 from reprokit.series.timeline import parameters_of
 from reprokit.torch_private import shard_of, shards_of
 
@@ -671,7 +672,7 @@ def is_unmade(module: torch.nn.Module) -> bool:
 
 def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
     given = (*module.parameters(), *module.buffers())
-    return [t for t in given if not is_lazy(t) and not native.is_inference(t) and t.grad_fn is None]
+    return [t for t in given if not is_lazy(t) and not native.is_inference(t) and node_of(t) is None]
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import torch
 
 from reprokit import native
 from reprokit.errors import pass_on
-from reprokit.program.dataflow import is_accumulation, is_bad, reachable, same_bits
+from reprokit.program.dataflow import is_accumulation, is_bad, node_of, reachable, same_bits
 from reprokit.program.functions import replacing
 from reprokit.program.ir import iter_leaves
 from reprokit.torch_private import HAS_TRANSFORMS, JVP, VJP, apis, eager_transforms, peek_transforms
@@ -268,7 +268,8 @@ class _Inputs:
         if not value.requires_grad:
             return value
         own = set(map(id, self.leaves))
-        behind = [value] if value.grad_fn is None else filter(is_accumulation, reachable([value.grad_fn]))
+        node = node_of(value)
+        behind = [value] if node is None else filter(is_accumulation, reachable([node]))
         if self._is_outside_tracked and not all(id(getattr(leaf, "variable", leaf)) in own for leaf in behind):
             return value
         return native.detach(value)
