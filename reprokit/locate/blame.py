@@ -15,7 +15,7 @@ with ordinary numbers in the place of what is not finite.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,14 +23,15 @@ from reprokit import native
 from reprokit.errors import ignored_warnings, pass_on
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
+from reprokit.locate.flow import Flow
 from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
 from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of, starts_of
 from reprokit.locate.spelling import constant_ways, short_name
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
-from reprokit.program.dataflow import calls_behind, needed_calls
-from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
+from reprokit.program.dataflow import needed_calls
+from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name
 from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
-from reprokit.program.ir import AUTOGRAD_GRAD, OPAQUE, Call, Input, Phase, Program, Ref, Scope, iter_refs
+from reprokit.program.ir import AUTOGRAD_GRAD, Call, Input, Phase, Program, Ref, Scope, iter_refs
 from reprokit.program.observe import Trace, copied
 
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
@@ -148,11 +149,11 @@ def outcome_or_failure(
 
 
 def _hidden_failure(program: Program, tensors: Tensors, notes: Notes, calls: Sequence[int]) -> Failure | None:
-    walk = _Walk(program, tensors, notes)
+    walk = _Walk(Flow(notes), tensors)
     for index in calls:
         if program.calls[index].phase is Phase.FORWARD and not any(notes.reads.get(index, {}).values()):
             for value, ways in notes.writes.get(index, {}).items():
-                readers = [call for call in program.calls[index + 1 :] if value in call.input_refs()]
+                readers = [program.calls[reader] for reader in walk.flow.readers(value, index)]
                 is_bounded = bool(readers) and all(short_name(call) in _BOUNDING for call in readers)
                 for way in () if is_bounded else ways:
                     if not walk.is_wanted(value, way, index + 1):
@@ -186,15 +187,15 @@ def _located(
     if found is None:
         return None
     if found.is_gradient:
-        return _blame_gradient(program, tensors, notes, found)
-    return _Walk(program, tensors, notes, through).blame(found.value, found.way, found.index)
+        return _blame_gradient(_Walk(Flow(notes), tensors), found)
+    return _Walk(Flow(notes), tensors, through).blame(found.value, found.way, found.index)
 
 
 def last_bad(program: Program, tensors: Tensors, within: int) -> int | None:
     """The last bad value that nobody asked for and that one of the last calls, ``within`` so many, made or read."""
     notes = Notes(program)
     notes.run(tensors)
-    walk = _Walk(program, tensors, notes)
+    walk = _Walk(Flow(notes), tensors)
     for index in sorted(notes.reads, reverse=True)[:within]:
         for flags, at in ((notes.writes.get(index, {}), index + 1), (notes.reads[index], index)):
             for value, ways in flags.items():
@@ -214,7 +215,7 @@ def locate_exception(program: Program, tensors: Tensors) -> Failure | None:
 
 def _with_cause(failure: Failure, program: Program, tensors: Tensors, notes: Notes) -> Failure:
     bad = bad_operand(program, tensors, notes, failure.call_index or 0)
-    cause = _Walk(program, tensors, notes).blame(bad.value, bad.way, bad.index) if bad is not None else None
+    cause = _Walk(Flow(notes), tensors).blame(bad.value, bad.way, bad.index) if bad is not None else None
     return replace(failure, cause=cause)
 
 
@@ -258,8 +259,10 @@ def _first_bad(
 
 def _bad_rewritten(notes: Notes, before: int) -> BadValue | None:
     """A gradient that was finite after the backward pass and that something, such as clipping, has written since."""
-    for number, call in enumerate(notes.program.calls[:before]):
-        leaf = notes.leaves.get(call.input_refs()[0]) if call.target == GRAD_READ else None
+    for number, call in notes.grad_reads:
+        if number >= before:
+            break
+        leaf = notes.leaves.get(call.input_refs()[0])
         ways = ways_of(leaf.grad) if leaf is not None and leaf.grad is not None else frozenset()
         value = next(iter(call.output_refs()), -1)
         if ways and (notes.writer(value, before) or 0) > number:
@@ -285,10 +288,11 @@ def _is_updated(notes: Notes, item: Input, end: int) -> bool:
     return writer is not None and (is_state or notes.program.calls[writer].phase is Phase.OPTIMIZER)
 
 
-def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: BadValue) -> Failure:
+def _blame_gradient(walk: _Walk, found: BadValue) -> Failure:
     """Blame a bad gradient on a node, or on the forward when the node only passed on a NaN that was there before."""
-    blame = blame_gradient(program, tensors, found, notes.inner)
-    walk = _Walk(program, tensors, notes)
+    program, tensors, notes, watches = walk.flow.program, walk.tensors, walk.notes, walk.flow.watches
+    blame = blame_gradient(program, tensors, found, watches.get(found.index, notes.inner))
+    watches[found.index] = blame.watch
     for value in _given_gradients(program.calls[found.index]) if blame.was_given else ():
         ways = notes.reads[found.index].get(value)
         if ways and notes.writer(value, found.index) is not None:  # the program computed it by itself
@@ -351,160 +355,168 @@ def _dropped(notes: Notes, blame: Blame, origin: Failure, end: int, *, is_given:
     return replace(own or moved, drop=drop)
 
 
-class _Walk:
-    """Follows a bad value back to its origin, at the most to the value ``through`` if that leads to an input."""
+State = tuple[int, str, int | None, int | None]
+"""A value, a way in which it is bad, and the call that wrote it; of an input the call that reads it."""
 
-    def __init__(self, program: Program, tensors: Tensors, notes: Notes, through: int | None = None) -> None:
-        self._program = program
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where following a bad value ends: the call ``index`` wrote it, or it is an input if there is none.
+
+    ``passed`` is the call that wrote the value ``through``, with the way in which that was bad.
+    """
+
+    value: int
+    way: str
+    at: int  # the call that reads it
+    index: int | None
+    passed: tuple[int, str] | None = None
+
+
+class _Walk:
+    """Follows bad values back to their origins, at the most to the value ``through`` if that leads to an input.
+
+    A value that a call wrote is followed once, whoever asks. Values wait in a list, not on Python's stack: a model may
+    have more layers than Python has frames.
+    """
+
+    def __init__(self, flow: Flow, tensors: Tensors, through: int | None = None) -> None:
+        self.flow, self.notes = flow, flow.notes
+        self._program = flow.program
         self._through = through
-        self._tensors = tensors
-        self._origins: dict[tuple[int, str, int | None], int | None] = {}
-        self.notes = notes
+        self.tensors = tensors
+        self._ends: dict[State, _End] = {}
+        self._origins: dict[State, int | None] = {}
 
     def blame(self, value: int, way: str, at: int) -> Failure:
         """The origin of ``value`` being bad in this way when call number ``at`` reads it."""
-        passed: Failure | None = None
-        end = value, at
-        while True:
-            index = self.notes.writer(value, at)
-            given = self._given_to_maker(value) if index is None else None
-            if given is not None:
-                value, way, at = given
+        end = self._end(value, way, at)
+        if end.index is not None:
+            return self._blame_call(*self.flow.first_alike(end.index, end.value, end.way, (value, at)), end.way)
+        origin = self._blame_input(end.value, end.way, end.at)
+        if end.passed is None or self._through is None:
+            return origin
+        index, passed_way = end.passed
+        passed = self._blame_call(index, self._through, passed_way)
+        read = self._program.calls[passed.call_index or 0].input_refs()  # one alone shows not what drops it
+        return replace(passed, marker=origin.input_name, operand=f"{len(read)} operands")
+
+    def _end(self, value: int, way: str, at: int) -> _End:
+        """Follow a bad value, and first every operand that it may be followed to."""
+        waiting, begun = [(value, way, at)], set[State]()
+        while waiting:
+            place = waiting[-1]
+            state = self._state(*place)
+            if state in self._ends:
+                waiting.pop()
                 continue
-            if index is None:
-                origin = self._blame_input(value, way, at)
-                if passed is None:
-                    return origin
-                read = self._program.calls[passed.call_index or 0].input_refs()  # one alone shows not what drops it
-                return replace(passed, marker=origin.input_name, operand=f"{len(read)} operands")
-            if value == self._through and passed is None:
-                passed = self._blame_call(index, value, way)
-            step = self._culprit(index, way)
-            if step is None:
-                return self._blame_call(*self._first_alike(index, value, way, end), way)
-            value, way, at = *step, index
-
-    def _first_alike(self, index: int, value: int, way: str, end: tuple[int, int]) -> tuple[int, int]:
-        """The first call of the same line on the way to ``end`` that fails like call number ``index``, and its result.
-
-        Of two layers that divide by the number of neighbours the first fails before the second, even if the value it
-        spoils is not the one that the second one reads (``gcn_isolated_node`` in the tests).
-        """
-        calls, own = self._program.calls, self._program.calls[index]
-        for earlier, made in self.notes.writes.items():
-            other = calls[earlier]
-            if earlier >= index or (other.target, other.site) != (own.target, own.site) or own.site is None:
+            # What has begun and has no end yet reads what it makes: a file can claim that, a run cannot.
+            operands = [one for one in self._operands(*place) if one != place and self._state(*one) not in begun]
+            unknown = [one for one in operands if self._state(*one) not in self._ends]
+            if unknown:
+                begun.add(state)
+                waiting += unknown
                 continue
-            if any(self.notes.reads[earlier].values()) or earlier not in calls_behind(calls, [end[0]], end[1]):
-                continue
-            for result, ways in made.items():
-                if way in ways and not self.is_wanted(result, way, earlier + 1):
-                    return earlier, result
-        return index, value
+            waiting.pop()
+            begun.discard(state)
+            self._ends[state] = self._ended(place, operands)
+        return self._ends[self._state(value, way, at)]
 
-    def _culprit(self, index: int, way: str) -> tuple[int, str] | None:
-        """The input of a call that explains why its output is bad in this way."""
-        reads = self.notes.reads[index]
-        order = dict.fromkeys((way, NAN, PLUS, MINUS))
-        found = [
-            (value, wanted)
-            for wanted in order
-            for value, ways in reads.items()
-            if wanted in ways and not self.is_wanted(value, wanted, index)
-        ]
-        if found:
-            return self._made_first(found, index)
-        for value, ways in reads.items():
-            if way in ways:
-                return value, way
-        return None
+    def _ended(self, place: tuple[int, str, int], operands: Sequence[tuple[int, str, int]]) -> _End:
+        """The end of a value whose operands have one."""
+        value, way, at = place
+        index = self.notes.writer(value, at)
+        end = _End(value, way, at, index)
+        if operands:
+            end = self._ends[self._state(*self._made_first(operands))]
+        if value == self._through and index is not None:
+            end = replace(end, passed=(index, way))
+        return end
 
-    def _made_first(self, found: list[tuple[int, str]], index: int) -> tuple[int, str]:
-        """The input whose origin comes first, if several are bad and calls made all of them.
+    def _state(self, value: int, way: str, at: int) -> State:
+        index = self.notes.writer(value, at)
+        return value, way, index, at if index is None else None
+
+    def _operands(self, value: int, way: str, at: int) -> list[tuple[int, str, int]]:
+        """The values that explain why ``value`` is bad in this way, each with its way and the call that reads it; none
+        where following it ends."""
+        index = self.notes.writer(value, at)
+        if index is None:
+            given = self._given_to_maker(value)
+            return [given] if given is not None else []
+        reads, first = self.notes.reads[index], dict[int, str]()
+        for wanted in dict.fromkeys((way, NAN, PLUS, MINUS)):
+            for read, ways in reads.items():
+                if wanted in ways and not self.is_wanted(read, wanted, index):
+                    first.setdefault(read, wanted)
+        found = [(read, wanted, index) for read, wanted in first.items()]
+        if not found:
+            found = [(read, way, index) for read, ways in reads.items() if way in ways]
+            return found[:1]
+        return found if len(found) <= _MOST_OPERANDS else found[:1]
+
+    def _made_first(self, operands: Sequence[tuple[int, str, int]]) -> tuple[int, str, int]:
+        """The operand whose origin comes first, if several are bad and calls made all of them.
 
         An infinite sum and, one line later, an infinite product that is divided by it: the sum is what went wrong.
         """
-        first = dict[int, str]()
-        for value, way in found:
-            first.setdefault(value, way)
-        if len(first) == 1 or len(first) > _MOST_OPERANDS:
-            return found[0]
-        origins = {value: self._origin_of(value, way, index) for value, way in first.items()}
-        if None in origins.values():
-            return found[0]
-        value = min(first, key=lambda value: origins[value] or 0)
-        return (value, first[value]) if (origins[value] or 0) < (origins[found[0][0]] or 0) else found[0]
+        if len(operands) == 1:
+            return operands[0]
+        origins = [self._origin_of(*operand) for operand in operands]
+        known = [origin for origin in origins if origin is not None]
+        return operands[origins.index(min(known))] if len(known) == len(operands) else operands[0]
 
     def _origin_of(self, value: int, way: str, at: int) -> int | None:
-        """The call that is the origin of a bad value, ``None`` if none made it."""
-        key = value, way, self.notes.writer(value, at)
-        if key not in self._origins:
-            self._origins[key] = None  # until it is known
-            self._origins[key] = self.blame(value, way, at).call_index
-        return self._origins[key]
+        """The call that is the origin of a bad value whose end is known, ``None`` if none made it."""
+        state = self._state(value, way, at)
+        if state not in self._origins:
+            end = self._ends[state]
+            if end.index is None:
+                self._origins[state] = end.passed[0] if end.passed is not None else None
+            else:
+                index, made = self.flow.first_alike(end.index, end.value, end.way, (value, at))
+                self._origins[state] = self._blame_call(index, made, end.way).call_index
+        return self._origins[state]
 
     def is_wanted(self, value: int, way: str, at: int) -> bool:
-        """True if somebody asked for this infinity: a constant, a mask fill, an input given like that.
-
-        Masks come with the batch as ``-inf``; a ``+inf`` in there is data that overflowed.
-        """
-        waiting, seen = [(value, way, at)], set[tuple[int, str, int | None]]()
-        while waiting:
-            value, way, at = waiting.pop()
-            index = self.notes.writer(value, at)
-            if (value, way, index) in seen:
-                continue
-            seen.add((value, way, index))
-            bad = [(v, w) for v, ways in self.notes.reads[index].items() for w in ways] if index is not None else []
-            if way == NAN or not (bad or self._is_asked_for(value, way, index)):
-                return False
-            waiting += [(v, w, index) for v, w in bad if index is not None]
-        return True
-
-    def _is_asked_for(self, value: int, way: str, index: int | None) -> bool:
-        """The same of a value that nothing bad went into; ``index`` is the call that made it, if one did."""
-        if index is None:
-            role = self._program.input(value).role
-            return role != "parameter" and not (role == "batch" and way == PLUS)
-        call = self._program.calls[index]
-        return is_factory(call.target) or bool(constant_ways(call) & {PLUS, MINUS})
+        """True if somebody asked for this infinity (see `Flow.is_wanted`)."""
+        return self.flow.is_wanted(value, way, at)
 
     def _blame_call(self, index: int, value: int, way: str) -> Failure:
         call = self._program.calls[index]
         if call.target == AUTOGRAD_GRAD:
             found = BadValue(value, way, index, is_gradient=True)
-            return _blame_gradient(self._program, self._tensors, self.notes, found)
+            return _blame_gradient(self._unlimited(), found)
         if call.target == GRAD_READ:
             last = max(n for n, earlier in enumerate(self._program.calls[:index]) if earlier.is_differentiation)
             found = BadValue(call.input_refs()[0], way, last, is_gradient=True)
-            return _blame_gradient(self._program, self._tensors, self.notes, found)
+            return _blame_gradient(self._unlimited(), found)
         failure = failure_of_call(self._program, index, phase_of(call), way, value=value)
         if failure.phase == Phase.FORWARD and value not in call.output_refs():
             written = (item.name for item in self._program.inputs if item.value == value)
             failure = replace(failure, input_name=next(written, None))
         return _with_place(failure, self.notes, index, value, way)
 
-    def _maker(self, value: int) -> int | None:
-        """The call that made an input and was not followed."""
-        calls = enumerate(self._program.calls)
-        return next((n for n, call in calls if call.target == OPAQUE and value in call.output_refs()), None)
+    def _unlimited(self) -> _Walk:
+        """A walk that goes on behind the value ``through``."""
+        return self if self._through is None else _Walk(self.flow, self.tensors)
 
     def _given_to_maker(self, value: int) -> tuple[int, str, int] | None:
         """A bad value that the call which made an input was given, and that nobody asked for."""
-        maker = self._maker(value)
+        maker = self.flow.maker(value)
         if maker is None:
             return None
         for given in self._program.calls[maker].input_refs():
             writer = self.notes.writer(given, maker)
-            is_input = writer is None and given in self._tensors
-            ways = ways_of(self._tensors[given]) if is_input else self.notes.writes.get(writer or 0, {}).get(given, ())
+            is_input = writer is None and given in self.tensors
+            ways = ways_of(self.tensors[given]) if is_input else self.notes.writes.get(writer or 0, {}).get(given, ())
             for way in sorted(ways):
                 if given != value and not self.is_wanted(given, way, maker):
                     return given, way, maker
         return None
 
     def _blame_input(self, value: int, way: str, at: int) -> Failure:
-        calls, maker = self._program.calls, self._maker(value)
+        calls, maker = self._program.calls, self.flow.maker(value)
         reader = calls[maker] if maker is not None else calls[at] if at < len(calls) else None
         failure = Failure(
             reader.phase if reader is not None and not reader.is_differentiation else Phase.FORWARD,

@@ -7,6 +7,7 @@ flow of gradients, over the edges that really carried bad values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ class _Passage:
     order: int
     incoming: bool
     outgoing: list[Ways | None]
+
+
+Senders = dict[Node, dict[int, list[tuple[Node, int]]]]  # who sends bad gradients to a node, by its slots
 
 
 class _Stop(Exception):
@@ -71,6 +75,16 @@ class GradientWatch:
             return
         self.owners.own_outputs(index, call, values)
 
+    @functools.cached_property
+    def senders(self) -> Senders:
+        """Who sends bad gradients to a node, once the call is over."""
+        found: Senders = {}
+        for node, passage in self.passages.items():
+            for slot, edge in enumerate(node.next_functions):
+                if slot < len(passage.outgoing) and passage.outgoing[slot]:
+                    found.setdefault(edge[0], {}).setdefault(edge[1], []).append((node, slot))
+        return found
+
     def _recorder(self, node: Node) -> Callable[..., None]:
         def record(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> None:
             incoming = any(g is not None and ways_of(g) for g in grad_outputs)
@@ -86,21 +100,21 @@ class Blame:
 
     failure: Failure
     was_given: bool
-    _watch: GradientWatch
+    watch: GradientWatch
 
     @property
     def differentiated(self) -> frozenset[int]:
         """The calls whose derivative was taken."""
-        owners = map(self._watch.owners.owner, self._watch.passages)
+        owners = map(self.watch.owners.owner, self.watch.passages)
         return frozenset(index for index in owners if index is not None)
 
     def at(self, index: int) -> Failure | None:
         """The failure of call number ``index``, if a node of its own turned a finite gradient into NaN."""
-        for node, passage in self._watch.passages.items():
-            if self._watch.owners.owner(node) == index and not passage.incoming:
+        for node, passage in self.watch.passages.items():
+            if self.watch.owners.owner(node) == index and not passage.incoming:
                 for slot, ways in enumerate(passage.outgoing):
                     if ways is not None and NAN in ways:
-                        return _failure(self._watch.program, self._watch, node, node, slot)
+                        return _failure(self.watch.program, self.watch, node, node, slot)
         return None
 
 
@@ -139,17 +153,9 @@ def _target_edge(program: Program, watch: GradientWatch, found: BadValue) -> Edg
     return None
 
 
-Senders = dict[Node, dict[int, list[tuple[Node, int]]]]  # who sends bad gradients to a node, by its slots
-
-
 def _follow(watch: GradientWatch, target: Edge) -> tuple[Node, int, Node] | None:
     """From a bad edge back to the origin: (node and slot where the origin's call was left, the origin node)."""
-    senders: Senders = {}
-    for node, passage in watch.passages.items():
-        for slot, edge in enumerate(node.next_functions):
-            if slot < len(passage.outgoing) and passage.outgoing[slot]:
-                senders.setdefault(edge[0], {}).setdefault(edge[1], []).append((node, slot))
-    origins = _origins(watch, senders, target)
+    origins = _origins(watch, watch.senders, target)
     return min(origins, key=lambda item: watch.passages[item[2]].order) if origins else None
 
 

@@ -86,12 +86,13 @@ class Notes(Trace[Ways]):
         self.inner = inner
         self._watch, self._wanted = watch, wanted
         self._inputs = {item.value for item in program.inputs}
+        self.grad_reads = [(index, call) for index, call in enumerate(program.calls) if call.target == GRAD_READ]
 
     def run(self, tensors: Tensors, keep: Set[int] = frozenset(), only: Collection[int] | None = None) -> Outcome:
         """Run the program, taking notes; ends early when the watch finds something."""
         kept = [ref.value for ref in self.program.outputs]  # a write through a view is seen on what is alive
         kept += [item.value for item in self.program.inputs if item.role in ("parameter", "buffer")]
-        kept += [value for call in self.program.calls if call.target == GRAD_READ for value in call.output_refs()]
+        kept += [value for _, call in self.grad_reads for value in call.output_refs()]
         with contextlib.suppress(_Stop):
             super().run(tensors, frozenset(kept) | keep, only)
         return self.outcome

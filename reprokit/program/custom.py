@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from reprokit import native, torch_private
+from reprokit.program.dataflow import node_of
 from reprokit.program.functions import GRAD_READ, replacing
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Phase, Ref, iter_leaves
 from reprokit.program.sites import source_of
@@ -199,7 +200,7 @@ def _retaining(call: Call) -> Call:
 
 def _node_of(result: torch.Tensor) -> Any:
     """The node of a Function behind its result, which is one step further when the result is a view."""
-    node = result.grad_fn
+    node = node_of(result)
     nodes = [node, *(following for following, _ in node.next_functions)] if node is not None else []
     return next((found for found in nodes if isinstance(found, BackwardCFunction)), None)
 

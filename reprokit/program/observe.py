@@ -6,6 +6,7 @@ dtype, or a copy. No tensor is kept alive by it, unless the measure is a copy.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -55,7 +56,9 @@ class Trace(Generic[T]):
 
     def writer(self, value: int, before: int) -> int | None:
         """The index of the last call before ``before`` that wrote this value (or memory it shares)."""
-        return next((index for index in reversed(self._writers.get(value, ())) if index < before), None)
+        writers = self._writers.get(value, [])
+        place = bisect_left(writers, before)
+        return writers[place - 1] if place else None
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Measure what the call reads."""
@@ -110,8 +113,10 @@ class Trace(Generic[T]):
         if is_in_place(call.target):
             for target in call.input_refs()[:1]:
                 memory = _memory(values[target]) if target in values else 0
-                known = self._storages.get(memory, set()) & values.keys()  # freed memory may belong to others by now
-                shared = {value for value in known if _memory(values[value]) == memory} | {target} & values.keys()
+                known = {value for value in self._storages.get(memory, ()) if value in values}
+                # Freed memory may belong to others by now.
+                shared = {value for value in known if _memory(values[value]) == memory}
+                shared.update({target} if target in values else ())
                 written.update(dict.fromkeys(sorted(shared)))
                 for value in shared:
                     self._known.pop(value, None)  # ``.data`` has a version of its own
