@@ -44,6 +44,7 @@ from reprokit.locate.ways import is_bad
 from reprokit.program.ir import Phase
 from reprokit.program.sites import is_standard, kind_of_file, make_site, relative_path
 from reprokit.program.trace import current_mode
+from reprokit.progress import Progress
 from reprokit.series.course import QUANTITIES
 from reprokit.series.events import Silence
 from reprokit.series.timeline import parameters_of
@@ -297,6 +298,10 @@ class Failures:
                 return EventStep(loop, verdict, self._command).beside_healthy(made)
         return made
 
+    def locating(self) -> Progress:
+        """Prints how far locating the origin has come, if that takes long."""
+        return Progress(self.session.say, "locating")
+
     def _is_of_forward(self, verdict: Verdict) -> bool:
         held = self._loop.forwards.get(-1)
         return held is not None and verdict.keep is held[1][0]
@@ -362,7 +367,7 @@ class Failures:
         return path
 
     def _write(self, made: Made, *, is_asked: bool = False) -> Path:
-        path, snapshot = self._place.write(made, is_asked=is_asked)
+        path, snapshot = self._place.write(made, is_asked=is_asked, progress=self.locating())
         self.snapshots.append(path)
         self.results.append({**snapshot.summary(), "path": str(path)})
         return path

@@ -34,6 +34,7 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.dataflow import prepared, same_bits
 from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.ir import Input
+from reprokit.progress import Progress
 from reprokit.snapshot.format import Snapshot, load, save
 from reprokit.snapshot.source import Source, private
 
@@ -91,7 +92,7 @@ class Place:
         path = with_part(self.output, part)
         return path.with_name(f"{path.name.removesuffix('.pt').removesuffix('.repro')}.events.jsonl")
 
-    def write(self, made: Made, *, is_asked: bool = False) -> tuple[Path, Snapshot]:
+    def write(self, made: Made, *, is_asked: bool = False, progress: Progress | None = None) -> tuple[Path, Snapshot]:
         """Write the file and read it back; another name is found when it is taken and may not be overwritten.
 
         There may be several steps that somebody has asked for: all names have the step then.
@@ -108,7 +109,7 @@ class Place:
         save(snapshot, path)
         snapshot.tensors.clear()  # what is read back takes their place
         try:
-            return path, checked(path, made)
+            return path, checked(path, made, progress)
         except Exception as error:
             pass_on(error)
             doubt = f"the file was not checked ({type(error).__name__}: {error})"
@@ -121,14 +122,14 @@ def free_path(directory: Path, stem: str) -> Path:
     return next(path for path in itertools.chain([directory / f"{stem}.repro.pt"], numbered) if not path.exists())
 
 
-def checked(path: Path, made: Made) -> Snapshot:
+def checked(path: Path, made: Made, progress: Progress | None = None) -> Snapshot:
     """The snapshot in a file; its fidelity is that of the file afterwards."""
     snapshot = load(path)
     if not snapshot.program.calls:
         return snapshot
     with by_itself(snapshot.settings):
         try:
-            differences = dict(_differences(placed(snapshot, made.devices), made))
+            differences = dict(_differences(placed(snapshot, made.devices), made, progress))
         except Exception as error:  # whatever a device or a kernel may object to
             pass_on(error)
             differences = {f"running the file raised {type(error).__name__}: {error}": False}
@@ -144,7 +145,7 @@ def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> S
     return snapshot
 
 
-def _differences(snapshot: Snapshot, made: Made) -> Iterator[tuple[str, bool]]:
+def _differences(snapshot: Snapshot, made: Made, progress: Progress | None) -> Iterator[tuple[str, bool]]:
     """The differences from training as text, and True if they are rounding only."""
     program, tensors, failure, reference = snapshot.program, snapshot.tensors, snapshot.failure, made.reference
     found, losses = None, made.losses.keys()
@@ -152,7 +153,7 @@ def _differences(snapshot: Snapshot, made: Made) -> Iterator[tuple[str, bool]]:
         found, outcome = observed(program, tensors, failure, losses)
         seen = outcome.values
     elif failure.kind not in (EXCEPTION, MISMATCH) and has_origin(snapshot):
-        found, seen = locate_with_losses(program, tensors, losses, failure.through)
+        found, seen = locate_with_losses(program, tensors, losses, failure.through, progress)
     else:
         outcome = run(program, tensors, keep=frozenset(losses))
         found, seen = exception_failure(program, outcome) if outcome.error is not None else None, outcome.values

@@ -375,7 +375,7 @@ class TracedPlayer(Player):
             tensor = self.env.get(number)
             value = self.tracer.value_of(tensor) if tensor is not None else None
             if value is not None:
-                with torch.DisableTorchFunction():  # naming a tensor is no part of the step
+                with native.DisableTorchFunction():  # naming a tensor is no part of the step
                     origin = self._describe_old(number, self.alive.get(number, tensor))  # type: ignore[arg-type]
                 self.of_loop[value] = origin.name if origin is not None else "input"
         return result

@@ -7,6 +7,7 @@ What is simpler is tried first; whether it is what training did is seen by its l
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import sys
@@ -591,7 +592,8 @@ class Describing:
                 replayed.program = replace(replayed.program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
             if self._has_other_gradients(case, seen or []):
                 replayed.mismatches.insert(0, OTHER_GRADIENTS)
-            failure = (case.explain or locate)(replayed.program, replayed.tensors)
+            explain = case.explain or functools.partial(locate, progress=loop.failures.locating())
+            failure = explain(replayed.program, replayed.tensors)
             result = _bad_result(failure, replayed.program)
             if result is not None and loop.compiled is not None:
                 made = replace(loop.compiled, outputs=result)

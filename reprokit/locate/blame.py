@@ -33,6 +33,7 @@ from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name
 from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Call, Input, Phase, Program, Ref, Scope, iter_refs
 from reprokit.program.observe import Trace, copied
+from reprokit.progress import Progress
 
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
 _BOUNDING = ("clamp", "clip", "nan_to_num")
@@ -120,7 +121,12 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def locate(
-    program: Program, tensors: Tensors, *, looks_into_backward: bool = False, through: int | None = None
+    program: Program,
+    tensors: Tensors,
+    *,
+    looks_into_backward: bool = False,
+    through: int | None = None,
+    progress: Progress | None = None,
 ) -> Failure | None:
     """Run ``program`` and name the origin of its failure, or ``None`` when nothing goes wrong.
 
@@ -131,7 +137,7 @@ def locate(
     input through: then the call that made it is the origin.
     """
     inner = _last_backward(program) if looks_into_backward else None
-    return _located(program, tensors, Notes(program, watch=_watch, inner=inner), through)
+    return _located(program, tensors, Notes(program, watch=_watch, inner=inner, progress=progress), through)
 
 
 def outcome_or_failure(
@@ -162,13 +168,17 @@ def _hidden_failure(program: Program, tensors: Tensors, notes: Notes, calls: Seq
 
 
 def locate_with_losses(
-    program: Program, tensors: Tensors, losses: Set[int], through: int | None = None
+    program: Program,
+    tensors: Tensors,
+    losses: Set[int],
+    through: int | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Failure | None, dict[int, torch.Tensor]]:
     """The same and the ``losses`` (value numbers) that backward calls start from, in one run where one is enough.
 
     One is enough where the program has a single backward call and nothing hides behind an infinity.
     """
-    notes = Notes(program, watch=_watch, wanted=losses, inner=_last_backward(program))
+    notes = Notes(program, watch=_watch, wanted=losses, inner=_last_backward(program), progress=progress)
     return _located(program, tensors, notes, through), notes.losses
 
 

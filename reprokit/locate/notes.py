@@ -16,6 +16,7 @@ from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.interpreter import Observer, Outcome, Tensors
 from reprokit.program.ir import Call, Phase, Program, iter_refs
 from reprokit.program.observe import Trace
+from reprokit.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,14 @@ class Notes(Trace[Ways]):
         watch: Watch = lambda *_, **__: None,
         wanted: Set[int] = frozenset(),
         inner: Observer | None = None,
+        progress: Progress | None = None,
     ) -> None:
         super().__init__(program, lambda tensor: ways_of(tensor) or None)
         self.losses: dict[int, torch.Tensor] = {}
         self.leaves: dict[int, torch.Tensor] = {}
         self.found: BadValue | None = None
         self.inner = inner
+        self._progress = progress
         self._watch, self._wanted = watch, wanted
         self._inputs = {item.value for item in program.inputs}
         self.grad_reads = [(index, call) for index, call in enumerate(program.calls) if call.target == GRAD_READ]
@@ -99,6 +102,8 @@ class Notes(Trace[Ways]):
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Note the ways of the inputs, and ask the watch."""
+        if self._progress is not None:
+            self._progress.at(index, len(self.program.calls))
         if call.is_differentiation:
             wanted = (value for value in call.input_refs() if value in self._wanted and value in values)
             self.losses.update((value, native.clone(native.detach(values[value]))) for value in wanted)

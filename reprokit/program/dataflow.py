@@ -176,7 +176,7 @@ def edge_of(tensor: torch.Tensor) -> Edge | None:
     """Where gradients of this tensor flow to: its node and slot, or ``None`` when it needs none."""
     if not tensor.requires_grad:
         return None
-    if torch.is_inference_mode_enabled():  # a call in it takes no gradients, and torch cannot name the node of a leaf
+    if native.is_inference_mode_enabled():  # a call in it takes no gradients, and torch cannot name the node of a leaf
         return None
     try:
         edge = native.get_gradient_edge(tensor)
