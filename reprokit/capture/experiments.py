@@ -9,6 +9,7 @@ state is as it was afterwards.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
 from reprokit.native import clock
+from reprokit.program.functions import called_function
 from reprokit.series import cause, unlike
 from reprokit.series.cause import EVENTS, SMALLER_RATES, TENTH, Cause, Intervention
 from reprokit.series.story import failing_series
@@ -175,6 +177,7 @@ class _Wide(TorchFunctionMode):
             tensor.data = content
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = called_function(function, sys._getframe(1))
         function = native.float if function in (native.half, native.bfloat16) else function
         args, kwargs = map_leaves(
             (args, kwargs or {}), torch.dtype, lambda one: torch.float32 if one in HALVES else one

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from reprokit import torch_private
 from reprokit.capture.operands import operands_at
 from reprokit.capture.structure import tensors_in
-from reprokit.program.functions import name_of, replacing
+from reprokit.program.functions import called_function, name_of, replacing
 from reprokit.program.sites import find_frames, relative_path
 
 
@@ -37,6 +37,7 @@ class Recomputations(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        func = called_function(func, sys._getframe(1))
         result = func(*args, **(kwargs or {}))
         results = list(result) if func is torch.Tensor.__iter__ else tensors_in(result)
         result = iter(results) if func is torch.Tensor.__iter__ else result

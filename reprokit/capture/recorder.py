@@ -90,7 +90,10 @@ class Recorder(StackedMode):
         Written out for a call of the usual kind, which changes nothing and makes one tensor of tensors: every call of
         the loop comes through here.
         """
-        facts = FACTS.get(func) or self._facts(func)
+        facts = FACTS.get(func)
+        if facts is None:
+            func = functions.called_function(func, sys._getframe(1))
+            facts = FACTS.get(func) or self._facts(func)
         if facts.is_silent:
             result = func(*args, **(kwargs or {}))
             if facts.is_read and result.__class__ is float and not math.isfinite(result):

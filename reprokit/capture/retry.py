@@ -38,7 +38,7 @@ from reprokit.compare.quantity import measured, number_of, observed
 from reprokit.errors import NotMatched, pass_on
 from reprokit.locate.blame import locate
 from reprokit.native import clock
-from reprokit.program.functions import is_factory
+from reprokit.program.functions import called_function, is_factory
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
 from reprokit.series.cause import usual_limits
@@ -174,6 +174,7 @@ class _HandingRecorder(Recorder):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        func = called_function(func, sys._getframe(1))
         name = facts_of(func).name if self.hand is not None and self.is_outermost else ""
         if self.hand is not None and name and not hands_on(name) and torch_private.peek_transforms() is None:
             self.guard(self.hand, sys._getframe(1), name, (args, kwargs), False)

@@ -10,12 +10,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from importlib import resources
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional
+import torch.overrides
 
 from reprokit.words import visible_name
 
@@ -95,6 +105,56 @@ def name_of(function: Callable[..., Any]) -> str | None:
     except TypeError:  # unhashable
         return None
 
+
+def called_function(func: Callable[..., Any], caller: FrameType) -> Callable[..., Any]:
+    """The function that was called when torch asks a function mode for ``func``.
+
+    Torch passes the mode what it finds at the function's own name. If a script has put a function of its own there,
+    that is the one which is running already and has called torch's: it would run twice.
+    """
+    if isinstance(func, _BUILT_IN) or not _has_hash(func) or func in _names_of_torch():
+        return func
+    if caller.f_code is _handle_torch_function.__code__:
+        asker = caller.f_back
+        if asker is None or not asker.f_code.co_filename.startswith(_TORCH):
+            return func  # the script's function asks for modes itself, as torch's do
+    with contextlib.suppress(TypeError):  # no weak reference can be made to it
+        if func not in _PLACES:
+            _PLACES[func] = next(_places_of(func), None)
+        place = _PLACES[func]
+        if place is not None and getattr(place[0], place[1], None) is func:
+            return place[2]
+    return func
+
+
+def _places_of(func: Callable[..., Any]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Where a function stands in the place of one of torch: the owner, the name, and torch's function."""
+    for original, (owner, name) in _names_of_torch().items():
+        if getattr(owner, name, None) is func:
+            yield owner, name, original
+
+
+@functools.cache
+def _names_of_torch() -> dict[Callable[..., Any], tuple[Any, str]]:
+    """The functions that torch looks up by their names to pass them to a mode: the owner and the name of each."""
+    modules = (torch.nn.init, torch, torch.functional, torch.nn.functional)
+    found: list[tuple[Any, tuple[Any, str]]] = []
+    found += [(function, (module, name)) for module in modules for name, function in vars(module).items()]
+    found += [(getattr(torch.Tensor, name), (torch.Tensor, name)) for name in dir(torch.Tensor)]
+    return {function: place for function, place in found if callable(function) and _has_hash(function)}
+
+
+def _has_hash(function: Any) -> bool:
+    return isinstance(function, Hashable)
+
+
+_BUILT_IN = (
+    BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType,
+    type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor),
+)  # fmt: skip
+_PLACES: MutableMapping[Callable[..., Any], tuple[Any, str, Callable[..., Any]] | None] = WeakKeyDictionary()
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_handle_torch_function = torch.overrides.handle_torch_function
 
 _OPERATORS = {
     "__add__": "add", "__radd__": "add", "__iadd__": "add_", "__sub__": "sub", "__rsub__": "sub", "__isub__": "sub_",
@@ -189,6 +249,7 @@ def look_up_all() -> None:
     _by_function()
     _optimizers()
     _layers()
+    _names_of_torch()
 
 
 def optimizer_named(target: str) -> type[torch.optim.Optimizer]:

@@ -131,6 +131,7 @@ class Tracer(TorchFunctionMode):
         options = dict(kwargs or {})
         if self.is_silent or torch_private.peek_transforms() is not None:
             return func(*args, **options)
+        func = functions.called_function(func, sys._getframe(1))
         if func is torch.Tensor.__iter__ and native.dim(args[0]) > 0:
             return iter(self.perform("torch.Tensor.unbind", native.unbind, (args[0], 0), {}))
         name = functions.name_of(func)
