@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
+from reprokit import torch_private
+
+numpy_random: Any
 try:
     from numpy import random as numpy_random
 except ImportError:  # torch runs without it
-    numpy_random = None  # type: ignore[assignment]
+    numpy_random = None
 
 # Methods of tensors.
 _indices = torch.Tensor._indices
@@ -156,12 +159,12 @@ cuda_mem_get_info = torch.cuda.mem_get_info
 cuda_set_rng_state = torch.cuda.set_rng_state
 eigvals = torch.linalg.eigvals
 eigvalsh = torch.linalg.eigvalsh
-fork_rng = torch.random.fork_rng
 get_gradient_edge = torch.autograd.graph.get_gradient_edge
 get_rng_state = torch.default_generator.get_state
 grad = torch.autograd.grad
 is_compiling = torch.compiler.is_compiling
 mps_get_rng_state = torch.mps.get_rng_state
+mps_set_rng_state = torch.mps.set_rng_state
 set_rng_state = torch.default_generator.set_state
 set_stance = torch.compiler.set_stance
 svdvals = torch.linalg.svdvals
@@ -170,17 +173,43 @@ vector_norm = torch.linalg.vector_norm
 # Contexts.
 DisableTorchFunction = torch.DisableTorchFunction
 autocast = torch.autocast
-enable_grad = torch.enable_grad
 inference_mode = torch.inference_mode
-no_grad = torch.no_grad
 set_detect_anomaly = torch.autograd.set_detect_anomaly
-set_grad_enabled = torch.set_grad_enabled
+set_grad_enabled = torch_private.set_grad_enabled
 
 # The generators of Python and NumPy.
 get_python_state = random.getstate
 set_python_state = random.setstate
-get_numpy_state: Any = numpy_random.get_state if numpy_random is not None else None
-set_numpy_state: Any = numpy_random.set_state if numpy_random is not None else None
+get_numpy_state = numpy_random.get_state if numpy_random is not None else None
+set_numpy_state = numpy_random.set_state if numpy_random is not None else None
+
+
+class _GradMode:
+    """`torch.no_grad` and `torch.enable_grad` look up other functions of torch whenever they are entered."""
+
+    __slots__ = ("_before",)
+    is_on = True
+
+    def __enter__(self) -> None:
+        self._before = is_grad_enabled()
+        set_grad_enabled(self.is_on)
+
+    def __exit__(self, *exception: object) -> None:
+        set_grad_enabled(self._before)
+
+
+class no_grad(_GradMode):
+    """In this context no graph is made."""
+
+    __slots__ = ()
+    is_on = False
+
+
+class enable_grad(_GradMode):
+    """In this context a graph is made."""
+
+    __slots__ = ()
+    is_on = True
 
 
 class clock:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from reprokit import native, torch_private
+from reprokit.capture.generators import own_restored
 from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.program.dataflow import node_of
 from reprokit.program.sites import kind_of_file
@@ -162,7 +163,8 @@ def attributes_kept(roots: Iterable[torch.nn.Module], optimizers: Iterable[torch
             tensors += [tensor] if num_bytes <= _MOST_BYTES else []
     contents = [(tensor, native.clone(native.detach(tensor))) for tensor in tensors]
     try:
-        with torch_private.preserve_versions(tensors):
+        values = chain.from_iterable(map(_values, containers.all))
+        with torch_private.preserve_versions(tensors), own_restored(values):
             yield
     finally:
         containers.give_back()

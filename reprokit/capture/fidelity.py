@@ -36,6 +36,7 @@ from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.ir import Input
 from reprokit.progress import Progress
 from reprokit.snapshot.format import Snapshot, load, save
+from reprokit.snapshot.rng import generators_restored
 from reprokit.snapshot.source import Source, private
 
 
@@ -190,7 +191,7 @@ def by_itself(settings: Settings) -> Iterator[None]:
     """The settings of the file, without the modes and generators of the code around."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(ignored_warnings())
-        stack.enter_context(native.fork_rng(devices=[]))
+        stack.enter_context(generators_restored())
         stack.enter_context(native.inference_mode(False))
         stack.enter_context(native.enable_grad())
         for device in ("cpu", "cuda", "mps", "xpu"):

@@ -54,7 +54,7 @@ from reprokit.capture.world import (
     give_gradients,
     options_of,
     owned_by,
-    python_generators_restored,
+    set_python_generators,
 )
 from reprokit.compare.quantity import number_of
 from reprokit.errors import ignored_errors, ignored_warnings, pass_on
@@ -78,6 +78,7 @@ from reprokit.series.story import LayerNumbers, failing_series
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, OptimizerGroup, Snapshot, StateBefore, is_state_value, storable
+from reprokit.snapshot.rng import generators_restored
 from reprokit.snapshot.source import describe_source
 from reprokit.words import in_root
 
@@ -608,8 +609,9 @@ class Describing:
         """The state the step began with; afterwards buffers, gradients and generators are as they were."""
         world = self.loop.world
         with contextlib.ExitStack() as stack:
-            stack.enter_context(native.fork_rng(enabled=True))
-            stack.enter_context(python_generators_restored(case.mark.generators))
+            stack.enter_context(generators_restored())
+            if case.mark.generators is not None:
+                set_python_generators(case.mark.generators)
             stack.enter_context(attributes_kept(world.modules, world.optimizers))
             stack.enter_context(ignored_warnings())
             stack.enter_context(native.set_detect_anomaly(False))

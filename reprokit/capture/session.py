@@ -21,6 +21,7 @@ from reprokit.capture.early_warning import EarlyWarning
 from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.failures import Failures, ends_training
 from reprokit.capture.fidelity import Place
+from reprokit.capture.generators import all_generators_restored
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
 from reprokit.capture.meters import NormMeter
@@ -268,7 +269,7 @@ class Session:
         """A context in which a step may be replayed: nobody watches meanwhile; the session is over then if it
         ``ends``."""
         self.is_watching, has_grad = False, native.is_grad_enabled()
-        with self._recorder.paused():
+        with self._recorder.paused(), all_generators_restored(sys._getframe(2)):
             try:
                 self._recorder.enabled = False
                 yield

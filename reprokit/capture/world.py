@@ -27,6 +27,7 @@ from reprokit.locate.ways import NAN, bad_tensor, ways_of
 from reprokit.native import clock
 from reprokit.program.dataflow import node_of
 from reprokit.series.timeline import parameters_of
+from reprokit.snapshot.rng import generators_restored
 from reprokit.torch_private import shard_of, shards_of
 
 DEFAULT_STATE_BYTES = 2 * 2**30
@@ -640,8 +641,7 @@ class World:
         """In this context the state is that of a copy, and ``leaves`` have the gradients of then; afterwards
         everything is as it was, version counters included. Raises `CannotGoBack` with nothing changed."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(native.fork_rng(enabled=True))
-            stack.enter_context(python_generators_restored(None))
+            stack.enter_context(generators_restored())
             stack.enter_context(attributes_kept(self.modules, self.optimizers))
             changing = self.changing()
             stack.enter_context(torch_private.preserve_versions([*changing, *map(shard_of, changing)]))
@@ -775,17 +775,6 @@ def python_generators() -> dict[str, Any]:
     if native.get_numpy_state is not None:
         states["numpy"] = native.get_numpy_state()
     return states
-
-
-@contextlib.contextmanager
-def python_generators_restored(states: dict[str, Any] | None) -> Iterator[None]:
-    """Python's and NumPy's generators as they were in ``states``; afterwards as they are now."""
-    before = python_generators()
-    try:
-        set_python_generators(states or before)
-        yield
-    finally:
-        set_python_generators(before)
 
 
 def set_python_generators(states: dict[str, Any]) -> None:

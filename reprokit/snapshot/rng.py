@@ -5,6 +5,8 @@ NumPy's is read where NumPy is installed, an accelerator's when the program has 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -72,16 +74,27 @@ def get_rng_state() -> Generators:
 
 
 def set_rng_state(states: Generators) -> None:
-    """Put the generators of Python, NumPy, torch and CUDA into some states."""
+    """Put the generators that are in use into some states."""
     if states.python is not None:
         native.set_python_state((states.python.version, states.python.words, states.python.gauss))
     if states.numpy is not None and native.set_numpy_state is not None:
         native.set_numpy_state(astuple(states.numpy))
     if states.torch is not None:
         native.set_rng_state(states.torch)
-    for device, state in enumerate(states.cuda or ()):
-        if native.cuda_is_initialized() and device < native.cuda_device_count():  # type: ignore[no-untyped-call]
-            native.cuda_set_rng_state(state, device)
+    for name, device in _started_accelerators().items():
+        for index, state in enumerate(getattr(states, name) or ()):
+            if index < device.device_count():
+                device.set_rng_state(state, index)
+
+
+@contextlib.contextmanager
+def generators_restored() -> Iterator[None]:
+    """After this context the generators are in the states of before."""
+    before = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
 
 
 def _started_accelerators() -> dict[str, Any]:
@@ -89,5 +102,9 @@ def _started_accelerators() -> dict[str, Any]:
     devices = ((name, getattr(torch, name, None)) for name in ("cuda", "xpu"))
     started: dict[str, Any] = {name: device for name, device in devices if device and device.is_initialized()}
     if torch.backends.mps.is_available():  # it has a single generator
-        started["mps"] = SimpleNamespace(device_count=lambda: 1, get_rng_state=lambda _: native.mps_get_rng_state())
+        started["mps"] = SimpleNamespace(
+            device_count=lambda: 1,
+            get_rng_state=lambda _: native.mps_get_rng_state(),
+            set_rng_state=lambda state, _: native.mps_set_rng_state(state),
+        )
     return started

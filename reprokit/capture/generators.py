@@ -1,0 +1,71 @@
+"""The random generators that a script has made for itself, beside those of Python, NumPy and torch.
+
+What a replay calls may draw from them: their states are put back, where they can be found: in variables of the
+functions that are running, of the user's modules, and in attributes of what is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+
+from reprokit import native
+from reprokit.program.sites import kind_of_file
+from reprokit.snapshot.rng import generators_restored
+
+
+@contextlib.contextmanager
+def all_generators_restored(frame: FrameType) -> Iterator[None]:
+    """Whatever runs in this context draws from no generator; ``frame`` is the innermost one that is looked through."""
+    with generators_restored(), own_restored(_variables(frame)):
+        yield
+
+
+@contextlib.contextmanager
+def own_restored(values: Iterable[Any]) -> Iterator[None]:
+    """After this context the generators among some values are in the states of before."""
+    found = {id(value): value for value in values if isinstance(value, _KINDS)}
+    restore = [put_back for value in found.values() if (put_back := _restoring(value)) is not None]
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def _variables(frame: FrameType) -> Iterator[Any]:
+    """The values of the variables of the user's modules and of the functions that are running."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and kind_of_file(file) == "user":
+            yield from list(vars(module).values())
+    running: FrameType | None = frame
+    while running is not None:
+        if kind_of_file(running.f_code.co_filename) == "user":
+            yield from running.f_locals.values()
+        running = running.f_back
+
+
+def _restoring(generator: Any) -> Callable[[], object] | None:
+    """Puts a generator back into its state of now; ``None`` for one that has none, such as `random.SystemRandom`."""
+    with contextlib.suppress(NotImplementedError):
+        if isinstance(generator, random.Random):
+            return partial(generator.setstate, generator.getstate())
+        if isinstance(generator, torch.Generator):
+            return partial(generator.set_state, generator.get_state())
+        if isinstance(generator, native.numpy_random.RandomState):
+            return partial(generator.set_state, generator.get_state())
+        bits = generator.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    return None
+
+
+_OF_NUMPY = (native.numpy_random.Generator, native.numpy_random.RandomState) if native.numpy_random is not None else ()
+_KINDS = (random.Random, torch.Generator, *_OF_NUMPY)
