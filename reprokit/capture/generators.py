@@ -1,7 +1,7 @@
 """The random generators that a script has made for itself, beside those of Python, NumPy and torch.
 
-What a replay calls may draw from them: their states are put back, where they can be found: in variables of the
-functions that are running, of the user's modules, and in attributes of what is trained.
+What a replay calls may draw from them: their states are put back, where they can be found: in the variables of the
+user's modules of Python, and in attributes of what is trained.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from reprokit.snapshot.rng import generators_restored
 
 
 @contextlib.contextmanager
-def all_generators_restored(frame: FrameType) -> Iterator[None]:
-    """Whatever runs in this context draws from no generator; ``frame`` is the innermost one that is looked through."""
-    with generators_restored(), own_restored(_variables(frame)):
+def all_generators_restored() -> Iterator[None]:
+    """After this context the generators are in the states of before, those of the script included."""
+    with generators_restored(), own_restored(_variables()):
         yield
 
 
@@ -40,17 +39,15 @@ def own_restored(values: Iterable[Any]) -> Iterator[None]:
             put_back()
 
 
-def _variables(frame: FrameType) -> Iterator[Any]:
-    """The values of the variables of the user's modules and of the functions that are running."""
+def _variables() -> Iterator[Any]:
+    """The values of the variables of the user's modules.
+
+    Not those of running functions: to read them changes what ``locals()`` has returned there, and keeps them alive.
+    """
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and kind_of_file(file) == "user":
             yield from list(vars(module).values())
-    running: FrameType | None = frame
-    while running is not None:
-        if kind_of_file(running.f_code.co_filename) == "user":
-            yield from running.f_locals.values()
-        running = running.f_back
 
 
 def _restoring(generator: Any) -> Callable[[], object] | None:

@@ -269,7 +269,7 @@ class Session:
         """A context in which a step may be replayed: nobody watches meanwhile; the session is over then if it
         ``ends``."""
         self.is_watching, has_grad = False, native.is_grad_enabled()
-        with self._recorder.paused(), all_generators_restored(sys._getframe(2)):
+        with self._recorder.paused(), all_generators_restored():
             try:
                 self._recorder.enabled = False
                 yield

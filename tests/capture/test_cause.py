@@ -536,7 +536,7 @@ def test_experiments_and_rules_share_their_time(tmp_path: Path, monkeypatch: pyt
         given.append(seconds)
         return rule(made, cause, seconds)
 
-    monkeypatch.setattr(save, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(save, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(save, "seconds_for", lambda trained: 30.0)
     monkeypatch.setattr(Experiments, "run", run)
     monkeypatch.setattr(save, "_found_by_rule", found_by_rule)

@@ -361,7 +361,7 @@ def test_a_fault_where_compiled_code_fails(tmp_path: Path, capsys: pytest.Captur
 # -- the disk -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["torch.save", "os.fsync", "os.replace", "tempfile.mkstemp"])
+@pytest.mark.parametrize("place", ["reprokit.native.save", "os.fsync", "os.replace", "tempfile.mkstemp"])
 def test_a_full_disk(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
