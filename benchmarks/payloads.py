@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from reprokit.grammar import key_of
+from reprokit.grammar import key_of, one_of
 
 WORD = "hostile0"  # in every payload; where it appears decides whether a text stayed in its place
 Path_ = tuple[Any, ...]  # keys and positions that lead into nested data
@@ -56,9 +55,12 @@ def sample(hint: Any) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         kind = hint.__metadata__[0]
-        words = inspect.getclosurevars(kind).nonlocals.get("words", ())
-        plain = {"link": "https://github.com/x/y", "_plain_tensor": torch.zeros(16, dtype=torch.uint8)}
-        return next(filter(None, words), plain.get(kind.__name__, 1 if args[0] is int else "words"))
+        if not callable(kind):  # a field that older files lack
+            return sample(args[0])
+        if isinstance(kind, one_of):
+            return min(filter(None, kind.words))
+        plain = {"link": "https://github.com/x/y", "digest": "0f", "_plain_tensor": torch.zeros(16, dtype=torch.uint8)}
+        return plain.get(kind.__name__, 1 if args[0] is int else "words")
     if origin in (Union, UnionType):
         return sample([arg for arg in args if arg is not NoneType][-1])
     if origin in (tuple, list):

@@ -5,6 +5,10 @@
 Secrets are made from a seed in the formats that services document, none is real. Each is put into each place that
 gives it away: one with a shape of its own into all, one without (a password, a hexadecimal key) behind a name.
 A leak is a check after which eight characters of the secret, those that its format leaves open, can still be read.
+
+**Fields**: the types of the files say which texts there are (`reprokit.grammar`). A snapshot, a reduction and an event
+are made with something in every field; a secret and a line of source stand in each of their texts. After `private` no
+secret may be left under any policy, and no line of source under ``none``.
 """
 
 from __future__ import annotations
@@ -14,11 +18,24 @@ import random
 import string
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 from command import new_parser, print_json
 
+from reprokit import grammar
+from reprokit.grammar import Kind, mapped, text_fields
+from reprokit.program.ir import OPAQUE, Call, Device, Ref, Slice, Symbol
+from reprokit.series.events import TrainingEvent
+from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import Snapshot
+from reprokit.snapshot.privacy import private
 from reprokit.snapshot.redact import redact_argv, redact_remote, redact_source, redact_text, select_variables
+from reprokit.snapshot.source import SOURCES
+from reprokit.words import quoted
 
 SMALL, LARGE, DIGITS = string.ascii_lowercase, string.ascii_uppercase, string.digits
 ALNUM, HEX = SMALL + LARGE + DIGITS, DIGITS + "abcdef"
@@ -235,6 +252,143 @@ REDACTIONS: dict[str, Callable[[str], str]] = {
     "env": lambda text: str(select_variables(dict([text.split("|", 1)]))),
 }
 
+# -- every text field there is -----------------------------------------------------------------------------------------
+
+FILES: tuple[type, ...] = (Snapshot, Reduction, TrainingEvent)
+LINE = "recipe_of_{0} = mixed_{0}(x, margin)"  # of source, by the number of the text
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A text of a file: its field, its kind, the parts of the secret in it, and the number in its line of source."""
+
+    field: str
+    kind: str
+    secret: tuple[str, ...]
+    number: int
+
+
+class Planting:
+    """Puts a secret and a line of source into each text that it is given."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._draw = random.Random(seed)
+        self._forms = list(SHAPED.values())
+        self.texts: list[tuple[str, tuple[str, ...]]] = []
+
+    def text(self, kind: Kind, text: str) -> str:
+        """The text that takes the place of another of its kind."""
+        if kind in (grammar.digest, grammar.link):  # the grammar lets no other text in
+            return text
+        number = len(self.texts)
+        key, parts = _made(self._forms[number % len(self._forms)], self._draw)
+        self.texts.append((kind.__name__, parts))
+        return self._form(kind, LINE.format(number), key, number)
+
+    def _form(self, kind: Kind, line: str, key: str, number: int) -> str:
+        if kind in (grammar.code, grammar.statement, grammar.listing):
+            return f"{line}  # '{key}' of /home/ada/recipes"
+        if kind in (grammar.text, grammar.line):
+            of_traceback = f'\n  File "train.py", line 3, in f\n    {line}\nend' * (kind is grammar.text)
+            return f"it failed at train.py:3{quoted(f': {line}')}, with {key} in /home/ada/x{of_traceback}"
+        if kind is grammar.path:
+            return f"/home/ada/{key}/train.py"
+        return f"batch {key}" if kind is grammar.constants or number % 2 else line
+
+
+def planted(cls: type, seed: int = 0) -> tuple[Any, list[Planted]]:
+    """A file's content in which every text has a secret and a line of source, and the list of them."""
+    planting = Planting(seed)
+    content = mapped(cls, sample_of(cls), planting.text, lambda _, after: after)
+    found = []
+    for number, (kind, parts) in enumerate(planting.texts):
+        marks = (*parts, f"recipe_of_{number} ")
+        found.append(Planted(_field_of(content, marks), kind, parts, number))
+    return content, found
+
+
+def field_leaks(seed: int = 0) -> Iterator[str]:
+    """What `private` leaves of the secrets and lines of source in every field, and the fields without a text."""
+    for cls in FILES:
+        content, texts = planted(cls, seed)
+        wanted = {f"{owner.__name__}.{name}" for (owner, name), kinds in text_fields(cls).items() if kinds & _FREE}
+        yield from (f"{cls.__name__}: no text in {field}" for field in sorted(wanted - {one.field for one in texts}))
+        for policy in SOURCES:
+            left = repr(private(content, policy))
+            for one in texts:
+                if Check(one.kind, one.field, one.secret, "", left).is_leak:
+                    yield f"{policy}: a secret in {one.field} ({one.kind})"
+                if policy == "none" and f"recipe_of_{one.number} " in left:
+                    yield f"{policy}: a line of source in {one.field} ({one.kind})"
+            if "/home/ada" in left:
+                yield f"{policy}: a home folder in {cls.__name__}"
+
+
+_FREE = grammar.TEXTS - {grammar.digest, grammar.link} | {grammar.constants}
+
+
+def sample_of(hint: Any, depth: int = 0) -> Any:
+    """A value of a type with something in each of its fields."""
+    origin, args = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return next(iter(hint))
+    if origin is Literal:
+        return args[0]
+    if origin is Annotated:
+        return _sample_of_kind(hint, args[0], depth)
+    if origin in (Union, UnionType):
+        arms = [arg for arg in args if arg is not NoneType]
+        is_deep = depth > 8 and any(is_dataclass(arm) for arm in arms)
+        texts = [arm for arm in arms if grammar.text_kind(arm) is not None]
+        return None if is_deep else sample_of((texts or arms)[0], depth)
+    if origin is tuple and Ellipsis not in args:
+        return tuple(sample_of(arg, depth) for arg in args)
+    if origin in (tuple, list):
+        return origin([sample_of(args[0], depth)])
+    if origin is not None:
+        return {sample_of(args[0], depth): sample_of(args[1], depth)}
+    if is_dataclass(hint):
+        return _sample_of_fields(hint, depth + 1)
+    return {int: 1, float: 1.0, bool: False, torch.Tensor: torch.zeros(1)}[hint]
+
+
+def _sample_of_kind(hint: Any, plain: Any, depth: int) -> Any:
+    kind = grammar.text_kind(hint)
+    if isinstance(kind, grammar.one_of):
+        return min(kind.words)
+    if kind is grammar.digest:
+        return "0f"
+    if kind is grammar.constants:
+        return ["words", Symbol("words"), Device("words"), Slice("words", "words", "words"), Ref(1)]
+    return "words" if plain is str else sample_of(plain, depth)
+
+
+def _sample_of_fields(cls: Any, depth: int) -> Any:
+    hints = get_type_hints(cls, include_extras=True)
+    made = cls(**{item.name: sample_of(hints[item.name], depth) for item in fields(cls) if item.init})
+    if hasattr(made, "calls") and hasattr(made, "modules"):
+        custom = Call(OPAQUE, (), {"name": "words", "source": "words"})
+        return replace(made, calls=(*made.calls, custom))
+    return made
+
+
+def _field_of(content: Any, marks: tuple[str, ...], place: str = "") -> str:
+    """The field that holds one of some texts."""
+    if is_dataclass(content) and not isinstance(content, type):
+        for item in fields(content):
+            value = getattr(content, item.name)
+            if any(mark in repr(value) for mark in marks):
+                return _field_of(value, marks, f"{type(content).__name__}.{item.name}")
+    if isinstance(content, dict):
+        if any(mark in repr(list(content)) for mark in marks):
+            return place
+        content = list(content.values())
+    if isinstance(content, (list, tuple)):
+        inner = next((part for part in content if any(mark in repr(part) for mark in marks)), None)
+        return place if isinstance(inner, str) or inner is None else _field_of(inner, marks, place)
+    return place
+
+
 HARMLESS = r"""
 python -u train.py --max-tokens 512 --lr 3e-4 --batch-size 32
 python train.py -p 0.5 -u --epochs 3
@@ -365,9 +519,15 @@ def main() -> int:
         print(f"leak: {check.kind} in {check.place}: {check.text!r} -> {check.clean!r}", file=sys.stderr)
     for line in changed:
         print(f"changed: {line} -> {redact_text(line)}", file=sys.stderr)
+    of_fields = list(field_leaks(arguments.seed))
+    for words in of_fields:
+        print(f"leak: {words}", file=sys.stderr)
+    num_fields = sum(len(planted(cls)[1]) for cls in FILES)
     numbers = {"checks": len(made), "kinds": len({check.kind for check in made}), "harmless": len(HARMLESS)}
-    print_json({**numbers, "changed": changed, "leaks": [asdict(check) for check in leaks]}, arguments.json)
-    return 1 if leaks or len(changed) > 1 else 0
+    numbers["texts of fields"] = num_fields * len(SOURCES)
+    found = [asdict(check) for check in leaks]
+    print_json({**numbers, "changed": changed, "leaks": found, "leaks of fields": of_fields}, arguments.json)
+    return 1 if leaks or of_fields or len(changed) > 1 else 0
 
 
 if __name__ == "__main__":

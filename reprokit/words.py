@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -37,19 +37,101 @@ def print_line(text: str) -> None:
             print(f"reprokit: {visible(text)}", file=sys.stderr, flush=True)
 
 
+# A sentence may quote the user's code. The quotation stands between marks, with the words that take its place where no
+# source may be shown. Marks survive every way to put texts together, and stand in files. What is read of a file is a
+# `Quoting`; whoever prints a text removes what is left (`visible`).
+_QUOTE, _INSTEAD, _UNQUOTE = "\u2061", "\u2062", "\u2064"
+_QUOTATION = re.compile(f"{_QUOTE}([^{_INSTEAD}{_UNQUOTE}]*){_INSTEAD}?([^{_UNQUOTE}]*){_UNQUOTE}?")
+_MARKS = re.compile(f"[{_QUOTE}{_INSTEAD}{_UNQUOTE}]")
+_DOTTED_NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+
+
+def quoted(code: str, instead: str = "") -> str:
+    """A piece of the user's code as a part of a sentence, and the words ``instead`` of it where none may be shown."""
+    return f"{_QUOTE}{_MARKS.sub('', code)}{_INSTEAD}{_MARKS.sub('', instead)}{_UNQUOTE}"
+
+
+def quoted_unless_name(code: str, instead: str) -> str:
+    """The same; a name such as ``self.weight`` stays, as names of variables are in every file."""
+    return code if _DOTTED_NAME.fullmatch(code) else quoted(code, instead)
+
+
+def with_code(text: str) -> str:
+    """A sentence with the code that it quotes, and without the marks around it."""
+    return _MARKS.sub("", _QUOTATION.sub(r"\1", text)) if _MARKS.search(text) else text
+
+
+class Quoting(str):
+    """A sentence of a file as people read it; ``marked`` is the same with the marks around the code that it quotes."""
+
+    __slots__ = ("marked",)
+    marked: str
+
+    def __new__(cls, marked: str) -> Quoting:
+        made = super().__new__(cls, with_code(marked))
+        made.marked = marked
+        return made
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.marked,)
+
+
+def unmarked(text: str) -> str:
+    """A sentence with marks as it is kept in memory: without them, and knowing where they were."""
+    return Quoting(text) if _MARKS.search(text) else text
+
+
+def marked(text: str) -> str:
+    """A sentence as a file has it."""
+    return text.marked if isinstance(text, Quoting) else text
+
+
+def told(value: Any) -> Any:
+    """Plain nested data without the marks: for people and programs, not for files."""
+    if isinstance(value, str):
+        return with_code(value)
+    if isinstance(value, Mapping):
+        return {key: told(item) for key, item in value.items()}
+    return type(value)(map(told, value)) if type(value) in (list, tuple) else value
+
+
+def without_code(text: str) -> str:
+    """A sentence without the code that it quotes. A quotation without an end reaches to the end of the text."""
+    return _MARKS.sub("", _QUOTATION.sub(r"\2", text)) if _MARKS.search(text) else text
+
+
+def change_quotations(text: str, change: Callable[[str], str], change_code: Callable[[str], str]) -> str:
+    """A sentence with its own words changed by one function, and the code that it quotes by another."""
+    pieces, end = [], 0
+    for found in _QUOTATION.finditer(text):
+        pieces += [change(text[end : found.start()]), quoted(change_code(found[1]), change(found[2]))]
+        end = found.end()
+    return "".join((*pieces, change(text[end:])))
+
+
 def visible(text: str) -> str:
     """The text with escapes such as ``\\x1b`` for characters that hide or do something; line ends and tabs stay."""
-    return _HIDDEN.sub(_escape, text)
+    return _HIDDEN.sub(_escape, with_code(text))
 
 
 def visible_line(text: str) -> str:
     """The same in one line."""
-    return _NOT_IN_A_LINE.sub(_escape, text)
+    return _NOT_IN_A_LINE.sub(_escape, with_code(text))
 
 
 def visible_name(text: str) -> str:
     """The same without what would end inline code in Markdown."""
-    return _NOT_IN_A_NAME.sub(_escape, text)
+    return _NOT_IN_A_NAME.sub(_escape, with_code(text))
+
+
+def escaped(text: str) -> str:
+    """As `visible`, with the marks around quoted code left where they are: for files."""
+    return _HIDDEN.sub(_escape, text)
+
+
+def escaped_line(text: str) -> str:
+    """As `visible_line`, with the marks."""
+    return _NOT_IN_A_LINE.sub(_escape, text)
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -61,16 +143,17 @@ _GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
 
 
 def json_line(value: Any, *, is_ascii: bool = True) -> str:
-    """Plain data as one line of JSON; numbers that JSON does not have are texts: ``nan``, ``inf``, ``-inf``."""
-    return json.dumps(_without_nonfinite(value), allow_nan=False, ensure_ascii=is_ascii)
+    """Plain data as one line of JSON; numbers that JSON does not have are texts: ``nan``, ``inf``, ``-inf``. Texts are
+    printed, so without the marks around code."""
+    return json.dumps(_for_json(value), allow_nan=False, ensure_ascii=is_ascii)
 
 
-def _without_nonfinite(value: Any) -> Any:
+def _for_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
-        return {name: _without_nonfinite(item) for name, item in value.items()}
-    return [_without_nonfinite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {name: _for_json(item) for name, item in value.items()}
+    return [_for_json(item) for item in value] if isinstance(value, (list, tuple)) else told(value)
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

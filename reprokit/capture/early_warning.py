@@ -61,6 +61,7 @@ from reprokit.series.course import (
 from reprokit.series.events import LineLog, Silence, TrainingEvent, event_of
 from reprokit.series.timeline import Numbers, parameters_of
 from reprokit.series.unlike import FAR, JUMP, Unlike, grouped
+from reprokit.snapshot.privacy import private
 from reprokit.words import number_words, times_words, visible_line
 
 if TYPE_CHECKING:
@@ -330,6 +331,8 @@ class EarlyWarning:
         return replace(event, **known, snapshot=str(path))
 
     def _emit(self, event: TrainingEvent) -> None:
+        # the path of the file is for this machine, and has to be the one that opens it
+        event = replace(private(event, self._session.source), snapshot=event.snapshot)
         self._session.say(visible_line(event.line()))
         try:
             self._log.add(event.to_json())

@@ -36,8 +36,9 @@ from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.ir import Input
 from reprokit.progress import Progress
 from reprokit.snapshot.format import Snapshot, load, save
+from reprokit.snapshot.privacy import private
 from reprokit.snapshot.rng import generators_restored
-from reprokit.snapshot.source import Source, private
+from reprokit.snapshot.source import Source
 
 
 def has_origin(snapshot: Snapshot) -> bool:

@@ -20,6 +20,7 @@ from reprokit import native
 from reprokit.capture.structure import iter_tensors
 from reprokit.program.dataflow import node_of
 from reprokit.program.sites import relative_path
+from reprokit.words import quoted, quoted_unless_name
 
 _MOST = 4  # operands of an expression, or of an assignment, that are printed
 _POSITION = ("lineno", "end_lineno", "col_offset", "end_col_offset")
@@ -56,7 +57,9 @@ def option_words(options: Sequence[Mapping[str, Any]], before: Sequence[Mapping[
                 earlier = _assignment(_function_at(_tree(file), line), ast.unparse(source), line)
                 nodes = ast.walk(earlier.value if earlier is not None else source)
                 power = next((p for p in nodes if isinstance(p, ast.BinOp) and isinstance(p.op, ast.Pow)), None)
-                of = f", from the power `{ast.unparse(power)}` in line {power.lineno}" if power is not None else ""
+                of = ""
+                if power is not None:
+                    of = f", from the power{quoted(f' `{ast.unparse(power)}`')} in line {power.lineno}"
                 of += ", complex for a negative base" * bool(of)
                 where = f" (assigned at {relative_path(file)}:{line}{of})"
             yield f"`{name}` of the optimizer is {_text(group[name], {})}, and was {_text(old[name], {})} before{where}"
@@ -128,7 +131,7 @@ def _words(node: ast.AST, frame: FrameType, notes: Mapping[int, str]) -> str:
     if type(value) in (list, tuple) and value:
         parts = [_text(part, notes) for part in value[:_MOST]]
         words = f"{len(value)} items" + (f": {'; '.join(parts)}" if all(parts) else "")
-    return f"`{ast.unparse(node)}` is {words}" if words else ""
+    return f"`{quoted_unless_name(ast.unparse(node), 'an operand')}` is {words}" if words else ""
 
 
 def _text(value: Any, notes: Mapping[int, str]) -> str:

@@ -42,7 +42,7 @@ from reprokit.program.functions import written_argument
 from reprokit.program.sites import make_site, parts
 from reprokit.series.timeline import parameters_of
 from reprokit.series.unlike import Reading, Unlike, Value, changed, course, emptied_state, growth, unlike, written
-from reprokit.words import user_path
+from reprokit.words import quoted, quoted_unless_name, user_path
 
 if TYPE_CHECKING:
     from reprokit.capture.loop import Loop
@@ -426,7 +426,7 @@ def setting_name(key: Key, loop: Loop, frame: FrameType | None) -> tuple[str, st
         name = argument_name(op, where[2], spaces_of(frame)) if op is not None else ""
         site = make_site(where[0], where[1]) if where[0] is not None and not name else None
         text = ast.unparse(next(iter(parts(site)))) if site is not None and parts(site) else ""
-        other = f"a number in `{text}`" if 0 < len(text) < _MOST_WORDS else "a number"
+        other = f"a number{quoted(f' in `{text}`')}" if 0 < len(text) < _MOST_WORDS else "a number"
         return f"`{name}`" if name else other, None
     if kind == "flag":
         name = parameter_names(modules, frame).get(where[0], "")
@@ -471,7 +471,7 @@ def argument_name(op: Op, place: object, spaces: Spaces) -> str:
         elif isinstance(place, int) and place < len(operands := _operands(part, op, spaces)):
             text = ast.unparse(operands[place])
         if text and len(text) <= _MOST_NAME:
-            return text
+            return quoted_unless_name(text, f"an argument of {name_of(op).rpartition('.')[2] or 'a call'}")
     return ""
 
 

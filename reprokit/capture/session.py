@@ -47,7 +47,7 @@ from reprokit.native import clock
 from reprokit.series.events import LineLog, Silence, TrainingEvent
 from reprokit.series.story import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.source import Source
-from reprokit.words import print_line, visible_line
+from reprokit.words import escaped_line, print_line, visible_line, without_code
 
 
 class Session:
@@ -125,6 +125,7 @@ class Session:
         percent = None if watch == "every-step" or budget == "off" else budget
         matter = not {"nonfinite", "skipped"}.isdisjoint(on)
         self._loop = Loop(self._recorder, world, Budget(percent, from_step), watch, matter=matter)
+        self.source = source
         place = Place(output, directory or current_folder(), name, overwrite, source, part)
         self._failures = self.failures_type(self, self._loop, place, command, on, finds_cause=cause)
         self._loop.asked, self._loop.last_step = asked, last_step
@@ -382,12 +383,12 @@ class Session:
                     self._on_numbers = None
 
     def _warn(self, silence: Silence, frame: FrameType | None, path: Path | None) -> None:
-        self.say(visible_line(silence.event("warning").line()))
+        self.say(escaped_line(silence.event("warning").line()))
 
     def say(self, text: str) -> None:
         """Print a line, unless all is to be quiet."""
         if not self._quiet:
-            print_line(text)
+            print_line(without_code(text) if self.source == "none" else text)
 
 
 def _abandon_in_child() -> None:

@@ -39,7 +39,7 @@ from reprokit.program.sites import kind_of_file, make_site, relative_path
 from reprokit.series.course import LEAST_PLAYED
 from reprokit.series.events import Silence
 from reprokit.series.timeline import parameters_of
-from reprokit.words import counted, listed, number_words
+from reprokit.words import counted, listed, number_words, quoted
 
 if TYPE_CHECKING:
     from reprokit.capture.loop import Loop
@@ -528,7 +528,7 @@ def _site(op: Op | None) -> Site | None:
 
 def _place(site: Site | None) -> str:
     """A line of the user's with its text, behind a comma."""
-    return f", {site.place}: {site.code}" if site is not None else ""
+    return f", {site.place}{quoted(f': {site.code}')}" if site is not None else ""
 
 
 def _reason(found: Failure) -> str:

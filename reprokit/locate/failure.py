@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from reprokit.grammar import Count, Line, Name, Row, Text, left_out, one_of
+from reprokit.grammar import Count, Digest, Later, Line, Name, Row, Text, one_of
 from reprokit.program.ir import Call, Phase, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
@@ -39,13 +39,13 @@ class Predicate:
     threshold: float
     reference_step: Count  # the last healthy one before it
     began_at: Count
-    usual: float | None = left_out()  # the median of the steps before
-    source: Name | None = left_out()  # the input of the step that carries it, if one does
-    rows: Line | None = left_out()  # of the batch: ``rows 0-7``
-    samples: Line | None = left_out()  # of these rows, or the one that carries it: ``samples 12 and 30``
-    argument: Name | None = left_out()  # of a call: ``target of mse_loss``
-    largest: float | None = left_out()  # the magnitude of the source or argument
-    largest_usual: float | None = left_out()  # the same in the reference step
+    usual: Later[float] = None  # the median of the steps before
+    source: Later[Name] = None  # the input of the step that carries it, if one does
+    rows: Later[Line] = None  # of the batch: ``rows 0-7``
+    samples: Later[Line] = None  # of these rows, or the one that carries it: ``samples 12 and 30``
+    argument: Later[Name] = None  # of a call: ``target of mse_loss``
+    largest: Later[float] = None  # the magnitude of the source or argument
+    largest_usual: Later[float] = None  # the same in the reference step
 
     @property
     def is_complete(self) -> bool:
@@ -66,7 +66,7 @@ class RankDifference:
     ranks: tuple[Count, ...]
     reference: Count
     num_alike: Count  # ranks that hold the same as the reference
-    hashes: tuple[Name, Name]
+    hashes: tuple[Digest, Digest]
     largest: float | None = None  # absolute difference
     equal_after: Count | None = None  # ``None``: never seen equal
     began_at: Count = 0  # unequal after this step
@@ -119,15 +119,15 @@ class Failure:
     input_name: Name | None = None  # was bad already, or the origin wrote the bad value into it
     exception: tuple[Name, Text] | None = None
     drop: Drop | None = None  # a later call drops NaN values, and the backward pass multiplies zero with them
-    is_overflow: bool | None = left_out()  # read from files of 0.1.0; `rule` says it now, as for the next one
-    spectrum: Annotated[str, one_of("", "zero", "repeated")] | None = left_out()
+    is_overflow: Later[bool] = None  # read from files of 0.1.0; `rule` says it now, as for the next one
+    spectrum: Later[Annotated[str, one_of("", "zero", "repeated")]] = None
     cause: Failure | None = None  # the origin of the bad value without which the call would not raise
-    event: Predicate | None = left_out()  # of `EVENTS`; ``call`` is the first one unlike the last healthy step
-    marker: Name | None = left_out()
-    difference: RankDifference | None = left_out()  # between ranks, which one process cannot show
-    operand: Line | None = left_out()  # the slot of the bad input: ``0``, ``weight``; of a marker: how many are read
-    rule: Name | None = left_out()  # the local rule that fits, if anybody asked: of the origin's operands only
-    departure: Line | None = left_out()  # how the result of ``call`` differs between two runs of a step
+    event: Later[Predicate] = None  # of `EVENTS`; ``call`` is the first one unlike the last healthy step
+    marker: Later[Name] = None
+    difference: Later[RankDifference] = None  # between ranks, which one process cannot show
+    operand: Later[Line] = None  # the slot of the bad input: ``0``, ``weight``; of a marker: how many are read
+    rule: Later[Name] = None  # the local rule that fits, if anybody asked: of the origin's operands only
+    departure: Later[Line] = None  # how the result of ``call`` differs between two runs of a step
 
     def key(self) -> Key:
         """Two failures are the same if their keys are equal.

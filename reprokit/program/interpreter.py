@@ -15,7 +15,7 @@ import torch
 
 from reprokit import native
 from reprokit.errors import pass_on
-from reprokit.grammar import Positive, left_out, one_of
+from reprokit.grammar import Later, Positive, one_of
 from reprokit.program.dataflow import bases, copy_of, written_in_place
 from reprokit.program.functions import UnknownFunction, function_named, optimizer_named, symbol_named
 from reprokit.program.ir import (
@@ -160,10 +160,10 @@ def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
 class Settings:
     """The switches of torch that a replay needs to give the same bits; ``None``: as they are."""
 
-    num_threads: Positive | None = left_out()
-    deterministic_algorithms: bool | None = left_out()
-    deterministic_warn_only: bool | None = left_out()  # else an operation without a deterministic version raises
-    matmul_precision: Annotated[str, one_of("highest", "high", "medium")] | None = left_out()
+    num_threads: Later[Positive] = None
+    deterministic_algorithms: Later[bool] = None
+    deterministic_warn_only: Later[bool] = None  # else an operation without a deterministic version raises
+    matmul_precision: Later[Annotated[str, one_of("highest", "high", "medium")]] = None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
-from reprokit.grammar import Count, Line, Name, Row, Text, one_of
+from reprokit.grammar import Code, Constants, Count, Listing, Name, Path, Row, Statement, one_of
 
 Leaf = TypeVar("Leaf")
 ROLES = ("parameter", "buffer", "batch", "random", "state", "gradient", "rng", "opaque")
@@ -45,23 +45,23 @@ class Ref:
 class Symbol:
     """A torch constant by its public name, such as ``torch.float16`` or ``torch.channels_last``."""
 
-    name: str
+    name: Name
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device by its text, such as ``cuda:0``."""
 
-    name: str
+    name: Name
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     """A Python slice whose parts are ints, ``None`` or `Ref`."""
 
-    start: Any
-    stop: Any
-    step: Any
+    start: Constants
+    stop: Constants
+    step: Constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ class Scope(Row):
 class Site(Row):
     """Where a call was written: the user's innermost line, and the line inside the library it went through."""
 
-    file: Line
+    file: Path
     line: Count
-    code: Line = ""
+    code: Code = ""
     function: Name = ""
-    library: tuple[Line, Count] | None = None
-    statement: Text = ""  # all lines of a statement over several lines
+    library: tuple[Path, Count] | None = None
+    statement: Statement = ""  # all lines of a statement over several lines
     span: Span | None = None  # of the call in `text`: lines from 1, columns in bytes, the last column behind it
 
     @property
@@ -130,7 +130,7 @@ class Mode:
     """The thread's torch settings around a call."""
 
     grad: bool = True
-    autocast: tuple[tuple[str, str], ...] = ()  # enabled devices and dtypes: ``("cpu", "torch.float16")``
+    autocast: tuple[tuple[Name, Name], ...] = ()  # enabled devices and dtypes: ``("cpu", "torch.float16")``
     inference: bool = False
     rng: Ref | None = None  # the generator's state (a uint8 input) before a random call
 
@@ -149,10 +149,10 @@ class Call:
       kwargs ``name`` and ``source`` describe it.
     """
 
-    target: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    outputs: Any = None
+    target: Name
+    args: tuple[Constants, ...] = ()
+    kwargs: Mapping[Name, Constants] = field(default_factory=dict)
+    outputs: Constants = None
     scope: tuple[Scope, ...] = ()
     site: Site | None = None
     mode: Mode = Mode()
@@ -210,10 +210,10 @@ class ModuleNote:
 
     cls: Name
     training: bool = True
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the constructor of torch's own layers
-    file: str = ""  # of user classes, as line and source are
+    arguments: Mapping[Name, Constants] = field(default_factory=dict)  # of the constructor of torch's own layers
+    file: Path = ""  # of user classes, as line and source are
     line: int = 0
-    source: str = ""
+    source: Listing = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class Program:
     calls: tuple[Call, ...]
     inputs: tuple[Input, ...]
     outputs: tuple[Ref, ...] = ()
-    modules: Mapping[str, ModuleNote] = field(default_factory=dict)
+    modules: Mapping[Name, ModuleNote] = field(default_factory=dict)
 
     @property
     def num_calls(self) -> int:

@@ -29,7 +29,8 @@ from reprokit.shrink.reduction import Reduction, fingerprint
 from reprokit.snapshot import format as snapshots
 from reprokit.snapshot.files import REDUCTION_FILE, hint_for_folder
 from reprokit.snapshot.format import Snapshot
-from reprokit.snapshot.source import Source, private
+from reprokit.snapshot.privacy import private
+from reprokit.snapshot.source import Source
 
 
 def without_data(reduction: Reduction) -> Reduction:
@@ -111,7 +112,7 @@ class Opened:
     def private(self, policy: Source, *, no_data: bool) -> Opened:
         """The same with no more of the user's source than the policy allows, and without recorded data."""
         snapshot = private(self.snapshot, policy) if self.snapshot is not None else None
-        reduction = without_source(self.reduction, policy) if self.reduction is not None else None
+        reduction = private(self.reduction, policy) if self.reduction is not None else None
         if not no_data:
             return replace(self, reduction=reduction, snapshot=snapshot)
         if reduction is None:
@@ -119,14 +120,6 @@ class Opened:
                 "a whole snapshot is made of recorded data", hint="shrink it with `reprokit shrink --no-data`"
             )
         return Opened(without_data(reduction), snapshot)
-
-
-def without_source(reduction: Reduction, policy: Source) -> Reduction:
-    """The reduction, whose diagnosis holds lines of the user's source in the code of its fix, as the policy allows."""
-    found = reduction.diagnosis
-    if policy != "none" or found is None or found.fix is None:
-        return reduction
-    return replace(reduction, diagnosis=replace(found, fix=replace(found.fix, code="")))
 
 
 def open_source(path: Path, snapshot: Path | None = None) -> Opened:

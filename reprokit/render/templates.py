@@ -19,7 +19,7 @@ import jinja2.sandbox
 from reprokit.errors import UsageError
 from reprokit.render import wording
 from reprokit.snapshot.redact import redact_text
-from reprokit.words import visible_line
+from reprokit.words import told, visible_line
 
 
 @functools.cache
@@ -48,6 +48,7 @@ def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=jinja2.select_autoescape(("html", "html.j2")),
+        finalize=told,  # a text may quote code between marks, which are none of a page
     )
     environment.filters["redact"] = redact_text
     environment.filters["prose"] = wording.prose

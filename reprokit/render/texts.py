@@ -32,7 +32,8 @@ from reprokit.rules.match import with_rule
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, replaced, write_text
 from reprokit.snapshot.format import Snapshot
-from reprokit.snapshot.source import Source, private
+from reprokit.snapshot.privacy import private
+from reprokit.snapshot.source import Source
 from reprokit.words import visible_line
 
 ISSUE_FILE, SUMMARY_FILE, REPORT_FILE, TEST_FILE = "issue.md", "summary.md", "report.html", "test_repro.py"
@@ -60,6 +61,7 @@ def render_all(
     minimum and the summary only. ``on_reason`` gets the reason why there is no context. ``processes`` are those that
     verify. Where there is no repro, ``repro`` is ``None``.
     """
+    snapshot, reduction = private(snapshot, source), private(reduction, source)
     with contextlib.ExitStack() as stack:
         if processes is None:
             processes = stack.enter_context(CleanProcesses([check] if check is not None else []))
@@ -84,7 +86,6 @@ def render_all(
     beside, reason = ("", found) if isinstance(found, str) else (found[0].text, "")
     if reason:
         on_reason(reason)
-    snapshot, reduction = private(snapshot, source), sources.without_source(reduction, source)
     facts = Facts(snapshot, script, result, reduction)
     texts = {SUMMARY_FILE: write_summary(facts, reason)}
     if not fast:
@@ -131,7 +132,7 @@ def begin(
     The files of the earlier result go first: beside this repro they would be taken for a part of it.
     """
     reduction = sources.without_data(reduction) if no_data else reduction
-    script = sources.reduction_script(reduction, private(snapshot, source))
+    script = sources.reduction_script(private(reduction, source), private(snapshot, source))
     for name in RESULTS:
         (out_dir / name).unlink(missing_ok=True)
     if check is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from reprokit.grammar import Line, Name, Text, left_out, link, one_of
+from reprokit.grammar import Later, Line, Name, Statement, Text, link, one_of
 
 UNKNOWN = "unknown"
 
@@ -19,12 +19,12 @@ class TriedFix:
 
     id: Name
     text: tuple[Text, ...]  # what was changed, a sentence a change
-    code: Text  # how it looks in Python
+    code: Statement  # how it looks in Python
     where: tuple[Line, ...]  # the lines of the user's code
     helped: bool  # the whole step became finite
     outcome: Text  # what was seen
     is_plausible: bool | None = True  # the loss is not absurd; ``None`` if the program ends before one
-    loss: float | None = left_out()  # of the step with the fix
+    loss: Later[float] = None  # of the step with the fix
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reprokit.grammar import Line, Name
+from reprokit.grammar import Path as FilePath
 from reprokit.series.course import QUANTITIES, Alarm, EventKind
 from reprokit.words import json_line, number_words, times_words
 
@@ -62,15 +64,15 @@ class TrainingEvent:
     kind: EventKind
     step: int
     severity: Literal["warning", "error"]
-    evidence: str
-    place: str | None = None
+    evidence: Line
+    place: Name | None = None
     began_at: int | None = None
-    quantity: str | None = None
+    quantity: Name | None = None
     value: float | None = None
     usual: float | None = None
     threshold: float | None = None
     reference_step: int | None = None
-    snapshot: str | None = None
+    snapshot: FilePath | None = None
 
     def line(self) -> str:
         """The event in one line."""

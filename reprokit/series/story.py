@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import correlation, linear_regression, median
 
-from reprokit.grammar import Count, Name, left_out
+from reprokit.grammar import Count, Later, Name
 from reprokit.series.course import SPREADS, band_before
 from reprokit.words import counted, number_words
 
@@ -30,8 +30,8 @@ class StepNumbers:
     grad_norm: float | None = None
     scale: float | None = None
     seconds: float | None = None
-    optimizer: Name | None = left_out()
-    noted: dict[Name, float] | None = left_out()  # by `session.note`
+    optimizer: Later[Name] = None
+    noted: Later[dict[Name, float]] = None  # by `session.note`
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class RecordedStep:
     weight_norm: dict[Name, float]
     grad_norm: dict[Name, float]
     zeros: dict[Name, float]
-    norm: float | None = left_out()
-    clipped: float | None = left_out()
-    update: dict[Name, float] | None = left_out()
-    updated: float | None = left_out()
+    norm: Later[float] = None
+    clipped: Later[float] = None
+    update: Later[dict[Name, float]] = None
+    updated: Later[float] = None
 
     @property
     def total(self) -> float:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from reprokit.grammar import Count, Name, left_out
+from reprokit.grammar import Count, Later, Name
 from reprokit.locate.spelling import signature_of
 from reprokit.locate.ways import place_of
 from reprokit.program.dataflow import contents
@@ -41,11 +41,11 @@ Number = float | bool
 class ProgramPart:
     """An input, one of its elements, or an argument of a call."""
 
-    input: Name | None = left_out()
-    element: tuple[Count, ...] | None = left_out()
-    call: Name | None = left_out()
-    argument: Name | None = left_out()
-    value: Number | None = left_out()
+    input: Later[Name] = None
+    element: Later[tuple[Count, ...]] = None
+    call: Later[Name] = None
+    argument: Later[Name] = None
+    value: Later[Number] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class VariedPart(ProgramPart):
     """A part of the result."""
 
     free: bool = False  # every other content fails too
-    tried: bool | None = left_out()  # false if that is not known, and no other content passes
+    tried: Later[bool] = None  # false if that is not known, and no other content passes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 
-from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of
+from reprokit.grammar import Count, Digest, Later, Line, Name, Text, one_of, plain_of
+from reprokit.grammar import Path as FilePath
 from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.dataflow import contents, raw_bytes
@@ -21,7 +22,7 @@ from reprokit.shrink.checks.check import Signed
 from reprokit.shrink.context.finder import Context
 from reprokit.shrink.explain import Nearest, VariedPart
 from reprokit.snapshot.format import Snapshot, StoredProgram, StoredTensors, read_content, storable, write_file
-from reprokit.words import counted
+from reprokit.words import counted, told
 
 KIND = "reduction"
 _TOLD = (  # in the summary
@@ -57,10 +58,10 @@ class LogRow:
 class Origin:
     """The snapshot that a reduction was made from, with which torch and which check."""
 
-    snapshot: Name | None = left_out()
-    torch: Line | None = left_out()
-    check: Line | None = left_out()
-    file: Line | None = left_out()
+    snapshot: Later[Digest] = None
+    torch: Later[Line] = None
+    check: Later[Line] = None
+    file: Later[FilePath] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,9 @@ class Answered:
 class WhatIfResult:
     """The answers for every program that was run in other settings, and the seconds that it took; empty: not run."""
 
-    budget: float | None = left_out()
-    seconds: float | None = left_out()
-    tables: Mapping[Annotated[str, one_of("minimum", "context", "snapshot")], tuple[Answered, ...]] | None = left_out()
+    budget: Later[float] = None
+    seconds: Later[float] = None
+    tables: Later[Mapping[Annotated[str, one_of("minimum", "context", "snapshot")], tuple[Answered, ...]]] = None
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ class Reduction:
     context: Context | None = None  # the piece of the model found beside the minimum
     whatif: WhatIfResult = WhatIfResult()  # empty if none was made
     diagnosis: Diagnosis | None = None
-    no_repro: Line | None = left_out()  # why there is none of an event; then the program is the whole step
+    no_repro: Later[Line] = None  # why there is none of an event; then the program is the whole step
 
     def summary(self) -> dict[str, Any]:
         """What ``reprokit shrink --json`` prints, without what rendering adds."""
-        return {
+        summary = {
             "schema": 1,
             "verdict": "reduced",
             "calls": self.program.num_calls,
@@ -121,6 +122,7 @@ class Reduction:
             **{name: plain_of(getattr(self, name)) for name in _TOLD.split()},
             "seconds": round(self.seconds, 3),
         }
+        return cast(dict[str, Any], told(summary))
 
     def save(self, path: Path | str) -> None:
         """Write the reduction atomically."""

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar, cast
 
 import torch
 
 from reprokit import native
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
-from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of, read
+from reprokit.grammar import Count, Later, Line, Name, Text, one_of, plain_of, read
 from reprokit.locate.failure import SILENT, Failure, RankDifference, is_vacuous, root_of
 from reprokit.locate.samples import Samples, bad_rows, row_text
 from reprokit.program import plain
@@ -35,7 +35,7 @@ from reprokit.snapshot.files import replaced, require_file
 from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.rng import Generators, PlainTensor
 from reprokit.snapshot.source import SourceState
-from reprokit.words import visible_name
+from reprokit.words import told, visible_name
 
 StateValue = PlainTensor | float | bool | tuple[float | bool, ...] | Line | None
 
@@ -109,15 +109,15 @@ class FailedProgram(HasProgram, Protocol):
 class CaptureSettings(Settings):
     """The settings of torch, and those of the capture: how it watched, what it kept, which process it was."""
 
-    watch: Annotated[str, one_of("every-step", "sampled", "deferred")] | None = left_out()
-    history_steps: Count | None = left_out()
-    history_bytes: Count | None = left_out()
-    rank: Count | None = left_out()
-    world_size: Count | None = left_out()
-    noted_every: Count | None = left_out()
-    is_noted: bool | None = left_out()
-    compilers: tuple[Name, ...] | None = left_out()  # backends that the script has compiled something with
-    began_at: Count | None = left_out()  # the first step of this model, if the process trained others before
+    watch: Later[Annotated[str, one_of("every-step", "sampled", "deferred")]] = None
+    history_steps: Later[Count] = None
+    history_bytes: Later[Count] = None
+    rank: Later[Count] = None
+    world_size: Later[Count] = None
+    noted_every: Later[Count] = None
+    is_noted: Later[bool] = None
+    compilers: Later[tuple[Name, ...]] = None  # backends that the script has compiled something with
+    began_at: Later[Count] = None  # the first step of this model, if the process trained others before
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ class Snapshot:
     rng: Generators = Generators()
     timeline: list[StepNumbers] = field(default_factory=list)
     command: list[Line] = field(default_factory=list)
-    layers: list[LayerNumbers] | None = left_out()
-    before: StateBefore | None = left_out()
-    recorded: list[RecordedStep] | None = left_out()
-    cause: Cause | None = left_out()
-    samples: dict[int, Samples] | None = left_out()
-    digests: list[tuple[Count, Count]] | None = left_out()
+    layers: Later[list[LayerNumbers]] = None
+    before: Later[StateBefore] = None
+    recorded: Later[list[RecordedStep]] = None
+    cause: Later[Cause] = None
+    samples: Later[dict[int, Samples]] = None
+    digests: Later[list[tuple[Count, Count]]] = None
 
     @property
     def num_elements(self) -> int:
@@ -159,7 +159,7 @@ class Snapshot:
 
     def summary(self) -> dict[str, Any]:
         """The output of ``reprokit show --json``."""
-        return {
+        summary = {
             "schema": 1,
             "failure": {"step": self.step, "micro_step": self.micro_step, **self._describe_failure()},
             "fidelity": self.fidelity,
@@ -174,6 +174,7 @@ class Snapshot:
             **({"cause": self.cause.described()} if self.cause is not None else {}),
             "capture": {k: v for k, v in plain_of(self.settings).items() if k not in Settings.__dataclass_fields__},
         }
+        return cast(dict[str, Any], told(summary))
 
     @property
     def end_of_story(self) -> float:

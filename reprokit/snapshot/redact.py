@@ -177,6 +177,11 @@ def redact_text(text: str) -> str:
     return "".join((*pieces, _redact_words(text[end:])))
 
 
+def without_traceback_code(text: str) -> str:
+    """Free text without the lines of code that a traceback in it quotes."""
+    return _QUOTED_CODE.sub(lambda match: match["place"].rstrip("\n"), text)
+
+
 def redact_source(code: str) -> str:
     """Python source without credentials: names stay whatever they are, literals and comments are redacted."""
     code = _ASSIGNED.sub(lambda match: _hide_assigned(match) if match["quote"] else match[0], _hide_known(code))

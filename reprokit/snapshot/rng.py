@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 
 from reprokit import native
-from reprokit.grammar import Count, Name, left_out, plain_of
+from reprokit.grammar import Count, Later, Name, plain_of
 
 
 def _plain_tensor(value: Any) -> torch.Tensor:
@@ -52,12 +52,12 @@ class NumpyState:
 class Generators:
     """The states of the generators of Python, NumPy, torch and every accelerator in use."""
 
-    python: PythonState | None = left_out()
-    torch: PlainTensor | None = left_out()
-    numpy: NumpyState | None = left_out()
-    cuda: tuple[PlainTensor, ...] | None = left_out()
-    xpu: tuple[PlainTensor, ...] | None = left_out()
-    mps: tuple[PlainTensor, ...] | None = left_out()
+    python: Later[PythonState] = None
+    torch: Later[PlainTensor] = None
+    numpy: Later[NumpyState] = None
+    cuda: Later[tuple[PlainTensor, ...]] = None
+    xpu: Later[tuple[PlainTensor, ...]] = None
+    mps: Later[tuple[PlainTensor, ...]] = None
 
 
 def get_rng_state() -> Generators:

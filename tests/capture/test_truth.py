@@ -22,7 +22,7 @@ from reprokit.capture.save import Describing
 from reprokit.capture.session import Session
 from reprokit.program.dataflow import same_bits
 from reprokit.snapshot.format import Snapshot, load
-from reprokit.snapshot.source import private
+from reprokit.snapshot.privacy import private
 from tests.capture.traps_checks import (
     EXACT,
     Loop,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from reprokit.errors import SnapshotError
+from reprokit.grammar import known_fields
 from reprokit.snapshot.format import Snapshot, load, read_file, save, write_file
 from tests.render.programs import masked_softmax, snapshot_of
 
@@ -24,7 +25,7 @@ def content(tmp_path: Path) -> dict[str, Any]:
 def test_a_field_that_is_missing_or_something_else(content: dict[str, Any], tmp_path: Path) -> None:
     files = [{**content, name: 1.5} for name in FIELDS]
     for name in FIELDS:
-        if not Snapshot.__dataclass_fields__[name].metadata:  # it is not written while it is `None`
+        if not known_fields(Snapshot)[name].is_left_out:  # it is not written while it is `None`
             files.append({key: value for key, value in content.items() if key != name})
     for changed in files:
         write_file(tmp_path / "broken.pt", "snapshot", changed)

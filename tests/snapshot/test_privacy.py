@@ -5,23 +5,30 @@ Secrets are made at run time, so that no file of the project looks as if it held
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
-from dataclasses import replace
+import zipfile
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from reprokit import grammar
 from reprokit.cli import main
 from reprokit.program.ir import OPAQUE, Call, Input, ModuleNote, Program, Ref, Site
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot import privacy
 from reprokit.snapshot.format import Snapshot, load, save
+from reprokit.snapshot.privacy import private
 from reprokit.snapshot.redact import redact_text, shorten_paths
-from reprokit.snapshot.source import SourceState, private
-from tests.conftest import run_python_in
+from reprokit.snapshot.source import SourceState
+from reprokit.words import quoted, with_code, without_code
+from tests.conftest import import_benchmark, run_python_in
 from tests.render.programs import site_of, snapshot_of
 
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -151,6 +158,123 @@ def test_a_text_shows_no_more_source_than_asked(tmp_path: Path) -> None:
     out = tmp_path / "issue.md"
     assert main(["render", str(tmp_path / "snap.pt"), "--as", "issue", "--source", "none", "-o", str(out)]) == 0
     assert "`train.py:2`" in out.read_text() and "torch.log(x)`" not in out.read_text()
+
+
+SILENT = """\
+import torch
+encoder, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+for step in range(60):
+    hidden_recipe = encoder(torch.randn(8, 4)).detach()
+    loss = head(hidden_recipe).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+RAISED = """\
+import torch
+torch.manual_seed(0)
+recipe = {"sizes": [torch.zeros(1), 4.0, torch.ones(7)]}
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    mixed = model(torch.randn(8, 4))
+    if step == 2:
+        mixed = mixed * recipe["sizes"][2]
+    mixed.pow(2).mean().backward()
+    optimizer.step()
+"""
+SETTING = """\
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+recipe = {"scale": 1.0}
+for step in range(12):
+    if step == 8:
+        recipe["scale"] = 1e30
+    x = torch.randn(8, 4)
+    optimizer.zero_grad()
+    loss = torch.exp(torch.mul(model(x) + 1.0, recipe["scale"] * 0.5)).mean()
+    loss.backward()
+    optimizer.step()
+"""
+_MARKS = re.compile("[\u2061\u2062\u2064]")
+
+
+def everything_in(folder: Path) -> dict[str, str]:
+    """The texts of all files, of a file of tensors those beside the tensors."""
+    found = {}
+    for file in folder.rglob("*"):
+        if file.suffix == ".pt":
+            with zipfile.ZipFile(file) as archive:
+                pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
+                found[file.name] = b"".join(map(archive.read, pickles)).decode(errors="replace")
+        elif file.is_file():
+            found[file.name] = file.read_text()
+    return found
+
+
+def everything_of(folder: Path, script: str, policy: str) -> dict[str, str]:
+    """All that a capture and what follows it print and write about a script."""
+    folder.mkdir()
+    (folder / "train.py").write_text(script)
+    run = partial(run_python_in, folder, "-m", "reprokit")
+    kinds = ["--on", "nonfinite", "--on", "exception", "--on", "silent"]
+    done = run("capture", "--source", policy, *kinds, "-o", "snap.repro.pt", "train.py")
+    said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("reprokit:"))
+    assert (folder / "snap.repro.pt").exists(), done.stderr
+    commands = {
+        "show": ["show", "snap.repro.pt"],
+        "shrink": ["shrink", "--fast", "--max-time", "10", "snap.repro.pt"],
+        "render": ["render", "snap.repro.pt", "--as", "report"],
+    }
+    printed = {name: run(*words) for name, words in commands.items()}
+    (folder / "train.py").unlink()
+    written = everything_in(folder)
+    return written | {"capture": said} | {name: done.stdout + done.stderr for name, done in printed.items()}
+
+
+@pytest.mark.parametrize("script", [SILENT, RAISED, SETTING], ids=["silent", "raised", "setting"])
+def test_no_line_of_source_is_printed_or_stored(tmp_path: Path, script: str) -> None:
+    lines = [line.strip() for line in script.splitlines() if "recipe" in line]
+    shown = everything_of(tmp_path / "shown", script, "traceback")
+    assert any(line in text for line in lines for text in shown.values())
+    assert not [name for name, text in shown.items() if not name.endswith(".pt") and _MARKS.search(text)]
+    hidden = everything_of(tmp_path / "hidden", script, "none")
+    assert "train.py:" in hidden["capture"]
+    assert not [(name, line) for name, text in hidden.items() for line in [*lines, 'recipe["'] if line in text]
+
+
+def test_every_text_of_every_field_is_private_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = import_benchmark("secrets_corpus")
+    assert list(corpus.field_leaks()) == []
+    assert sum(len(corpus.planted(cls)[1]) for cls in corpus.FILES) > 500
+    for wrong, words in (("text", "a line of source in Failure.way"), ("code", "a line of source in Site.code")):
+        kinds = {"text": (grammar.line,), "code": (grammar.code,)}[wrong]
+        real = privacy._changed
+        with monkeypatch.context() as patch:
+            patch.setattr(privacy, "_changed", lambda kind, *rest: rest[0] if kind in kinds else real(kind, *rest))  # noqa: B023
+            assert any(words in leak for leak in corpus.field_leaks())
+
+
+def test_a_text_of_no_kind_is_an_error() -> None:
+    @dataclass(frozen=True)
+    class Forgotten:
+        note: str = ""
+
+    with pytest.raises(TypeError, match=r"`Forgotten.note` is a text of no kind"):
+        grammar.text_fields(Forgotten)
+    with pytest.raises(TypeError, match="has no kind"):
+        private(Forgotten("a line"), "none")
+
+
+def test_a_quotation_leaves_a_sentence_that_still_says_where() -> None:
+    operand = quoted("`w[0]`", "an operand")
+    text = f"no gradient passes{quoted(': secret = a(x).detach()')}, at train.py:3; {operand} is 0"
+    assert with_code(text) == "no gradient passes: secret = a(x).detach(), at train.py:3; `w[0]` is 0"
+    assert without_code(text) == "no gradient passes, at train.py:3; an operand is 0"
+    assert without_code(text[:30]) == "no gradient passes"  # a text that was cut shows no half of a quotation
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

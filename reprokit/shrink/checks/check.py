@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from reprokit.errors import ignored_warnings
-from reprokit.grammar import Line, Name, left_out
+from reprokit.grammar import Later, Line, Name
 from reprokit.locate.failure import EXCEPTION, Failure, wording_of
 from reprokit.locate.spelling import constant_ways
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
@@ -41,11 +41,11 @@ class Signed:
     phase: Phase
     kind: Name
     call: Name | None = None
-    backward_node: Name | None = left_out()
-    input: Name | None = left_out()
-    drop: Name | None = left_out()
-    exception: Name | None = left_out()
-    check: Line | None = left_out()
+    backward_node: Later[Name] = None
+    input: Later[Name] = None
+    drop: Later[Name] = None
+    exception: Later[Line] = None
+    check: Later[Line] = None
 
 
 @dataclass(frozen=True)
