@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from importlib import resources
 from types import (
@@ -54,6 +53,9 @@ _IN_PLACE_OPERATORS = frozenset(
     ["__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
      "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"],
 )  # fmt: skip
+
+
+_Place = tuple[Any, str, Callable[..., Any]]  # an owner, a name in it, and torch's function of that name
 
 
 class UnknownFunction(ValueError):
@@ -114,20 +116,33 @@ def called_function(func: Callable[..., Any], caller: FrameType) -> Callable[...
     """
     if isinstance(func, _BUILT_IN) or not _has_hash(func) or func in _names_of_torch():
         return func
-    if caller.f_code is _handle_torch_function.__code__:
-        asker = caller.f_back
-        if asker is None or not asker.f_code.co_filename.startswith(_TORCH):
-            return func  # the script's function asks for modes itself, as torch's do
+    place: _Place | None = None
     with contextlib.suppress(TypeError):  # no weak reference can be made to it
         if func not in _PLACES:
             _PLACES[func] = next(_places_of(func), None)
         place = _PLACES[func]
-        if place is not None and getattr(place[0], place[1], None) is func:
-            return place[2]
-    return func
+    if place is None:
+        return func
+    owner, name, original = place
+    is_there: bool = getattr(owner, name, None) is func
+    if not is_there:
+        return func
+    if caller.f_code is _handle_torch_function.__code__ and not _is_running(original, caller):
+        return func  # the script's function asks for modes itself, as torch's do
+    return original
 
 
-def _places_of(func: Callable[..., Any]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _is_running(function: Callable[..., Any], frame: FrameType | None) -> bool:
+    """True if a function of torch is running close to a frame, with at most wrappers of a script between."""
+    code = getattr(function, "__code__", None)
+    for _ in range(_MOST_WRAPPERS):
+        if frame is None or frame.f_code is code:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is code
+
+
+def _places_of(func: Callable[..., Any]) -> Iterator[_Place]:
     """Where a function stands in the place of one of torch: the owner, the name, and torch's function."""
     for original, (owner, name) in _names_of_torch().items():
         if getattr(owner, name, None) is func:
@@ -152,8 +167,8 @@ _BUILT_IN = (
     BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType,
     type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor),
 )  # fmt: skip
-_PLACES: MutableMapping[Callable[..., Any], tuple[Any, str, Callable[..., Any]] | None] = WeakKeyDictionary()
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PLACES: MutableMapping[Callable[..., Any], _Place | None] = WeakKeyDictionary()
+_MOST_WRAPPERS = 8
 _handle_torch_function = torch.overrides.handle_torch_function
 
 _OPERATORS = {

@@ -99,12 +99,19 @@ def generators_restored() -> Iterator[None]:
 
 def _started_accelerators() -> dict[str, Any]:
     """The device modules in use by name; a device that was never started has drawn nothing."""
-    devices = ((name, getattr(torch, name, None)) for name in ("cuda", "xpu"))
-    started: dict[str, Any] = {name: device for name, device in devices if device and device.is_initialized()}
-    if torch.backends.mps.is_available():  # it has a single generator
-        started["mps"] = SimpleNamespace(
-            device_count=lambda: 1,
-            get_rng_state=lambda _: native.mps_get_rng_state(),
-            set_rng_state=lambda state, _: native.mps_set_rng_state(state),
-        )
-    return started
+    return {name: device for name, device in _ACCELERATORS.items() if device.is_initialized()}
+
+
+def _functions_of(device: Any) -> SimpleNamespace:
+    """The functions of a device module as they are now."""
+    names = ("is_initialized", "device_count", "get_rng_state", "set_rng_state")
+    return SimpleNamespace(**{name: getattr(device, name) for name in names})
+
+
+_ACCELERATORS = {name: _functions_of(getattr(torch, name)) for name in ("cuda", "xpu") if hasattr(torch, name)}
+_ACCELERATORS["mps"] = SimpleNamespace(  # it has a single generator
+    is_initialized=torch.backends.mps.is_available,
+    device_count=lambda: 1,
+    get_rng_state=lambda _: native.mps_get_rng_state(),
+    set_rng_state=lambda state, _: native.mps_set_rng_state(state),
+)
