@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (work / "snapshots").mkdir(exist_ok=True)
     rows = []
     for library in wanted:
-        row = judge(library, work, way, options.limit, keeps_bare=options.keep_bare)
+        row = judge(library, work, way, options)
         rows.append(row)
         print("\n".join(lines_of(row)), file=sys.stderr, flush=True)
     print(table(rows), file=sys.stderr)
@@ -202,6 +202,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--project", type=Path, default=ROOT, help="the reprokit to install")
     parser.add_argument("--plugin", action="store_true", help="watch with `pytest --reprokit`")
     parser.add_argument("--keep-bare", action="store_true", help="take the bare run of before, if there is one")
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"runs of what differs (default {RUNS})")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each run of a suite (default 1800)")
     return parser.parse_args(words)
 
@@ -389,30 +390,32 @@ def joined_outcome(before: str | None, when: str, now: str) -> str:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def judge(library: Library, work: Path, way: Way, limit: float, *, keeps_bare: bool) -> Row:
-    """Run a suite bare and watched, and what differs again; with `keeps_bare` the bare run of before stands."""
+def judge(library: Library, work: Path, way: Way, options: argparse.Namespace) -> Row:
+    """Run a suite bare and watched, and what differs again."""
     row = Row(library.name)
     try:
         python, source = prepare(library, work)
     except (subprocess.CalledProcessError, OSError) as error:
         row.note = str(error)
         return row
-    suite = Suite(library, python, source, work, limit)
+    suite = Suite(library, python, source, work, options.limit)
     row.version = source.name.rpartition("-")[2]
-    before = suite.kept("bare") if keeps_bare else None
+    before = suite.kept("bare") if options.keep_bare else None
     bare = before or suite.run("bare", BARE)
     watched = suite.run("watched", way)
     fill(row, bare, watched)
     found = differences(bare, watched)
-    row.differences = sorted(confirmed(suite, way, found, list(bare.outcomes)))
+    row.differences = sorted(confirmed(suite, way, found, list(bare.outcomes), options.runs))
     row.passing = sorted(found - set(row.differences))
     return row
 
 
-def confirmed(suite: Suite, way: Way, found: set[Difference], order: Sequence[str]) -> set[Difference]:
+def confirmed(
+    suite: Suite, way: Way, found: set[Difference], order: Sequence[str], num_runs: int = RUNS
+) -> set[Difference]:
     """Those differences that more runs show as well. Each runs all that came before them: a test may fail only after
     others."""
-    for number in range(2, RUNS + 1):
+    for number in range(2, num_runs + 1):
         if not found:
             break
         last = last_of(found, order)
