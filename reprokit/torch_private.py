@@ -42,6 +42,29 @@ push_mode = _look_up(_STACK.format("push_on_"), "", _nothing)
 pop_mode = _look_up(_STACK.format("pop_"), "", _nothing)
 num_modes = _look_up(_STACK.format("len_"), "", lambda: 0)
 mode_at = _look_up("torch._C._get_function_stack_at", "", _nothing)
+# Work of our own is unseen by function modes and subclasses of the user's, but for a step that is played again in it.
+# Without the second name the first must not be used, or a replay would be unseen by our own modes as well.
+_SEEN = "modes and tensor subclasses of the script see calls of reprokit"
+enable_functions = _look_up("torch._C._EnableTorchFunction", _SEEN, None)
+disable_functions = torch.DisableTorchFunction if enable_functions is not None else contextlib.nullcontext
+enable_functions = enable_functions or contextlib.nullcontext
+# The stack of torch-dispatch modes.
+num_dispatch_modes = _look_up("torch._C._len_torch_dispatch_stack", _SEEN, lambda: 0)
+_pop_dispatch_mode = _look_up("torch.utils._python_dispatch._pop_mode", _SEEN, _nothing)
+_push_dispatch_mode = _look_up("torch.utils._python_dispatch._push_mode", _SEEN, _nothing)
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """A context in which no torch-dispatch mode is asked."""
+    modes = [_pop_dispatch_mode() for _ in range(num_dispatch_modes())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_dispatch_mode(mode)
+
+
 REQUIRED = (_STACK.format("push_on_"), _STACK.format("pop_"), _STACK.format("len_"), "torch._C._get_function_stack_at")
 
 # Whether torch itself is at work: transforms, a recomputation in the backward pass.

@@ -18,6 +18,7 @@ from typing import Any
 from torch.overrides import BaseTorchFunctionMode
 
 from reprokit import native
+from reprokit.capture.mode import seen
 from reprokit.capture.options import DEFAULT_PERCENT
 from reprokit.native import clock
 
@@ -109,6 +110,11 @@ class Budget:
 
 def dispatch_seconds() -> float:
     """Seconds that torch takes to ask an empty function mode."""
+    with seen():
+        return _dispatch_seconds()
+
+
+def _dispatch_seconds() -> float:
     ask = functools.partial(native.numel, native.empty(0, device="cpu"))
     bare = min(timeit.repeat(ask, timer=clock.thread_time, repeat=3, number=_DISPATCH_CALLS))
     with BaseTorchFunctionMode():

@@ -32,6 +32,7 @@ from reprokit.capture.calls import Backward, OptimizerStep, Unscale
 from reprokit.capture.failure_text import event_words
 from reprokit.capture.fidelity import Made
 from reprokit.capture.meters import MeasuredStep, Meter, is_capturing
+from reprokit.capture.mode import seen
 from reprokit.capture.readings import Slot
 from reprokit.capture.replay import Case
 from reprokit.capture.save import Describing, NotKept, Raised, Verdict, why_not_played
@@ -340,7 +341,8 @@ class EarlyWarning:
             self._session.complain(f"could not write `{self._log.path.name}`", error)
         if self._on_event is not None:
             try:
-                self._on_event(event)
+                with seen():
+                    self._on_event(event)
             except Exception as error:
                 self._session.complain("`on_event` raised", error)
 

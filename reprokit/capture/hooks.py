@@ -25,6 +25,7 @@ from reprokit.capture.callers import HAS_FRAME_OF_APPLY, applying, first_user_fr
 from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
+from reprokit.capture.mode import unseen
 from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.structure import repeatable
 from reprokit.capture.tape import Number
@@ -79,7 +80,7 @@ class WholeCalls:
         output = self._perform(Clip, target, args, kwargs)
         is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
         if isinstance(output, torch.Tensor) and not is_spread:
-            with native.DisableTorchFunction():
+            with unseen():
                 loop.clipped = loop.timeline.grad_norm = native.detach(output)
         return output
 

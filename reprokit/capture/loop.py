@@ -28,6 +28,7 @@ from reprokit.capture.calls import Backward, OptimizerStep, Root, StepNote, give
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start
 from reprokit.capture.meters import NormMeter
+from reprokit.capture.mode import unseen
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder, op_of
@@ -409,7 +410,8 @@ class Loop:
         if is_compiling() or not self.recorder.enabled:
             return None
         try:
-            return self._begin_step(optimizer, args, kwargs, sys._getframe(1))
+            with unseen():
+                return self._begin_step(optimizer, args, kwargs, sys._getframe(1))
         except BaseException as error:
             self.leave()
             self.recorder.switch_off(error)
@@ -576,18 +578,22 @@ class Loop:
         if is_compiling() or not recorder.enabled or self._popped is None or optimizer is not self._optimizer:
             return
         try:
-            if _needs_closure(type(optimizer).step):
-                self.world.interrupt()
-            else:
-                self._note_step(optimizer, args, kwargs, sys._getframe(2))
-            if self._in_kernel and self._is_collapsing():
-                self.tape.pop()  # the kernel has left the parameters alone
-                self.failures.fail("gradient")
-            self.end_step(optimizer)
+            with unseen():
+                self._finish_step(optimizer, args, kwargs, sys._getframe(2))
         except BaseException as error:
             recorder.switch_off(error)
         finally:
             self.leave()
+
+    def _finish_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, frame: FrameType) -> None:
+        if _needs_closure(type(optimizer).step):
+            self.world.interrupt()
+        else:
+            self._note_step(optimizer, args, kwargs, frame)
+        if self._in_kernel and self._is_collapsing():
+            self.tape.pop()  # the kernel has left the parameters alone
+            self.failures.fail("gradient")
+        self.end_step(optimizer)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, frame: FrameType) -> None:
         user = frame if KINDS.get(id(frame.f_code)) == "loop" else first_user_frame(frame)

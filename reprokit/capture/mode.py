@@ -164,12 +164,36 @@ class StackedMode(TorchFunctionMode):
         try:
             popped = self.step_aside()
             try:
-                return work(*args)
+                with unseen():
+                    return work(*args)
             finally:
                 self.step_back(popped)
         except BaseException as error:
             self.switch_off(error)
             return None
+
+
+def unseen() -> contextlib.AbstractContextManager[object]:
+    """A context for work of our own: modes and tensor subclasses of the user's are not asked about it.
+
+    One of them may count calls, or know only the functions that its script calls (`test_unseen.py`).
+    """
+    if _num_dispatch_modes():
+        return _unseen_by_dispatch()
+    functions: contextlib.AbstractContextManager[object] = _disable_functions()
+    return functions
+
+
+def seen() -> contextlib.AbstractContextManager[object]:
+    """Inside of `unseen`, a context for code of the user's: a step that is played again, a function for events."""
+    functions: contextlib.AbstractContextManager[object] = _enable_functions()
+    return functions
+
+
+@contextlib.contextmanager
+def _unseen_by_dispatch() -> Iterator[None]:
+    with _disable_functions(), torch_private.without_dispatch_modes():
+        yield
 
 
 def _cut_stack(length: int) -> None:
@@ -186,3 +210,6 @@ _mode_at = torch_private.mode_at
 _num_modes = torch_private.num_modes
 _pop_mode = torch_private.pop_mode
 _push_mode = torch_private.push_mode
+_num_dispatch_modes = torch_private.num_dispatch_modes
+_disable_functions = torch_private.disable_functions
+_enable_functions = torch_private.enable_functions

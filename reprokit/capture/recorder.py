@@ -29,7 +29,7 @@ from reprokit.capture.calls import (
     Unscale,
     ZeroGrad,
 )
-from reprokit.capture.mode import StackedMode
+from reprokit.capture.mode import StackedMode, unseen
 from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
 from reprokit.capture.tape import Number, Op, Tape
@@ -126,7 +126,8 @@ class Recorder(StackedMode):
             given = args[0] if args and args[0].__class__ is list else args
             is_usual = out.__class__ in TENSORS and not TENSORS.isdisjoint(map(type, given))
             if not is_usual or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
-                self._note_plain(facts, args, dict(kwargs or {}), user, out)
+                with unseen():
+                    self._note_plain(facts, args, dict(kwargs or {}), user, out)
                 return out
             given = tuple(tape.encode(args))
             number = tape.values.get(id(out))
@@ -295,7 +296,8 @@ class Recorder(StackedMode):
         popped = self.step_aside()
         try:
             try:
-                begun = begin(*known)
+                with unseen():
+                    begun = begin(*known)
             except BaseException as error:
                 self.switch_off(error)
                 begun = None
@@ -303,11 +305,13 @@ class Recorder(StackedMode):
                 output = target(*args, **kwargs)
             except BaseException as error:
                 if begun is not None:
-                    self.fail(error, begun)
+                    with unseen():
+                        self.fail(error, begun)
                 raise
             if begun is not None and self.enabled:
                 try:
-                    (finish or self.finish)(begun, output)
+                    with unseen():
+                        (finish or self.finish)(begun, output)
                 except BaseException as error:
                     self.switch_off(error)
             return output

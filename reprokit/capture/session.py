@@ -25,7 +25,7 @@ from reprokit.capture.generators import all_generators_restored
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
 from reprokit.capture.meters import NormMeter
-from reprokit.capture.mode import CaptureStop
+from reprokit.capture.mode import CaptureStop, seen
 from reprokit.capture.options import (
     DEFAULT_ON,
     DEFAULT_PERCENT,
@@ -273,7 +273,8 @@ class Session:
         with self._recorder.paused(), all_generators_restored():
             try:
                 self._recorder.enabled = False
-                yield
+                with seen():
+                    yield
             except SkippedLoss as skipped:
                 ends = False
                 self._failures.count_skipped(skipped.step)
@@ -333,7 +334,8 @@ class Session:
     def _tell(self, option: str, function: Callable[[Any], object], what: object, then: str) -> bool:
         """Call a function of the user's, whose exception is printed; ``False`` if there was one."""
         try:
-            function(what)
+            with seen():
+                function(what)
         except Exception as error:
             pass_on(error)
             print_line(visible_line(f"`{option}` raised {type(error).__name__}: {error}; {then}"))

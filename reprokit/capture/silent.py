@@ -26,6 +26,7 @@ from reprokit import native
 from reprokit.capture.calls import Backward, Collective, Function, OptimizerStep, Root, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.early_warning import LEAST_SILENT, EventStep, without_gradient
 from reprokit.capture.meters import FIRST_STEPS, is_capturing
+from reprokit.capture.mode import seen, unseen
 from reprokit.capture.save import Verdict
 from reprokit.capture.tape import Mark, Op, Segment
 from reprokit.capture.tensor_names import names_of, parameter_names
@@ -98,7 +99,7 @@ class Silent:
             return None
         self.num_looks, path = self.num_looks + 1, None
         try:
-            with self._session.replaying(ends=False):
+            with self._session.replaying(ends=False), unseen():
                 look = _Look(self, frame, optimizer, is_last=is_last)
                 found, idle = list(look.findings()), look.without_gradient() if optimizer is not None else ""
         except Exception as error:
@@ -324,7 +325,7 @@ class _Look:
     @functools.cached_property
     def measured(self) -> list[Any]:
         """The kept steps, played; empty if that is not possible."""
-        with ignored_errors():  # `NotKept`, or of the user's code
+        with ignored_errors(), seen():  # `NotKept`, or of the user's code
             seconds = max([one.seconds for one in self.loop.timeline.after(-1)[-1:]], default=0.0)
             quick = max(1, min(LEAST_SILENT, int(_SECONDS / max(seconds, 1e-6))))
             most = _PLAYED if self.seen.finds_dead else quick
@@ -420,7 +421,7 @@ class _Look:
             return failure
 
         if self.loop.ranks.is_alone and step is not None:
-            with ignored_errors():  # the user's code may not run again with the state of then
+            with ignored_errors(), seen():  # the user's code may not run again with the state of then
                 played = EventStep(self.loop, Verdict("gradient", self.frame), ())
                 played.explained_by(see, step.mark.place, is_forward=parameters[0].grad is None)
         return found
