@@ -95,4 +95,4 @@ def test_a_failure_under_a_mode_is_saved_and_played(tmp_path: Path, run_reprokit
     shown = json.loads(run_reprokit("show", "bad.pt", "--json").stdout)
     assert shown["fidelity"] == "exact"
     assert shown["failure"]["step"] == 7
-    assert shown["failure"]["call"] == "torch.mul"
+    assert shown["failure"]["call"] == "torch.Tensor.mul"
