@@ -11,6 +11,7 @@ until the loop has dropped them: then it has skipped its step. The same `Judge` 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from reprokit.series.timeline import parameters_of
 Outcome = Literal["failed", "skipped"]
 _CANDIDATES = 8  # parameters with a gradient, from the model's beginning, among which the sentinel is chosen
 _SMALL = 65_536  # elements that take a few microseconds to sum
+_NOTHING_CHOSEN: Any = (lambda: None, lambda: None)
 _BATCH = 16  # flags on an accelerator that are sent to the host together
 
 
@@ -167,16 +169,19 @@ class Sentinel:
 
     def __init__(self, *, is_last: bool = False) -> None:
         self._is_last = is_last
-        self._chosen: dict[int, torch.Tensor] = {}
+        # By the `id` of the optimizer, which is another one's once it is gone; weak, or each of the thousand models of
+        # a test suite would leave a parameter with its gradient behind.
+        self._chosen: dict[int, tuple[weakref.ref[torch.optim.Optimizer], weakref.ref[torch.Tensor]]] = {}
 
     def gradient(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """The gradient to look at, ``None`` when there is no dense one."""
-        chosen = self._chosen.get(id(optimizer))
+        owner, parameter = self._chosen.get(id(optimizer), _NOTHING_CHOSEN)
+        chosen = parameter() if owner() is optimizer else None
         if chosen is None or chosen.grad is None:
             chosen = self._choose(optimizer)
             if chosen is None:
                 return None
-            self._chosen[id(optimizer)] = chosen
+            self._chosen[id(optimizer)] = weakref.ref(optimizer), weakref.ref(chosen)
         gradient = chosen.grad
         return gradient if gradient is None or gradient.__class__ is torch.Tensor else local_part(gradient)
 

@@ -144,3 +144,33 @@ def test_a_loop_that_asks_for_gradients_and_never_updates_keeps_no_numbers() -> 
         timeline.start_grad(energy)
     del energies[:], energy
     assert timeline.loss is None and [energy() for energy in kept] == [None] * 3
+
+
+def train_one(bad: int | None = None) -> None:
+    """A training of its own, as each test of a suite has."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(6):
+        scale = float("nan") if step == bad else 1.0
+        loss = (model(torch.ones(8, 16)) * scale).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def parameters_alive() -> int:
+    gc.collect()
+    return sum(type(one) is nn.Parameter for one in gc.get_objects())
+
+
+def test_many_trainings_in_one_capture_leave_nothing_behind(tmp_path: Path) -> None:
+    with Session(tmp_path / "bad.pt", after="continue", quiet=True) as session:
+        for _ in range(10):
+            train_one()
+        before = parameters_alive()
+        for _ in range(30):
+            train_one()
+        assert parameters_alive() <= before + 4  # those of the last training, as before
+        train_one(bad=4)  # its modules and optimizers have ids that others had before
+    assert [path.name for path in session.snapshots] == ["bad.pt"]
+    assert session.results[0]["fidelity"] == "exact"
