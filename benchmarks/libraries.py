@@ -326,15 +326,17 @@ class Suite:
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, EVENTS: str(events), LAST: last}
         reporter = ("-p", REPORTER_FILE.removesuffix(".py"))
         words = (*way.prefix, *PYTEST, *reporter, *way.options, *self.library.options, *self.library.tests)
-        with open(logs / f"{self.library.name}-{kind}.log", "w+", encoding="utf-8", errors="replace") as log:
+        with open(events.with_suffix(".log"), "wb") as log, open(events.with_suffix(".err"), "wb") as errors:
             started = time.monotonic()
-            code = self._call(words, environment, log)
+            code = self._call(words, environment, log, errors)
             seconds = time.monotonic() - started
-            log.seek(0)
-            text = log.read()
         events.with_suffix(".json").write_text(json.dumps({"code": code, "seconds": seconds}))
         lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
-        return read_run(lines, text, code, seconds)
+        return read_run(lines, self._errors_of(kind), code, seconds)
+
+    def _errors_of(self, kind: str) -> str:
+        file = self.work / "logs" / f"{self.library.name}-{kind}.err"
+        return file.read_text(encoding="utf-8", errors="replace")
 
     def kept(self, kind: str) -> Run | None:
         """A run of before, from its log; `None` if there is none."""
@@ -342,10 +344,10 @@ class Suite:
         end = events.with_suffix(".json")
         if not end.exists():
             return None
-        text = events.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
-        return read_run(events.read_text(encoding="utf-8").splitlines(), text, **json.loads(end.read_text()))
+        lines = events.read_text(encoding="utf-8").splitlines()
+        return read_run(lines, self._errors_of(kind), **json.loads(end.read_text()))
 
-    def _call(self, words: Sequence[str], environment: dict[str, str], log: IO[str]) -> int:
+    def _call(self, words: Sequence[str], environment: dict[str, str], log: IO[bytes], errors: IO[bytes]) -> int:
         command = [str(self.python), *words]
         try:
             return subprocess.run(
@@ -354,7 +356,7 @@ class Suite:
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=errors,
                 timeout=self.limit,
             ).returncode
         except subprocess.TimeoutExpired:
@@ -362,7 +364,7 @@ class Suite:
 
 
 def read_run(events: Iterable[str], text: str, code: int, seconds: float) -> Run:
-    """The events of the reporter and the output of pytest as one record."""
+    """The events of the reporter and what the process printed on stderr as one record."""
     run = Run(code, seconds)
     for line in events:
         event = json.loads(line)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -30,11 +31,45 @@ def retry_words(command: Sequence[str] = (), mark: str = "") -> str:
     return f"if the bug is in your own code, edit that and run: {mark}reprokit retry FILE {script}{mark}"
 
 
+_kept: list[int] = []  # the descriptor of where stderr led before the script began
+
+
+def keep_stderr() -> None:
+    """Print from now on where stderr leads now, wherever the script leads its own.
+
+    A script that collects its stderr, such as a test with pytest's `capsys`, then reads its own lines only.
+    """
+    if not _kept and sys.stderr is not None:
+        with ignored_errors():  # it is closed
+            _kept.append(os.dup(2))
+
+
 def print_line(text: str) -> None:
-    """Print one line of the tool on stderr; the script that runs may have closed it or set it to ``None``."""
-    if sys.stderr is not None:
-        with ignored_errors():
-            print(f"reprokit: {visible(text)}", file=sys.stderr, flush=True)
+    """Print one line of the tool on stderr."""
+    print_own(f"reprokit: {visible(text)}\n")
+
+
+def print_own(text: str) -> None:
+    """Print a text of the tool on stderr; the script that runs may have closed its own or set it to ``None``."""
+    with ignored_errors():
+        if _kept:
+            left = text.encode(errors="backslashreplace")
+            while left:
+                left = left[os.write(_kept[0], left) :]
+        elif sys.stderr is not None:
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def _let_go() -> None:
+    """In a forked process, which may live on as a daemon: whoever reads this one's stderr would wait for its end."""
+    with ignored_errors():
+        for descriptor in _kept:
+            os.close(descriptor)
+    _kept.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 # A sentence may quote the user's code. The quotation stands between marks, with the words that take its place where no

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from traceback import print_exception
+from traceback import format_exception
 from types import FrameType
 from typing import Any, ClassVar, Literal
 
@@ -47,7 +47,7 @@ from reprokit.native import clock
 from reprokit.series.events import LineLog, Silence, TrainingEvent
 from reprokit.series.story import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.source import Source
-from reprokit.words import escaped_line, print_line, visible_line, without_code
+from reprokit.words import escaped_line, print_line, print_own, visible_line, without_code
 
 
 class Session:
@@ -302,9 +302,9 @@ class Session:
             self._print_traceback(error)
 
     def _print_traceback(self, error: BaseException) -> None:
-        if self._verbose and sys.stderr is not None:
-            with ignored_errors():
-                print_exception(error)
+        if self._verbose:
+            with ignored_errors():  # of the exception's own `__str__`
+                print_own("".join(format_exception(error)))
 
     def switch_off(self, error: BaseException) -> None:
         """Fail open: say it once, stop watching, let the training go on.

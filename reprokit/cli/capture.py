@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from traceback import print_exception
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,7 +28,7 @@ from reprokit.cli import console
 from reprokit.cli.children import PLAN, Children
 from reprokit.errors import UsageError, pass_on
 from reprokit.series.events import LineLog, older
-from reprokit.words import counted, json_line
+from reprokit.words import counted, json_line, keep_stderr, print_own
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
@@ -66,6 +66,7 @@ class UserScript:
 
     def run(self) -> None:
         run = launch.run_module if self.is_module else launch.run_script
+        keep_stderr()
         run(self.target, self.argv)
 
 
@@ -85,7 +86,7 @@ def watching(make: Callable[[], Session], verbosity: console.Verbosity) -> Itera
                 pass_on(error)
                 console.say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
                 if verbosity is console.Verbosity.VERBOSE:
-                    print_exception(error)
+                    print_own("".join(format_exception(error)))
 
         stack.callback(launch.when_imported("torch", begin))
         yield begun
