@@ -59,7 +59,12 @@ def sample(hint: Any) -> Any:
             return sample(args[0])
         if isinstance(kind, one_of):
             return min(filter(None, kind.words))
-        plain = {"link": "https://github.com/x/y", "digest": "0f", "_plain_tensor": torch.zeros(16, dtype=torch.uint8)}
+        plain = {
+            "link": "https://github.com/x/y",
+            "digest": "0f",
+            "rows": "row 0",
+            "_plain_tensor": torch.zeros(16, dtype=torch.uint8),
+        }
         return plain.get(kind.__name__, 1 if args[0] is int else "words")
     if origin in (Union, UnionType):
         return sample([arg for arg in args if arg is not NoneType][-1])

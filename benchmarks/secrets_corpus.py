@@ -278,7 +278,7 @@ class Planting:
 
     def text(self, kind: Kind, text: str) -> str:
         """The text that takes the place of another of its kind."""
-        if kind in (grammar.digest, grammar.link):  # the grammar lets no other text in
+        if kind in (grammar.digest, grammar.rows, grammar.link):  # the grammar lets no other text in
             return text
         number = len(self.texts)
         key, parts = _made(self._forms[number % len(self._forms)], self._draw)
@@ -324,7 +324,7 @@ def field_leaks(seed: int = 0) -> Iterator[str]:
                 yield f"{policy}: a home folder in {cls.__name__}"
 
 
-_FREE = grammar.TEXTS - {grammar.digest, grammar.link} | {grammar.constants}
+_FREE = grammar.TEXTS - {grammar.digest, grammar.rows, grammar.link} | {grammar.constants}
 
 
 def sample_of(hint: Any, depth: int = 0) -> Any:
@@ -356,8 +356,8 @@ def _sample_of_kind(hint: Any, plain: Any, depth: int) -> Any:
     kind = grammar.text_kind(hint)
     if isinstance(kind, grammar.one_of):
         return min(kind.words)
-    if kind is grammar.digest:
-        return "0f"
+    if kind in (grammar.digest, grammar.rows):
+        return "0f" if kind is grammar.digest else "row 0"
     if kind is grammar.constants:
         return ["words", Symbol("words"), Device("words"), Slice("words", "words", "words"), Ref(1)]
     return "words" if plain is str else sample_of(plain, depth)

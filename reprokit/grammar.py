@@ -18,7 +18,7 @@ from functools import cache, partial, singledispatch
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from reprokit.words import escaped, escaped_line, marked, unmarked, visible_line, visible_name
+from reprokit.words import escaped, escaped_line, marked, row_ranges, unmarked, visible_line, visible_name
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
@@ -249,6 +249,12 @@ def digest(value: Any) -> str:
     return found
 
 
+def rows(value: Any) -> str:
+    """Rows of a batch in words: ``rows 0-3, 6``."""
+    row_ranges(found := visible_line(_string(value)))
+    return found
+
+
 def link(value: Any) -> str:
     """The address of a page."""
     if not re.fullmatch(r"https://[a-z0-9.-]+/[\w./#=-]*", found := visible_line(_string(value)), re.ASCII):
@@ -288,11 +294,12 @@ Listing = Annotated[str, listing]
 Name = Annotated[str, name]
 Path = Annotated[str, path]
 Digest = Annotated[str, digest]
+Rows = Annotated[str, rows]
 Constants = Annotated[Any, constants]
 Count = Annotated[int, count]
 Positive = Annotated[int, positive]
 Scalar = float | bool | Line | None
-TEXTS = frozenset({text, line, code, statement, listing, name, path, digest, link})
+TEXTS = frozenset({text, line, code, statement, listing, name, path, digest, rows, link})
 _KINDS: Mapping[Any, Kind] = {bool: of(bool), NoneType: of(NoneType), int: integer, float: number}
 
 

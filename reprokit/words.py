@@ -4,6 +4,7 @@ escape."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -215,12 +216,24 @@ def row_words(rows: Sequence[int]) -> str:
     return f"row{'s' if len(rows) > 1 else ''} {', '.join(_stretches(rows))}" if rows else ""
 
 
+_ROWS = re.compile(r"rows? \d+(?:-\d+)?(?:, \d+(?:-\d+)?)*", re.ASCII)
+
+
 def rows_in(words: str) -> list[int]:
     """The numbers in ``rows 0-3, 6``."""
-    found: list[int] = []
-    for stretch in words.partition(" ")[2].split(","):
-        first, _, last = stretch.strip().partition("-")
-        found += range(int(first), int(last or first) + 1)
+    return list(itertools.chain.from_iterable(row_ranges(words)))
+
+
+def row_ranges(words: str) -> list[range]:
+    """The stretches in ``rows 0-3, 6``; raises `ValueError` for other words, and for rows that do not rise."""
+    if not _ROWS.fullmatch(words):
+        raise ValueError("they are no rows, such as `rows 0-3, 6`")
+    found: list[range] = []
+    for stretch in words.partition(" ")[2].split(", "):
+        first, _, last = stretch.partition("-")
+        found.append(range(int(first), int(last or first) + 1))
+        if not found[-1] or (len(found) > 1 and found[-1][0] <= found[-2][-1]):
+            raise ValueError(f"`{words:.60}` do not rise")
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -77,7 +77,9 @@ def command(
         if kind == "issue":
             made = prepare_issue(file, template, snapshot=snapshot, policy=source, no_data=no_data)
         else:
-            rendered = render_one(file, kind, output, snapshot=snapshot, policy=source, no_data=no_data)
+            warn = lambda text: console.say(f"warning: {text}")  # noqa: E731  # also with `-q`, as an error is
+            options: dict[str, Any] = {"snapshot": snapshot, "policy": source, "no_data": no_data}
+            rendered = render_one(file, kind, output, on_warning=warn, **options)
     said = {}
     if kind == "issue":
         from reprokit.snapshot.files import write_text

@@ -535,7 +535,9 @@ class _Walk:
                 self.partner.update(zip(others, mine, strict=True))
         self._pair_operands(inputs)
         self.passes = starts[1]
-        self.starts = {at + 1: starts[0].index(self.calls[n]) + 1 for at, n in enumerate(starts[1]) if n in self.calls}
+        # a call that is aligned with a backward call may be none: files of strangers name the phases as they like
+        passes = ((at, self.calls.get(n)) for at, n in enumerate(starts[1]))
+        self.starts = {at + 1: starts[0].index(before) + 1 for at, before in passes if before in starts[0]}
         self.starts[0] = 0
         if not any(map(_writes_gradients, (*one.calls, *other.calls))):
             self.starts[_LEFT] = _LEFT

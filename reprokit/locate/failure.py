@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from reprokit.grammar import Count, Digest, Later, Line, Name, Row, Text, one_of
+from reprokit.grammar import Count, Digest, Later, Line, Name, Row, Rows, Text, one_of
 from reprokit.program.ir import Call, Phase, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
@@ -41,7 +41,7 @@ class Predicate:
     began_at: Count
     usual: Later[float] = None  # the median of the steps before
     source: Later[Name] = None  # the input of the step that carries it, if one does
-    rows: Later[Line] = None  # of the batch: ``rows 0-7``
+    rows: Later[Rows] = None  # of the batch: ``rows 0-7``
     samples: Later[Line] = None  # of these rows, or the one that carries it: ``samples 12 and 30``
     argument: Later[Name] = None  # of a call: ``target of mse_loss``
     largest: Later[float] = None  # the magnitude of the source or argument

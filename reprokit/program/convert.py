@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from reprokit import native
-from reprokit.errors import pass_on
+from reprokit.errors import UsageError, pass_on
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Device, Input, Mode, Program, Ref, Symbol, iter_refs, map_leaves, substitute
 from reprokit.program.observe import Trace
@@ -54,7 +54,11 @@ def in_dtype(step: HasProgram, dtype: torch.dtype) -> Step:
 
 
 def on_device(step: HasProgram, kind: str) -> Step:
-    """The step on the CPU or on CUDA; generator states stay as they are."""
+    """The step on the CPU or on CUDA; generator states stay as they are. Raises `UsageError` without CUDA."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "the failure is one of `cpu-cuda`, and this torch sees no CUDA", hint="run it on a GPU machine"
+        )
     states = {item.value for item in step.program.inputs if item.role == "rng"}
     device = Device(kind)
 

@@ -151,7 +151,9 @@ def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
             raise TypeError(f"the call returned `{type(result).__name__}`, the program expects {len(outputs)} values")
         for part, item in zip(outputs, result, strict=True):
             assign(part, item, values)
-    elif isinstance(outputs, dict):
+    elif isinstance(outputs, Mapping):
+        if not isinstance(result, Mapping) or not outputs.keys() <= result.keys():
+            raise TypeError(f"the call returned `{type(result).__name__}`, the program expects {sorted(outputs)}")
         for key, part in outputs.items():
             assign(part, result[key], values)
 

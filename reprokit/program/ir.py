@@ -21,6 +21,7 @@ BACKWARD = "torch.Tensor.backward"
 AUTOGRAD_BACKWARD = "torch.autograd.backward"
 AUTOGRAD_GRAD = "torch.autograd.grad"
 OPAQUE = "opaque"
+PACK = "torch._pack_padded_sequence"  # its result goes by its attributes, ``data`` and ``batch_sizes``
 
 
 class Phase(StrEnum):

@@ -19,6 +19,7 @@ from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     BACKWARD,
     OPAQUE,
+    PACK,
     ZERO_GRAD,
     Call,
     Device,
@@ -158,7 +159,7 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
         target=_target(plain["target"]),
         args=of(tuple)(argument_from_plain(plain["args"])),
         kwargs=_keywords(argument_from_plain(plain["kwargs"]), is_text=plain["target"] == OPAQUE),
-        outputs=_outputs(argument_from_plain(plain["outputs"])),
+        outputs=_outputs(argument_from_plain(plain["outputs"]), is_opaque=plain["target"] == OPAQUE),
         scope=tuple(read(Scope, level) for level in plain["scope"]),
         site=read(Site, plain["site"]) if plain["site"] is not None else None,
         mode=Mode(
@@ -175,6 +176,10 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
         (given,) = call.args
         if call.kwargs or not isinstance(given, list) or not all(isinstance(item, Ref) for item in given):
             raise ValueError("`zero_grad` takes a list of tensors")
+    elif call.target == PACK:
+        parts = call.outputs if isinstance(call.outputs, (list, tuple)) else ()
+        if len(parts) != 2 or not all(isinstance(item, Ref) for item in parts):
+            raise ValueError("the result of packing a sequence is its data and its sizes")
     elif call.target == OPAQUE:
         kinds = {"name": str, "source": str, "is_compiled": bool, "is_transform": bool, "is_scripted": bool}
         is_described = all(isinstance(item, kinds.get(name, ())) for name, item in call.kwargs.items())
@@ -208,11 +213,11 @@ def _require_step(call: Call) -> None:
 _GROUPS = ("params", "grads", "options", "state")
 
 
-def _outputs(value: Any) -> Any:
-    """The structure of a result: values, ``None``, and containers of them."""
-    if isinstance(value, (list, tuple, dict)):
+def _outputs(value: Any, *, is_opaque: bool = False) -> Any:
+    """The structure of a result: values, ``None``, and containers of them; no function of torch returns a dict."""
+    if isinstance(value, (list, tuple)) or (is_opaque and isinstance(value, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            _outputs(item)
+            _outputs(item, is_opaque=is_opaque)
     elif not isinstance(value, Ref) and value is not None:
         raise ValueError("the result of a call is no tensor")
     return value

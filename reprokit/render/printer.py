@@ -25,6 +25,7 @@ from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     BACKWARD,
     OPAQUE,
+    PACK,
     ZERO_GRAD,
     Call,
     Input,
@@ -42,7 +43,7 @@ from reprokit.shrink.plainness import seed_of
 
 _METHOD = "torch.Tensor."
 _FUNCTIONAL = "torch.nn.functional."
-_PACK, _UNPACK = "torch._pack_padded_sequence", "torch._pad_packed_sequence"
+_UNPACK = "torch._pad_packed_sequence"
 _RNN = "nn.utils.rnn"
 
 
@@ -60,7 +61,7 @@ def write_call(call: Call, leaf: Leaf) -> ast.expr | ast.stmt:
         short = (None if is_method else _operator(call, leaf)) or (None if call.kwargs else _access(call, leaf))
         if short is not None:
             return short
-    if call.target in (_PACK, _UNPACK):
+    if call.target in (PACK, _UNPACK):
         return _of_packed(call, leaf)
     arguments, keywords = _needed_arguments(call)
     args = [argument(value, leaf) for value in arguments]
@@ -76,7 +77,7 @@ def _of_packed(call: Call, leaf: Leaf) -> ast.expr:
     first, second = (leaf(value) for value in call.args[:2])
     options = {name: value for name, value in zip(defaults, call.args[2:], strict=False) if value != defaults[name]}
     kwargs = {name: argument(value, leaf) for name, value in options.items()}
-    if call.target == _PACK:
+    if call.target == PACK:
         return source.call(f"{_RNN}.pack_padded_sequence", [first, second], kwargs)
     packed = source.call(f"{_RNN}.PackedSequence", [first, second])
     return source.call(f"{_RNN}.pad_packed_sequence", [packed], kwargs)
@@ -504,14 +505,17 @@ class _Printer:
             return None if is_in_place(call.target) else path(self.names[outputs.value])
         if not call.output_refs() or not isinstance(outputs, (list, tuple)):
             return None
-        ends = (".data", ".batch_sizes") if call.target == _PACK else [f"[{n}]" for n in range(len(outputs))]
-        if call.target == _PACK or len(outputs) > _MAX_PARTS:
-            name = self.names.unique("packed" if call.target == _PACK else "parts")
+        ends = (".data", ".batch_sizes") if call.target == PACK else [f"[{n}]" for n in range(len(outputs))]
+        is_flat = all(isinstance(item, Ref) for item in outputs)
+        if call.target == PACK or (len(outputs) > _MAX_PARTS and is_flat):
+            name = self.names.unique("packed" if call.target == PACK else "parts")
             for ref, end in zip(outputs, ends, strict=True):
                 self.names.adopt(ref.value, f"{name}{end}")
             return ast.Name(name)
 
         def part(ref: Any, noun: str) -> ast.expr:
+            if isinstance(ref, (list, tuple)) and ref:  # `histogramdd` returns a tensor and a list of tensors
+                return ast.Tuple([part(item, f"{noun}_{n}") for n, item in enumerate(ref)])
             if not isinstance(ref, Ref) or not (self.uses[ref.value] or ref.value in self.keep):
                 return ast.Name("_")
             return path(self.names[ref.value]) if ref.value in self.names else self._named(ref.value, noun, index)

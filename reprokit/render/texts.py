@@ -196,14 +196,22 @@ def render_one(
     snapshot: Path | None = None,
     policy: Source = "all",
     no_data: bool = False,
+    on_warning: Callable[[str], None] = lambda _: None,
 ) -> Path | str:
-    """One text from a snapshot, a reduction or a folder of results: its path if written to ``out``, else itself."""
+    """One text from a snapshot, a reduction or a folder of results: its path if written to ``out``, else itself.
+
+    ``on_warning`` gets a line about a script that runs another file.
+    """
     if kind not in KINDS:
         raise UsageError(f"cannot render as `{kind}`", hint=f"one of {', '.join(KINDS)}")
     opened = sources.open_source(source, snapshot).private(policy, no_data=no_data)
     script = opened.script()
     if kind in ("repro", "test"):
         require_repro(script)
+    if kind == "repro" and script.beside is not None:
+        on_warning(
+            f"the script runs the check in `{script.beside}` beside it: read that file before you run the script"
+        )
     if kind == "repro" and out is not None and out.is_dir():
         return script.write(out)
     if kind == "repro":

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 
@@ -24,12 +24,12 @@ from reprokit.grammar import Count, Later, Line, Name, Text, one_of, plain_of, r
 from reprokit.locate.failure import SILENT, Failure, RankDifference, is_vacuous, root_of
 from reprokit.locate.samples import Samples, bad_rows, row_text
 from reprokit.program import plain
-from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program
-from reprokit.program.step import HasProgram, Step
+from reprokit.program.step import Step
 from reprokit.series.cause import Cause
 from reprokit.series.story import Chapter, LayerNumbers, RecordedStep, StepNumbers, chapters
+from reprokit.snapshot.claims import FailedProgram, require_consistent
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.files import replaced, require_file
 from reprokit.snapshot.limits import require_bounded, require_stored
@@ -94,15 +94,7 @@ VERSION = 1
 StoredProgram = Annotated[Program, plain.from_plain]
 StoredTensors = dict[int, PlainTensor]
 plain_of.register(Program)(plain.to_plain)
-Content = TypeVar("Content", bound="FailedProgram")
-
-
-class FailedProgram(HasProgram, Protocol):
-    """A program with its tensors and its failure, as every file holds one."""
-
-    @property
-    def failure(self) -> Failure:
-        """What goes wrong in it."""
+Content = TypeVar("Content", bound=FailedProgram)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,40 +264,6 @@ def read_content(cls: type[Content], path: Path | str, kind: str) -> Content:
 
 
 _HEADER = frozenset({"format", "kind", "version"})
-
-
-def require_consistent(step: FailedProgram) -> None:
-    """Raise `ValueError` unless every input has a tensor, the calls that the failure names are there, and the data of
-    an event have a name and two sizes."""
-    lacking = [item.name for item in step.program.inputs if item.value not in step.tensors]
-    if lacking:
-        raise ValueError(f"the input `{lacking[0]}` has no tensor")
-    if step.failure.cause is not None and step.failure.cause.cause is not None:
-        raise ValueError("the cause of the failure has a cause")
-    event = step.failure.event
-    if event is not None and not event.is_complete:
-        raise ValueError("the event has a `largest` without `largest_usual`, or without the name of an input")
-    require_call(step.program, step.failure)
-    for value, found in (getattr(step, "samples", None) or {}).items():
-        tensor, made = step.tensors.get(value), (v for call in step.program.calls for v in call.output_refs())
-        num_rows = len(tensor) if tensor is not None and native.dim(tensor) else 0
-        if tensor is None and value not in made:
-            raise ValueError(f"no value of the program has the samples of `{found.name}`")
-        if tensor is not None and found.are_rows and num_rows != len(found.indices):
-            raise ValueError(f"`{found.name}` has {num_rows} rows of {len(found.indices)} samples")
-
-
-def require_call(program: Program, failure: Failure) -> None:
-    """Raise `ValueError` unless the calls that a failure names are calls of the program."""
-    for origin in (failure, failure.drop, failure.cause):
-        index = origin.call_index if origin is not None else None
-        if origin is None or (index is None and origin.call is None):
-            continue
-        if index is None or index not in range(len(program.calls)):
-            raise ValueError(f"the failure comes from call {index} of {len(program.calls)}")
-        target = program.calls[index].target
-        if origin.call not in (None, target, display_name(target), program.calls[index].kwargs.get("name")):
-            raise ValueError(f"the failure names `{origin.call:.60}` for a call of `{target}`")
 
 
 def storable_together(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -86,7 +86,7 @@ def _origin_alone(program: Program, origin: int | None) -> Program:
 @functools.lru_cache(maxsize=2**13)  # the names and lines of a step stand at many calls
 def _changed(kind: Kind, text: str, source: Source) -> str:
     """A text of a kind as the policy lets it out."""
-    if kind in (grammar.digest, grammar.link):
+    if kind in (grammar.digest, grammar.rows, grammar.link):
         return text
     if kind is grammar.listing:
         return redact_source(text) if source == "all" else ""
