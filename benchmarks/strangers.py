@@ -50,6 +50,7 @@ from reprokit.snapshot.format import Snapshot
 
 MEMORY = 2 * 2**30  # bytes beyond those of a process that has imported everything
 SECONDS = 40  # for one command, whose own limit is below
+NUM_COMMANDS = 3  # of each file that is opened
 COUNTS = (0, 1, 2, 3, 7, 40, 10**6, 2**31, 2**62)
 NUMBERS = (0, 1, -1, 2, 5, 99, 10**9, -(2**62))
 FLOATS = (0.0, 1.0, -1.0, 0.5, 1e300, float("inf"), float("-inf"), float("nan"))
@@ -428,7 +429,7 @@ def _try(seeds: Mapping[str, JSON], number: str, tell: Callable[[str], object]) 
         words for words in COMMANDS if "/" not in name or words.split()[0] in ("render", "verify", "shrink", "whatif")
     ]
     opening = "render test" if "/" in name else "show json"
-    commands, is_accepted, done = [opening, *draw.sample(known, 3)], False, 0
+    commands, is_accepted, done = [opening, *draw.sample(known, NUM_COMMANDS)], False, 0
     for words in commands:
         tell(f"{words}: file {number} of {name}")
         kind, said = _run(words, file, name)

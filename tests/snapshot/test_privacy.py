@@ -235,6 +235,7 @@ def everything_of(folder: Path, script: str, policy: str) -> dict[str, str]:
     return written | {"capture": said} | {name: done.stdout + done.stderr for name, done in printed.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [SILENT, RAISED, SETTING], ids=["silent", "raised", "setting"])
 def test_no_line_of_source_is_printed_or_stored(tmp_path: Path, script: str) -> None:
     lines = [line.strip() for line in script.splitlines() if "recipe" in line]
@@ -246,6 +247,7 @@ def test_no_line_of_source_is_printed_or_stored(tmp_path: Path, script: str) -> 
     assert not [(name, line) for name, text in hidden.items() for line in [*lines, 'recipe["'] if line in text]
 
 
+@pytest.mark.slow
 def test_every_text_of_every_field_is_private_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = import_benchmark("secrets_corpus")
     assert list(corpus.field_leaks()) == []
