@@ -197,6 +197,11 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"
 
 
+def sentence(words: str | None) -> str:
+    """With a capital letter and a full stop; empty for ``None``."""
+    return f"{words[0].upper()}{words[1:]}." if words else ""
+
+
 def listed(words: Sequence[str]) -> str:
     """Words with commas and an ``and``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

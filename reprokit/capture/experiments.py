@@ -29,12 +29,12 @@ from reprokit.capture.replay import Replay, in_silence
 from reprokit.capture.structure import map_leaves
 from reprokit.capture.tape import Mark, Number, Op, Segment
 from reprokit.capture.tensor_names import Names, root_names
-from reprokit.capture.world import give_gradients
+from reprokit.capture.world import CannotGoBack, give_gradients
 from reprokit.errors import pass_on
+from reprokit.limits import CpuLimit
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
-from reprokit.native import clock
 from reprokit.program.functions import called_function
 from reprokit.series import cause, unlike
 from reprokit.series.cause import EVENTS, SMALLER_RATES, TENTH, Cause, Intervention
@@ -53,9 +53,12 @@ if TYPE_CHECKING:
 
 DEAD = "dead"  # a play cannot show it: the difference from the steps before is printed, and no change is tried
 KINDS = EVENTS | {"nan", "inf", "exception", DEAD}
-_MOST_SECONDS = 30.0  # a longer wait for the file is not worth a cause
-_TIMES = 20  # the seconds that the steps took in training
-_LEAST_SECONDS = 3.0  # steps of a millisecond cost a replay more than they cost training
+_CONTROL_SECONDS = 20.0  # of CPU time, to play the steps unchanged: a longer wait for the file is not worth a cause
+_MOST_SECONDS = 20.0  # to play them changed
+_TIMES = 20  # the CPU seconds that playing them unchanged took
+_LEAST_SECONDS = 3.0  # steps of a millisecond may be played many times
+_WAITS = 10  # times a limit, by the clock: a step that is played may wait for another process
+_MOST_NAMED = 3  # changes that were not tried
 _LARGE_UPDATE = 0.5  # of the norm of the parameters in one step: a healthy update is below a hundredth
 _RECENT = 3  # updates and gradients before the failure that count: the first ones of parameters that are zero are large
 _LARGE_NORM = 20.0  # times the median norm of the gradients: clipping changes all that follows
@@ -65,9 +68,8 @@ _SETTINGS = ("option", "argument", "attribute")  # that a play can change
 _MOST_INPUTS = 4  # of a step that are exchanged one at a time
 
 
-def seconds_for(trained: float) -> float:
-    """The seconds that experiments and rules may use together on steps that took so long in training."""
-    return min(_MOST_SECONDS, max(_LEAST_SECONDS, _TIMES * trained))
+def limited(seconds: float) -> CpuLimit:
+    return CpuLimit(seconds, wall=_WAITS * max(seconds, _LEAST_SECONDS))
 
 
 def rewritten_inputs(loop: Loop, segment: Segment, frame: FrameType | None) -> Iterator[str]:
@@ -119,8 +121,8 @@ class _Played:
 class _Changing(LossWatch):
     """Makes the change of a plan."""
 
-    def __init__(self, plan: _Plan, deadline: float) -> None:
-        super().__init__(deadline)
+    def __init__(self, plan: _Plan) -> None:
+        super().__init__()
         self._plan = plan
 
     def begin(self, replay: Replay) -> bool:
@@ -186,7 +188,7 @@ class _Wide(TorchFunctionMode):
 
 
 class Experiments:
-    """The plays of the failure of ``snapshot``, which the last of ``segments`` shows, in so many ``seconds``."""
+    """The plays of the failure of ``snapshot``, which the last of ``segments`` shows."""
 
     def __init__(
         self,
@@ -195,7 +197,6 @@ class Experiments:
         snapshot: Snapshot,
         frame: FrameType | None,
         raised: Raised | None,
-        seconds: float,
     ) -> None:
         self._loop, self._segments, self._frame, self._raised = loop, segments, frame, raised
         self._kind, is_exception = snapshot.failure.kind, snapshot.failure.kind == EXCEPTION
@@ -206,8 +207,9 @@ class Experiments:
         if is_exception and snapshot.failure.cause is None:
             losses = []  # a high loss raises nothing
         self._diverged, self._limits = cause.divergence(losses), cause.usual_limits(losses)
-        self._deadline = clock.monotonic() + seconds
-        self._longest = 0.0
+        self._limit = limited(_CONTROL_SECONDS)
+        self._longest = 0.0  # CPU seconds of a play
+        self._why_not = ""  # the last play has no result
         self._began = snapshot.settings.began_at or 0  # steps before are another model's
         self._own = [segment for segment in segments if segment.mark.step >= self._began]
         self._steps = list(dict.fromkeys(segment.mark.step for segment in self._own))  # one may have several updates
@@ -215,17 +217,24 @@ class Experiments:
         kept = readings.settings_over(self._own, of_all=True).items()
         self._settings = {k: v for k, v in kept if k[0] in _SETTINGS and not any(isinstance(one, str) for _, one in v)}
         self._tried: list[Intervention] = []
-        self._num_unreached = 0
+        self._unreached: list[str] = []  # changes
 
     def run(self) -> Cause | None:
         """Play unchanged, compare, and try what may have led to the failure, likeliest first; ``None`` where no value
-        differs from the steps before, or these cannot be played again."""
+        differs from the steps before."""
         watch = self._watch()
         control = self._play(None, watch)
         if control is not None and not control.is_alike and not control.is_bad:
-            return self._emptied(control)
-        if control is None or not control.is_alike or not (control.is_bad or self._kind == DEAD):
-            return None
+            emptied = self._emptied(control)
+            if emptied is not None:
+                return emptied
+        if control is not None and not control.is_alike:
+            self._why_not = "the steps before, played again, had other losses than in training"
+        elif control is not None and not (control.is_bad or self._kind == DEAD):
+            self._why_not = "the failure did not occur again when the steps before were played"
+        if self._why_not:
+            return self._told_unplayed()
+        self._limit = limited(min(_MOST_SECONDS, max(_LEAST_SECONDS, _TIMES * self._limit.used)))
         evidence = [] if self._diverged is None else [self._diverged.text]
 
         def note(plan: _Plan) -> None:
@@ -246,12 +255,31 @@ class Experiments:
             is_data = self._is_event or is_odd or exchanged.is_odd
             kind, why = ("data", "") if is_data else ("unknown", "; why, no experiment has decided")
             return Cause(kind, f"{self._told(exchanged).removesuffix('.')}{why}.", tuple(evidence), tuple(self._tried))
+        why_not = self._not_tried()
         if not evidence:
+            return Cause("unknown", "", (), tuple(self._tried), why_not) if why_not is not None else None
+        why = "no experiment could be made" if why_not is None else "no experiment was made"
+        why = "no experiment has decided why" if self._tried else why
+        return Cause("unknown", f"{evidence[0]}; {why}.", tuple(evidence), tuple(self._tried), why_not)
+
+    def _not_tried(self) -> str | None:
+        """Which changes were not tried, and why."""
+        if not self._unreached:
             return None
-        why = "no experiment has decided why" if self._tried else "no experiment could be made"
-        if self._num_unreached:
-            why += f", and {counted(self._num_unreached, 'change')} could not be tried in the time"
-        return Cause("unknown", f"{evidence[0]}; {why}.", tuple(evidence), tuple(self._tried))
+        num, named = len(self._unreached), self._unreached[:_MOST_NAMED]
+        others = f" and {num - len(named)} more" if num > len(named) else ""
+        was = "was" if num == 1 else "were"
+        used = f"experiments had used {self._limit.seconds:.3g} s of CPU time"
+        return f"{counted(num, 'change')} {was} not tried, because {used}: {'; '.join(named)}{others}"
+
+    def _told_unplayed(self) -> Cause:
+        """What was unlike the steps before, from what is still held of them: they cannot be played."""
+        held = self._watch()
+        held.read_held(self._own, self._loop.tape.saved)
+        odd = [plan.says.removesuffix(".") for plan in (*self._odd_values(held), *self._odd_settings()) if plan.is_odd]
+        evidence = tuple(dict.fromkeys(odd))
+        text = f"{evidence[0]}." if evidence else ""
+        return Cause("unknown", text, evidence, why_not=f"no experiment was made, because {self._why_not}")
 
     def _emptied(self, control: _Played) -> Cause | None:
         """The state of an optimizer that counts fewer updates than were played was emptied, unseen: it is the cause if
@@ -264,7 +292,7 @@ class Experiments:
                 says = f"{unlike.emptied_state(type(optimizer).__name__, played[-num]).text}."
                 states: States = {parameter: {} for parameter in parameters_of(optimizer)}
                 plan = _Plan("state", says, "the state of the optimizer kept", states=states, since=played[-num])
-                again = self._play(plan, _Changing(plan, self._deadline))
+                again = self._play(plan, _Changing(plan))
                 if again is not None and again.is_alike and again.is_bad:
                     self._tried = [Intervention(plan.text, True, control.loss, len(self._steps))]
                     return Cause("state", self._told(plan), (says.removesuffix("."),), tuple(self._tried))
@@ -275,37 +303,43 @@ class Experiments:
 
     def _removes(self, plan: _Plan) -> bool:
         """Try a change, if there is time."""
-        if clock.monotonic() + self._longest > self._deadline:
-            self._num_unreached += 1
-            return False
         if any(one.change == plan.text for one in self._tried):
             return False
-        played = self._play(plan, _Changing(plan, self._deadline))
+        if self._limit.left < self._longest:
+            self._unreached += [plan.text] if plan.text not in self._unreached else []
+            return False
+        played = self._play(plan, _Changing(plan))
         if played is None:
+            self._unreached += [plan.text] if self._limit.is_spent else []
             return False
         loss = played.loss if math.isfinite(played.loss) and self._raised is None else None
         self._tried.append(Intervention(plan.text, not played.is_bad, loss, len(self._steps)))
         return not played.is_bad
 
     def _play(self, plan: _Plan | None, observer: LossWatch) -> _Played | None:
-        """Play the steps from the oldest copy; ``None`` where that is not possible, or takes too long."""
-        world, started, segments = self._loop.world, clock.monotonic(), self._segments
+        """Play the steps from the oldest copy; ``None``, with the reason noted, where that is not possible or takes too
+        long."""
+        world, segments, used = self._loop.world, self._segments, self._limit.used
+        self._why_not = ""
         if plan is not None and plan.edit is not None:
             edit = plan.edit
             segments = [
                 Segment([edit(op, mark) for op in ops], mark) if mark.step >= self._began else Segment(ops, mark)
                 for ops, mark in segments
             ]
-        replay = Replay(world, self._loop.tape, segments, world.copies[0])
+        replay = Replay(world, self._loop.tape, segments, world.copies[0], limit=self._limit)
         try:
             with replay.going_back(), in_silence(), _Wide(world) if plan and plan.is_wide else nullcontext():
                 try:
                     first = len(segments) - len(self._own)
-                    if replay.play(LossWatch(self._deadline), (first, 0)) or replay.play(observer):
+                    if replay.play(LossWatch(), (first, 0)) or replay.play(observer):
+                        seconds = f"{self._limit.seconds:.3g} s of CPU time"
+                        self._why_not = f"playing {counted(len(segments), 'step')} again takes more than {seconds}"
                         return None
                 except Exception as error:  # of the user's code, which a change may not suit
                     pass_on(error)
                     is_same = self._raised is not None and self._raised.alike(type(error).__name__, str(error))
+                    self._why_not = "" if is_same else f"playing the steps again raised {type(error).__name__}"
                     return _Played(not replay.other_losses, True, math.nan) if is_same else None
                 if self._raised is not None:
                     return _Played(not replay.other_losses, False, observer.loss)
@@ -318,9 +352,10 @@ class Experiments:
                 return _Played(not replay.other_losses, is_bad, observer.loss)
         except Exception as error:  # the state cannot be put back
             pass_on(error)
+            self._why_not = str(error) if isinstance(error, CannotGoBack) else "the state of then cannot be put back"
             return None
         finally:
-            self._longest = max(self._longest, clock.monotonic() - started)
+            self._longest = max(self._longest, self._limit.used - used)
 
     def _watch(self) -> InputWatch:
         parts: dict[int, StatePart] = {}
@@ -330,7 +365,7 @@ class Experiments:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 path = ".".join(filter(None, [root, user_path(name)]))
                 parts.setdefault(id(tensor), StatePart(path, root, tensor, id(tensor) in stepped))
-        return InputWatch(self._deadline, self._loop.world.state_ids(), parts)
+        return InputWatch(self._loop.world.state_ids(), parts)
 
     def _names(self) -> Names:
         alive, modules, ops = self._loop.tape.alive(), self._loop.world.modules, self._segments[-1].ops

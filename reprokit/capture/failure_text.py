@@ -17,7 +17,7 @@ from typing import Any
 
 from reprokit import words
 from reprokit.series.story import StepNumbers, by_optimizer, titled
-from reprokit.words import counted, in_root
+from reprokit.words import counted, in_root, sentence
 
 _SHOWN_NUMBERS = ("loss", "gradient norm")
 _STEPS = 6
@@ -145,7 +145,8 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
         timeline = [StepNumbers(**row) for row in result["timeline"]]
         grown = growth(timeline, failure.get("event", {}).get("quantity"))
         details += [f"{name}  {numbers}" for name, numbers in grown if name.startswith(_SHOWN_NUMBERS)]
-        details += [cause["text"]] if (cause := result.get("cause")) is not None else []
+        cause = result.get("cause") or {}
+        details += filter(None, [cause.get("text"), sentence(cause.get("why_not"))])
         following = ["shrink" if can_be_shrunk(result) else "show", shown]
         if command and not result["capture"].get("is_noted", True):
             following = ["capture", "--from-step", str(failure["step"]), *command]

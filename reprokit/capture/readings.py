@@ -37,7 +37,6 @@ from reprokit.capture.tape import Number, Op, Segment
 from reprokit.capture.tensor_names import Names, names_of, parameter_names, root_names
 from reprokit.compare.quantity import norm_of, number_of, numbers_of, update_of
 from reprokit.locate.ways import HALVES
-from reprokit.native import clock
 from reprokit.program.functions import written_argument
 from reprokit.program.sites import make_site, parts
 from reprokit.series.timeline import parameters_of
@@ -125,14 +124,10 @@ class Inputs:
 
 
 class LossWatch(PlayObserver):
-    """Reads the loss that a step differentiates, without the factor of a scaler. Stops at the ``deadline``."""
+    """Reads the loss that a step differentiates, without the factor of a scaler."""
 
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self) -> None:
         self.loss = math.nan
-
-    def begin(self, replay: Replay) -> bool:
-        return clock.monotonic() > self._deadline
 
     def before(self, replay: Replay, op: Op) -> bool:
         if op.kind is Backward and not gives_gradients(op):
@@ -190,8 +185,8 @@ class InputWatch(LossWatch):
     """Reads what the steps were given. ``parts`` are parameters and buffers by ``id``; of these some are
     ``followed``."""
 
-    def __init__(self, deadline: float, state: set[int], parts: Mapping[int, StatePart]) -> None:
-        super().__init__(deadline)
+    def __init__(self, state: set[int], parts: Mapping[int, StatePart]) -> None:
+        super().__init__()
         self.series: dict[Slot, Series] = {}
         self.followed = [part for part in parts.values() if part.is_followed]
         self.written: list[tuple[Unlike, torch.Tensor, torch.Tensor]] = []  # with what it was
@@ -284,14 +279,27 @@ class InputWatch(LossWatch):
     def _read_all(self, replay: Replay, op: Op) -> None:
         step, inputs = replay.segment.mark.step, self._inputs
         for slot, number in inputs.given(step, op):
-            if (tensor := replay.player.value(number)) is None:
-                continue
-            series = self.series.setdefault(slot, Series(inputs.role(op, number), op, inputs.is_random(number)))
-            _add(series.readings, read(step, tensor))
-            series.numbers.setdefault(step, []).append(number)
-            if self._num_kept + native.numel(tensor) <= _MOST_KEPT:
-                self._num_kept += native.numel(tensor)
-                series.values.setdefault(step, []).append(native.clone(native.detach(tensor)))
+            self._take(step, op, slot, number, replay.player.value(number))
+
+    def read_held(self, segments: Iterable[Segment], saved: Mapping[Number, torch.Tensor]) -> None:
+        """Read what the steps were given as far as it is still there, where they cannot be played; ``saved`` are
+        values from before something wrote into them."""
+        for ops, mark in segments:
+            self._inputs.begin()
+            for slot, number, op in self._inputs.over(mark.step, ops):
+                self._take(mark.step, op, slot, number, saved[number] if number in saved else number())
+
+    def _take(self, step: int, op: Op, slot: Slot, number: Number, tensor: torch.Tensor | None) -> None:
+        """A call was given a value."""
+        if tensor is None:
+            return
+        inputs = self._inputs
+        series = self.series.setdefault(slot, Series(inputs.role(op, number), op, inputs.is_random(number)))
+        _add(series.readings, read(step, tensor))
+        series.numbers.setdefault(step, []).append(number)
+        if self._num_kept + native.numel(tensor) <= _MOST_KEPT:
+            self._num_kept += native.numel(tensor)
+            series.values.setdefault(step, []).append(native.clone(native.detach(tensor)))
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> States:

@@ -37,6 +37,7 @@ from reprokit.capture.tensor_names import is_unfollowed
 from reprokit.capture.traits import VALUE_READS
 from reprokit.capture.world import CannotGoBack, Contents, Copy, World, give_gradients, owned_by, set_python_generators
 from reprokit.errors import ignored_warnings, pass_on
+from reprokit.limits import CpuLimit
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.dataflow import copies_of, overlapping, same_bits
 from reprokit.program.functions import GRAD_WRITES, written_argument
@@ -498,13 +499,21 @@ class PlayObserver:
 class Replay:
     """Plays ``segments``, the steps since a ``copy``, in the context `going_back`, in which the live state is borrowed.
 
-    Every loss is compared with the one of training.
+    Every loss is compared with the one of training. No step begins once the ``limit`` is spent.
     """
 
     def __init__(
-        self, world: World, tape: Tape, segments: Sequence[Segment], copy: Copy, *, together: Meeting | None = None
+        self,
+        world: World,
+        tape: Tape,
+        segments: Sequence[Segment],
+        copy: Copy,
+        *,
+        together: Meeting | None = None,
+        limit: CpuLimit | None = None,
     ) -> None:
         self.segments = _with_carried(tape, segments)
+        self._limit = limit
         self.together = together  # all ranks play at once
         self.number = self.index = 0  # the step of the next call to play, and its index there
         self.other_losses: list[str] = []  # which differed, in words
@@ -578,13 +587,15 @@ class Replay:
     def play(
         self, observer: PlayObserver | None = None, end: tuple[int, int] | None = None, *, to_next_loss: bool = False
     ) -> bool:
-        """Play on to the call at ``end`` (a step and an index), or all; true if the ``observer`` has stopped it, or the
-        next loss was seen."""
+        """Play on to the call at ``end`` (a step and an index), or all; true if the ``observer`` or the limit has
+        stopped it, or the next loss was seen."""
         observer, player, last = observer or PlayObserver(), self.player, end or (len(self.segments), 0)
         with quiet_hooks(self.world.modules, self.leaves()), Modes() as modes:
             while (self.number, self.index) < last:
                 ops, mark = self.segment
                 if self.index == 0:
+                    if self._limit is not None and self._limit.is_spent:
+                        return True
                     put_first_back(ops)
                     if mark.generators is not None:
                         set_python_generators(mark.generators)

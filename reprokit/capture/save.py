@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 from reprokit import native, torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
-from reprokit.capture.experiments import KINDS, Experiments, rewritten_inputs, seconds_for
+from reprokit.capture.experiments import KINDS, Experiments, rewritten_inputs
 from reprokit.capture.fidelity import Made, by_itself, compiled_mismatch, placed
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
@@ -62,19 +62,17 @@ from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.samples import Samples, with_samples
 from reprokit.locate.ways import NAN, local_part, ways_of
-from reprokit.native import clock
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import hidden_writes
 from reprokit.program.interpreter import matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Phase, Program, Ref, Site, iter_refs
 from reprokit.program.trace import InputName
-from reprokit.rules.fix import TrialBudget
 from reprokit.rules.match import diagnose
 from reprokit.series.cause import Cause
 from reprokit.series.course import Alarm
-from reprokit.series.decide import decided, may_tell_more, out_of_time
+from reprokit.series.decide import decided, may_tell_more
 from reprokit.series.events import Silence
-from reprokit.series.story import LayerNumbers, failing_series
+from reprokit.series.story import LayerNumbers
 from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, OptimizerGroup, Snapshot, StateBefore, is_state_value, storable
@@ -86,6 +84,7 @@ if TYPE_CHECKING:
     from reprokit.capture.loop import Loop
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
+NOT_KEPT_FOR_CAUSE = "the steps before were not kept"
 NOT_ALL = "gradients are averaged over processes, and not all of them went back together"
 HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
 NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
@@ -96,7 +95,6 @@ NOT_AGAIN = "the failure did not occur again when the step was replayed"
 NO_CHECKPOINT = "a checkpoint is recorded as plain calls, so running the file does not raise the exception"
 NOT_OF_TORCH = "the recorded calls alone do not raise the exception, so running the file does not"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
-_PLAYING = 2 / 3  # of the seconds that finding the cause may take; the rest is left for the fixes of rules
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
 _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
 _PHASES = {"gradient": Phase.BACKWARD, "parameter": Phase.OPTIMIZER}
@@ -185,21 +183,24 @@ class Describing:
         found: Cause | None = None
         if self.loop.failures.finds_cause and self.loop.ranks.is_alone:
             segments = self._kept_steps(made.snapshot)
-            rows = failing_series(made.snapshot.timeline)[-max(1, len(segments)) :]
-            took = [row.seconds or 0.0 for row in rows] or [0.0]
-            seconds = seconds_for(sum(took))
-            until, playing = clock.monotonic() + seconds, _PLAYING * seconds
-            if segments and 2 * sum(took) <= playing:  # they are run unchanged and changed
+            if segments:
                 with ignored_errors():
-                    given = made.snapshot, self.verdict.frame, self.verdict.raised, playing
+                    given = made.snapshot, self.verdict.frame, self.verdict.raised
                     found = Experiments(self.loop, segments, *given).run()
-            left = until - clock.monotonic()
+            elif self._lacks_steps(made.snapshot):
+                found = Cause("unknown", "", why_not=f"no experiment was made, because {NOT_KEPT_FOR_CAUSE}")
             if (may_tell_more(found) or self.verdict.raised is not None) and made.snapshot.fidelity != "unfaithful":
                 with ignored_errors():
-                    found = _found_by_rule(made, found, left) if 2 * took[-1] <= left else out_of_time(found)
+                    found = _found_by_rule(made, found)
             with ignored_errors():
                 found = self._recomputed(found, segments)
         return _with_operands(found, self.verdict.raised, made.snapshot.failure)
+
+    def _lacks_steps(self, snapshot: Snapshot) -> bool:
+        """True if experiments would need steps before the failing one that were not kept. In a first step, and in one
+        of another kind of failure, none is ever made."""
+        began = snapshot.settings.began_at or 0
+        return snapshot.failure.kind in KINDS and snapshot.step > began
 
     def _recomputed(self, cause: Cause | None, segments: list[Segment]) -> Cause | None:
         """The cause, behind what a checkpoint has recomputed in another way, where that has raised the exception."""
@@ -741,11 +742,10 @@ def _with_operands(cause: Cause | None, raised: Raised | None, failure: Failure)
     return replace(known, text=text.strip(), evidence=(*known.evidence, *raised.facts))
 
 
-def _found_by_rule(made: Made, cause: Cause | None, seconds: float) -> Cause | None:
+def _found_by_rule(made: Made, cause: Cause | None) -> Cause | None:
     """What a rule about the failing call shows, by running the recorded step with its fixes."""
     with by_itself(made.snapshot.settings):
-        budget = TrialBudget(seconds=seconds)
-        found = diagnose(placed(made.snapshot, made.devices), budget=budget)
+        found = diagnose(placed(made.snapshot, made.devices))
     return decided(cause, found, made.snapshot.failure)
 
 

@@ -32,7 +32,7 @@ from reprokit.capture.readings import (
 from reprokit.capture.replay import PlayObserver, Replay, in_silence
 from reprokit.capture.tape import Op
 from reprokit.capture.tensor_names import Names, names_of, root_names
-from reprokit.native import clock
+from reprokit.limits import CpuLimit
 from reprokit.series.timeline import parameters_of
 from reprokit.series.unlike import LEAST_AFTER, LEAST_ALIKE, LEAST_BEFORE, Reading, Unlike, Value, setting, told, unlike
 
@@ -56,7 +56,7 @@ class Usual:
         self._values: dict[Slot, list[Reading]] = {}
         self._kinds: dict[int, Any] = {}  # of optimizers
         self._counts: dict[int, float] = {}  # of steps in their states
-        self._began, self._spent = clock.process_time(), 0.0
+        self._run, self._spent = CpuLimit(math.inf), 0.0
 
     def look(self, frame: FrameType | None) -> tuple[list[Unlike], list[Slot]]:
         """What has changed since the last look, and the values that are to be read in all steps that are kept."""
@@ -165,19 +165,19 @@ class Usual:
 
         Nothing is said where a loss differs from that of training, or in more than a small share of the time.
         """
-        loop, world, started = self._loop, self._loop.world, clock.process_time()
-        left = _FREE_SECONDS + _SHARE * (started - self._began) - self._spent
-        if left <= 0:
+        loop, world = self._loop, self._loop.world
+        limit = CpuLimit(_FREE_SECONDS + _SHARE * self._run.used - self._spent)
+        if limit.is_spent:
             return []
         segments = [one for one in loop.tape.segments() if until is None or one.mark.step <= until]
-        reader = _Reader(started + left, wanted, Inputs(world.state_ids()))
-        replay = Replay(world, loop.tape, segments, world.copies[0])
+        reader = _Reader(wanted, Inputs(world.state_ids()))
+        replay = Replay(world, loop.tape, segments, world.copies[0], limit=limit)
         try:
             with replay.going_back(), in_silence():
                 if replay.play(reader) or replay.notes:
                     return []
         finally:
-            self._spent += clock.process_time() - started
+            self._spent += limit.used
         modules, last = world.modules, segments[-1].mark.step
         names = Names(loop.tape.alive(), modules, root_names(modules, frame), {}, segments[-1].ops, frame, [])
         found = []
@@ -193,14 +193,11 @@ class Usual:
 
 
 class _Reader(PlayObserver):
-    """Reads the values that the steps are given, or those ``wanted``. Stops at the ``deadline``."""
+    """Reads the values that the steps are given, or those ``wanted``."""
 
-    def __init__(self, deadline: float, wanted: Collection[Slot] | None, inputs: Inputs) -> None:
+    def __init__(self, wanted: Collection[Slot] | None, inputs: Inputs) -> None:
         self.series: dict[Slot, Series] = {}
-        self._deadline, self._wanted, self._inputs = deadline, wanted, inputs
-
-    def begin(self, replay: Replay) -> bool:
-        return clock.process_time() > self._deadline
+        self._wanted, self._inputs = wanted, inputs
 
     def end(self, replay: Replay) -> bool:
         step, wanted, value = replay.segment.mark.step, self._wanted, replay.player.value

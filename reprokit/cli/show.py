@@ -86,11 +86,13 @@ def _print_screen(snapshot: Snapshot, file: Path, screen: Console) -> None:
     from rich.text import Text
 
     from reprokit.locate.failure import HEALTHY
+    from reprokit.words import sentence
 
     summary, is_healthy = snapshot.summary(), snapshot.failure.kind == HEALTHY
     screen.print(Text(f"{what(summary)}{',' if is_healthy else ' at'} step {snapshot.step}", style="bold"))
     if snapshot.cause is not None:
-        screen.print(Text(snapshot.cause.text))
+        for text in filter(None, [snapshot.cause.text, sentence(snapshot.cause.why_not)]):
+            screen.print(Text(text))
     for section in (_source(snapshot, screen.width), _steps(snapshot, screen.width), _facts(snapshot)):
         if section.row_count:
             screen.print()

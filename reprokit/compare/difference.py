@@ -19,11 +19,11 @@ import torch
 from reprokit import native
 from reprokit.compare.quantity import at_call
 from reprokit.errors import ReprokitError
+from reprokit.limits import CpuLimit
 from reprokit.locate.blame import exception_failure
 from reprokit.locate.failure import Failure
 from reprokit.locate.notes import starts_of
 from reprokit.locate.ways import place_of
-from reprokit.native import clock
 from reprokit.program.dataflow import contents
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
@@ -237,7 +237,7 @@ def first_difference(
     """The first call whose own result differs although it was given identical inputs, else the whole program's failure.
 
     ``way`` as in `compare`. With ``is_whole`` no call is looked at by itself, with ``target`` only calls of that name,
-    after ``seconds`` none any more.
+    after ``seconds`` of CPU time none any more.
     """
     found = compare(step, reference, way)
     if not isinstance(found, Difference):
@@ -246,12 +246,15 @@ def first_difference(
         calls, failure = step.program.calls, _failure(found, reference, Phase.FORWARD)
         return at_call(failure, step.program, max((n for n, c in enumerate(calls) if c.site), default=len(calls) - 1))
     if not is_whole:
-        alone = _LoneCalls(step.program, reference, way, target, clock.monotonic() + seconds)
+        alone = _LoneCalls(step.program, reference, way, target, CpuLimit(seconds, wall=_WAITS * seconds))
         with contextlib.suppress(_Stop):
             alone.run(step.tensors)
         if alone.found is not None:
             return alone.found
     return _failure(found, reference, Phase.BACKWARD if found.is_gradient else Phase.FORWARD)
+
+
+_WAITS = 10  # times the CPU seconds, by the clock: a compiler may wait for its own processes
 
 
 class _Stop(Exception):
@@ -262,17 +265,17 @@ class _LoneCalls(Trace[torch.Tensor]):
     """Observes an eager run, and compares every call by itself."""
 
     def __init__(
-        self, program: Program, reference: Reference, way: str | None, target: str | None, ends: float
+        self, program: Program, reference: Reference, way: str | None, target: str | None, limit: CpuLimit
     ) -> None:
         super().__init__(program, copied, {n for n, call in enumerate(program.calls) if _is_comparable(call, target)})
         self.found: Failure | None = None
-        self._reference, self._way, self._ends = reference, way, ends
+        self._reference, self._way, self._limit = reference, way, limit
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Compare the call alone."""
         given = self.reads.pop(index, None)
         self._known.clear()  # one call's operands are held at a time
-        if given is None or clock.monotonic() > self._ends:
+        if given is None or self._limit.is_spent:
             return
         inputs = tuple(Input(value, f"v{value}") for value in given)
         alone = Step(Program((call,), inputs, tuple(map(Ref, call.output_refs()))), given)

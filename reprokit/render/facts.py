@@ -29,7 +29,7 @@ from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif import home_of
-from reprokit.words import counted, in_root, listed, number_words, replay_words
+from reprokit.words import counted, in_root, listed, number_words, replay_words, sentence
 
 Fact = tuple[str, str]
 
@@ -254,8 +254,11 @@ def learning_rate(snapshot: Snapshot) -> str:
 
 
 def led_to(snapshot: Snapshot) -> str:
-    """What has led to the failure, as far as playing the steps again has shown."""
-    return redact_text(snapshot.cause.text) if snapshot.cause is not None else ""
+    """What has led to the failure, as far as playing the steps again has shown, and what was not played."""
+    cause = snapshot.cause
+    if cause is None:
+        return ""
+    return redact_text(" ".join(filter(None, [cause.text, sentence(cause.why_not)])))
 
 
 def story(snapshot: Snapshot) -> str:

@@ -15,21 +15,20 @@ import torch
 from reprokit import native
 from reprokit.compare.quantity import losses_of
 from reprokit.errors import ignored_warnings
+from reprokit.limits import CpuLimit
 from reprokit.locate.blame import outcome_or_failure
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
-from reprokit.native import clock
 from reprokit.program.interpreter import Outcome, run
 from reprokit.program.ir import Phase, Program, iter_refs
 from reprokit.rules.diagnosis import TriedFix
 from reprokit.rules.rule import Edited, Fix, asked
 from reprokit.rules.scene import Scene, observe
-from reprokit.series.cause import divergence
+from reprokit.series.cause import divergence, usual_limits
 from reprokit.series.story import StepNumbers
 
+_SECONDS = 10.0  # of all runs: a longer wait for the file is not worth a fix
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
-_FAR = 1000.0  # how many times the usual loss of the steps before
-_FAR_FROM_ALL = 10.0  # how many times the second largest of them: a loss may have exploded one step before
 _LEAST_USUAL = 1e-3  # a loss that was smaller, or zero, is no measure
 _LEAST_SIGNED = 3  # losses, none below zero
 _ABSURD = 1e30  # for any loss
@@ -39,21 +38,20 @@ WriteCode = Callable[[Program, Program], str]
 
 @dataclass
 class TrialBudget:
-    """The runs of the step that are left, and the seconds in which they may begin."""
+    """The runs of the step that are left, and the limit within which they may begin."""
 
     runs: int = 24
-    seconds: float = 10.0
-    _started: float = field(default_factory=clock.monotonic)
+    limit: CpuLimit = field(default_factory=lambda: CpuLimit(_SECONDS))
 
     @property
     def is_spent(self) -> bool:
         """True if nothing more can be tried."""
-        return self.runs <= 0 or clock.monotonic() - self._started >= self.seconds
+        return self.runs <= 0 or self.limit.is_spent
 
     def take(self) -> bool:
         """True if there is room for one more run; counts it."""
         self.runs -= 1
-        return self.runs >= 0 and clock.monotonic() - self._started < self.seconds
+        return self.runs >= 0 and not self.limit.is_spent
 
 
 def attempt(
@@ -186,16 +184,16 @@ def _compared(numbers: list[float], timeline: Sequence[StepNumbers]) -> tuple[fl
     Where no loss was below zero, one that is, by more than the losses before were large, is not.
     """
     known = [(row.step, row.loss) for row in timeline if row.loss is not None and math.isfinite(row.loss)]
-    left = divergence(known)
-    is_course = left is not None and left.last_step > left.step + 1  # a single large loss is in the second largest
-    signed = [loss for step, loss in known if left is None or not is_course or step <= left.step]
-    before, worst = [abs(loss) for loss in signed], max(map(abs, numbers))
-    if not before:
+    worst = max(map(abs, numbers))
+    if not known:
         return None, worst < _ABSURD
-    usual, second = statistics.median_low(before), sorted(before)[-2:][0]
-    is_far = worst > _FAR * max(usual, _LEAST_USUAL) and worst > _FAR_FROM_ALL * second
-    is_turned = len(signed) >= _LEAST_SIGNED and min(signed) >= 0 and min(numbers) < -second
-    return usual, not is_far and not is_turned and worst < _ABSURD
+    left = divergence(known)
+    signed = [loss for step, loss in known if left is None or step <= left.step]
+    sizes = sorted(map(abs, signed))
+    low, high = usual_limits(known, least=_LEAST_USUAL)
+    is_far = min(numbers) < low or max(numbers) > high
+    is_turned = len(signed) >= _LEAST_SIGNED and min(signed) >= 0 and min(numbers) < -sizes[-2:][0]
+    return statistics.median_low(sizes), not is_far and not is_turned and worst < _ABSURD
 
 
 def _all_words(tensors: list[torch.Tensor], noun: str) -> str:

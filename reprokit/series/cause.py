@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any
 
-from reprokit.grammar import Count, Line, Text, one_of, plain_of
+from reprokit.grammar import Count, Line, Text, left_out, one_of, plain_of
 from reprokit.words import counted, number_words
 
 _DIVERGED = 10.0  # times the loss of before: where a run is on its course the loss varies by less
@@ -61,14 +61,15 @@ def rate_words(found: Divergence | None, update: float, low: float, high: float)
     return f"{found.text if found is not None else says}, at {rates}."
 
 
-def usual_limits(losses: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The lowest and highest loss that is usual: of the steps before those in which it left its course."""
+def usual_limits(losses: Sequence[tuple[int, float]], *, least: float = 0.0) -> tuple[float, float]:
+    """The lowest and highest loss that is usual: of the steps before those in which it left its course. Smaller losses
+    than ``least`` are no measure."""
     found = divergence(losses)
     known = [loss for step, loss in losses if math.isfinite(loss) and (found is None or step <= found.step)]
     if not known:
         return -math.inf, math.inf
     sizes = list(map(abs, known))
-    return -_USUAL * max(sizes), _USUAL * max(median(sizes), sizes[-1])
+    return -_USUAL * max(*sizes, least), _USUAL * max(median(sizes), sizes[-1], least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,27 @@ class Intervention:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The cause of a failure: its class (``kind``), a sentence, the evidence for it, and the interventions."""
+    """The cause of a failure: its class (``kind``), a sentence, the evidence for it, and the interventions.
+
+    ``why_not`` says which experiments were not made and why; ``None`` if all were, or none is ever made. Then no class
+    is claimed that only a rule shows.
+    """
 
     kind: Annotated[str, one_of("data", "setting", "state", "numerics", "framework", "unknown")]
     text: Text
     evidence: tuple[Line, ...] = ()
     interventions: tuple[Intervention, ...] = ()
+    why_not: Text | None = left_out()
 
     def described(self) -> dict[str, Any]:
         """As ``show --json`` has it."""
         tried = [plain_of(one) for one in self.interventions]
-        return {"class": self.kind, "text": self.text, "evidence": list(self.evidence), "interventions": tried}
+        missed = {"why_not": self.why_not} if self.why_not is not None else {}
+        return {
+            "class": self.kind,
+            "text": self.text,
+            "evidence": list(self.evidence),
+            "interventions": tried,
+            "tried": bool(tried),
+            **missed,
+        }

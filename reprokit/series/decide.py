@@ -29,7 +29,7 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
     """The cause that an experiment has shown, else the one that the rule of a diagnosis shows.
 
     A rule shows one if it is certain and the step was run with a change that helped; of bad data also if the failure
-    has gone with another batch.
+    has gone with another batch. It shows none if experiments that were to be made were not.
     """
     rule = _RULES.get(found.id)
     is_shown = cause is not None and cause.kind == NUMERICS
@@ -62,8 +62,13 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
     says += f" {shown}" if shown else ""
     evidence = tuple(" ".join(line.split()) for line in found.evidence)
     before = cause.evidence if cause is not None else ()
+    interventions = (*tried, *([made] if made is not None else []))
+    if cause is not None and cause.why_not is not None:
+        # What was unlike comes first, and the rule may hide it: cause_row_of_other_unit, where clamping helps as well.
+        text = " ".join(filter(None, [cause.text, says]))
+        return replace(cause, text=text, evidence=(*before, *evidence), interventions=interventions)
     says = f"{before[0]}. {says}" if before and rule.cause == "state" else says
-    return Cause(rule.cause, says, (*evidence, *before), (*tried, *([made] if made is not None else [])))
+    return Cause(rule.cause, says, (*evidence, *before), interventions)
 
 
 def _with_operand(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause:
@@ -72,7 +77,8 @@ def _with_operand(cause: Cause | None, found: Diagnosis, failure: Failure) -> Ca
     is_decided, evidence = known.kind != UNKNOWN, (*found.evidence, *known.evidence)
     place = f" at {failure.site.place}" if failure.site is not None else ""
     other = next((one.words(EXCEPTION) for one in known.interventions if one.removes), "")
-    text = f"{found.title}{place}: {found.evidence[0]}. {known.text if is_decided else other}".strip()
+    is_told = is_decided or known.why_not is not None  # what was unlike is not left out where nothing was tried
+    text = f"{found.title}{place}: {found.evidence[0]}. {known.text if is_told else other}".strip()
     return replace(known, kind=known.kind if is_decided else _RULES[found.id].cause, text=text, evidence=evidence)
 
 
