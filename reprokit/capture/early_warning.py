@@ -41,6 +41,7 @@ from reprokit.capture.usual import Usual
 from reprokit.compare.healthy import blocked, explained, let_through
 from reprokit.compare.quantity import number_of, numbers_of
 from reprokit.errors import ignored_errors, pass_on
+from reprokit.limits import CpuLimit
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
@@ -424,9 +425,10 @@ class EventStep(Describing):
                     return replace(made, snapshot=replace(snapshot, failure=found))
         return made
 
-    def measured(self, steps: Sequence[Segment]) -> list[MeasuredStep]:
-        """Play the steps and measure them; empty if a played loss differs from the one of training."""
-        replay, meter = self.replay(steps, 0), Meter(self.loop.tape.alive())
+    def measured(self, steps: Sequence[Segment], limit: CpuLimit | None = None) -> list[MeasuredStep]:
+        """Play the steps, as many as begin within the limit, and measure them; empty if a played loss differs from the
+        one of training."""
+        replay, meter = self.replay(steps, 0, limit), Meter(self.loop.tape.alive())
         with replay.going_back():
             replay.play(meter)
         return [] if replay.notes else meter.steps

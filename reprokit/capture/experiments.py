@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 DEAD = "dead"  # a play cannot show it: the difference from the steps before is printed, and no change is tried
 KINDS = EVENTS | {"nan", "inf", "exception", DEAD}
 _CONTROL_SECONDS = 20.0  # of CPU time, to play the steps unchanged: a longer wait for the file is not worth a cause
+_DATA_SECONDS = 10.0  # to make their data again, where they cannot be played
 _MOST_SECONDS = 20.0  # to play them changed
 _TIMES = 20  # the CPU seconds that playing them unchanged took
 _LEAST_SECONDS = 3.0  # steps of a millisecond may be played many times
@@ -273,13 +274,25 @@ class Experiments:
         return f"{counted(num, 'change')} {was} not tried, because {used}: {'; '.join(named)}{others}"
 
     def _told_unplayed(self) -> Cause:
-        """What was unlike the steps before, from what is still held of them: they cannot be played."""
-        held = self._watch()
-        held.read_held(self._own, self._loop.tape.saved)
-        odd = [plan.says.removesuffix(".") for plan in (*self._odd_values(held), *self._odd_settings()) if plan.is_odd]
+        """What was unlike the steps before, from their settings and data alone: as a whole they cannot be played."""
+        plans = *self._odd_values(self._data()), *self._odd_settings()
+        odd = [plan.says.removesuffix(".") for plan in plans if plan.is_odd]
         evidence = tuple(dict.fromkeys(odd))
         text = f"{evidence[0]}." if evidence else ""
         return Cause("unknown", text, evidence, why_not=f"no experiment was made, because {self._why_not}")
+
+    def _data(self) -> InputWatch:
+        """The data of the steps: made again, or as far as they are held if the state cannot be put back."""
+        watch, world, tape = self._watch(), self._loop.world, self._loop.tape
+        replay = Replay(world, tape, self._own, world.copies[0], limit=limited(_DATA_SECONDS))
+        try:
+            with replay.going_back(), in_silence():
+                watch.read_data(replay)
+        except Exception as error:
+            pass_on(error)
+            watch = self._watch()
+            watch.read_held(self._own, tape.saved)
+        return watch
 
     def _emptied(self, control: _Played) -> Cause | None:
         """The state of an optimizer that counts fewer updates than were played was emptied, unseen: it is the cause if

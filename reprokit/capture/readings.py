@@ -79,14 +79,14 @@ class Inputs:
 
     def given(self, step: int, op: Op) -> Iterator[tuple[Slot, Number]]:
         """The values that a call meets the state with, each once in a step; before the call is `made`."""
-        for slot, number in given_to(op) if self._meets(op) else ():
+        for slot, number in given_to(op) if self.meets(op) else ():
             if not (self._is_state(number) or self._made_in.get(number) == step or number in self._seen):
                 self._seen.add(number)
                 yield slot, number
 
     def made(self, step: int, op: Op) -> None:
         """A call is over."""
-        if op.kind is Backward or self._meets(op):
+        if op.kind is Backward or self.meets(op):
             self._made_in.update(dict.fromkeys(op.outs, step))
         elif op.kind is Function:
             self._derived.update(() if all(map(self.is_plain, op.ins)) else op.outs)
@@ -114,7 +114,8 @@ class Inputs:
         is_factor = name_of(op).rpartition(".")[2].strip("_") in _FACTORS and self.is_plain(number)
         return "carried" if number in self._made_in else "setting" if is_factor else "batch"
 
-    def _meets(self, op: Op) -> bool:
+    def meets(self, op: Op) -> bool:
+        """True if a call uses the state, or what was made of it."""
         is_whole = op.kind in (Root, Transform, CompiledStep)  # with parameters that are no arguments
         return op.kind.is_forward and (is_whole or any(n in self._made_in or self._is_state(n) for n in op.ins))
 
@@ -288,6 +289,22 @@ class InputWatch(LossWatch):
             self._inputs.begin()
             for slot, number, op in self._inputs.over(mark.step, ops):
                 self._take(mark.step, op, slot, number, saved[number] if number in saved else number())
+
+    def read_data(self, replay: Replay) -> None:
+        """Read the data that the steps were given, where these cannot be played: only calls that make data of data
+        are."""
+
+        def makes_data(op: Op) -> bool:
+            step, inputs = replay.segment.mark.step, self._inputs
+            if replay.index == 0:
+                inputs.begin(replay.player)
+            for slot, number in inputs.given(step, op):
+                self._take(step, op, slot, number, replay.player.value(number))
+            is_of_data = op.kind is Function and op.kind.is_pure(op) and not inputs.meets(op)
+            inputs.made(step, op)
+            return is_of_data
+
+        replay.play_some(makes_data)
 
     def _take(self, step: int, op: Op, slot: Slot, number: Number, tensor: torch.Tensor | None) -> None:
         """A call was given a value."""

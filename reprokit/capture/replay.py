@@ -632,6 +632,20 @@ class Replay:
                 self.number, self.index = self.number + 1, 0
         return False
 
+    def play_some(self, is_wanted: Callable[[Op], bool]) -> None:
+        """Play only those calls of all steps that are wanted and whose arguments are there; each call is asked about in
+        order."""
+        player = self.player
+        with Modes() as modes:
+            while self.number < len(self.segments) and not (self._limit is not None and self._limit.is_spent):
+                for index, op in enumerate(self.segment.ops):
+                    self.index = index
+                    if is_wanted(op) and all(player.value(number) is not None for number in op.ins):
+                        modes.enter(op.mode)
+                        player.play(op)
+                player.keep({n for n in player.env if self._last_use.get(n, -1) > self.number})
+                self.number, self.index = self.number + 1, 0
+
     def _compare(self, pairs: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """Note which losses of a step are others than in training."""
         what = f"the loss of step {self.segment.mark.step}"

@@ -58,6 +58,7 @@ from reprokit.capture.world import (
 )
 from reprokit.compare.quantity import number_of
 from reprokit.errors import ignored_errors, ignored_warnings, pass_on
+from reprokit.limits import CpuLimit
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.samples import Samples, with_samples
@@ -94,7 +95,7 @@ OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 NOT_AGAIN = "the failure did not occur again when the step was replayed"
 NO_CHECKPOINT = "a checkpoint is recorded as plain calls, so running the file does not raise the exception"
 NOT_OF_TORCH = "the recorded calls alone do not raise the exception, so running the file does not"
-_STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
+_STORY_SECONDS = 20.0  # of CPU time, to measure the steps; a longer wait for a snapshot is not worth a story
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
 _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
 _PHASES = {"gradient": Phase.BACKWARD, "parameter": Phase.OPTIMIZER}
@@ -375,10 +376,11 @@ class Describing:
             return self.from_the_past([culprit])[0] or made, []
         return made, reasons
 
-    def replay(self, segments: Sequence[Segment], copy: int = -1) -> Replay:
+    def replay(self, segments: Sequence[Segment], copy: int = -1, limit: CpuLimit | None = None) -> Replay:
         """Plays some steps since a copy, together with the other ranks if these go back as well."""
         world = self.loop.world
-        return Replay(world, self.loop.tape, segments, world.copies[copy], together=self.verdict.together)
+        together = self.verdict.together
+        return Replay(world, self.loop.tape, segments, world.copies[copy], together=together, limit=limit)
 
     def played(self, segments: Sequence[Segment], ruined: Sequence[torch.Tensor]) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad one of some steps, or why there is none."""
@@ -491,10 +493,9 @@ class Describing:
         """The numbers of every layer in the steps that are kept, up to the one saved, of an event in all; empty where
         that is not possible, or would take too long."""
         loop, world = self.loop, self.loop.world
-        seconds = [row.seconds for row in snapshot.timeline if row.seconds is not None]
         segments = loop.tape.segments()
         can_play = self.verdict.raised is None and world.is_complete and loop.ranks.is_alone and bool(world.copies)
-        if not (can_play and seconds) or not 0 < len(segments) * sum(seconds) / len(seconds) < _STORY_SECONDS:
+        if not (can_play and segments):
             return []
         segments.append(Segment(loop.tape.running(), loop.mark()))
         names = root_names(world.modules, self.verdict.frame)
@@ -509,9 +510,11 @@ class Describing:
             if not began or id(root) in called  # else it is another model of the process
         }
         last = snapshot.step if snapshot.failure.event is None else segments[-1].mark.step
-        replay, meter = Replay(world, loop.tape, segments, world.copies[0]), Meter({}, layers, last)
+        limit = CpuLimit(_STORY_SECONDS)
+        replay, meter = Replay(world, loop.tape, segments, world.copies[0], limit=limit), Meter({}, layers, last)
         with replay.going_back(), meter.watching(), in_silence():
-            replay.play(meter)
+            if replay.play(meter):
+                return []
         return [row for row in meter.rows if row.step >= began]
 
     def make(self, case: Case) -> Made:

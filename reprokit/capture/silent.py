@@ -32,6 +32,7 @@ from reprokit.capture.tape import Mark, Op, Segment
 from reprokit.capture.tensor_names import names_of, parameter_names
 from reprokit.compare.quantity import norms_of, number_of, update_of
 from reprokit.errors import ignored_errors, pass_on
+from reprokit.limits import CpuLimit
 from reprokit.locate.failure import SILENT, Failure
 from reprokit.locate.ways import HALVES
 from reprokit.program.interpreter import Tensors
@@ -50,7 +51,7 @@ _SAME = 20  # losses in a row that are equal in all bits; of other batches two h
 _SHOWN = 3  # names in a line
 _MOST_PLAYED = 8  # modules without a gradient for which a call is looked for
 _PLAYED = 256  # steps, of those kept, that are looked at for the one in which a gradient ends
-_SECONDS = 3.0  # of steps that are played at the end of a run that is watched for other failures
+_SECONDS = 3.0  # of CPU time, to play steps at the end of a run that is watched for other failures
 _DYING = 0.5  # of the elements of a gradient
 _SUDDEN = 8  # steps in which a layer dies that does not fade out by design
 _ABOUT = 0.75  # of the usual share of a gradient that is not zero
@@ -326,10 +327,10 @@ class _Look:
     def measured(self) -> list[Any]:
         """The kept steps, played; empty if that is not possible."""
         with ignored_errors(), seen():  # `NotKept`, or of the user's code
-            seconds = max([one.seconds for one in self.loop.timeline.after(-1)[-1:]], default=0.0)
-            quick = max(1, min(LEAST_SILENT, int(_SECONDS / max(seconds, 1e-6))))
-            most = _PLAYED if self.seen.finds_dead else quick
-            return EventStep(self.loop, Verdict("gradient", self.frame), ()).measured(self.steps[:most])
+            played = EventStep(self.loop, Verdict("gradient", self.frame), ())
+            if self.seen.finds_dead:
+                return played.measured(self.steps[:_PLAYED])
+            return played.measured(self.steps[:LEAST_SILENT], CpuLimit(_SECONDS))
         return []
 
     def _rounding(self, optimizer: Optimizer, step: Segment | None) -> Found:

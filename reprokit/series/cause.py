@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any
 
-from reprokit.grammar import Count, Line, Text, left_out, one_of, plain_of
+from reprokit.grammar import Count, Later, Line, Text, one_of, plain_of
 from reprokit.words import counted, number_words
 
 _DIVERGED = 10.0  # times the loss of before: where a run is on its course the loss varies by less
@@ -106,7 +106,7 @@ class Cause:
     text: Text
     evidence: tuple[Line, ...] = ()
     interventions: tuple[Intervention, ...] = ()
-    why_not: Text | None = left_out()
+    why_not: Later[Line] = None
 
     def described(self) -> dict[str, Any]:
         """As ``show --json`` has it."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import reprokit
-from reprokit.capture import experiments, save
+from reprokit.capture import experiments
 from reprokit.capture.experiments import Experiments
 from reprokit.capture.session import Session
 from reprokit.cli.app import main
+from reprokit.limits import CpuLimit
+from reprokit.native import clock
 from reprokit.program.dataflow import same_bits
-from reprokit.series.cause import Cause, divergence, usual_limits
+from reprokit.series.cause import divergence, usual_limits
 from reprokit.series.unlike import Reading, drift, growth, unlike
 from reprokit.snapshot.format import Snapshot, load
 from reprokit.words import number_words
@@ -287,7 +288,8 @@ def one_large_gradient() -> None:
 
 def captured(folder: Path, loop: Callable[[], object], **options: object) -> Snapshot:
     file = folder / "s.pt"
-    with contextlib.suppress(IndexError), reprokit.capture(file, quiet=True, history=2 * STEPS, **options):  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"quiet": True, "history": 2 * STEPS, **options}
+    with contextlib.suppress(IndexError), reprokit.capture(file, **settings):
         loop()
     return load(file)
 
@@ -514,38 +516,111 @@ def test_no_experiment_runs_when_none_is_wanted(tmp_path: Path, monkeypatch: pyt
     assert captured(tmp_path, lambda: train(odd_batch), cause=False).cause is None
 
 
-def test_steps_that_took_long_are_not_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments, "_MOST_SECONDS", 1e-9)
-    assert captured(tmp_path, lambda: train(odd_batch)).cause is None
-    monkeypatch.setattr(experiments, "_MOST_SECONDS", 30.0)
+def odd_row(step: int, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    if step == STEPS - 4:
+        x[3] = 900.0
+
+
+@pytest.mark.parametrize("limit", ["_CONTROL_SECONDS", "_MOST_SECONDS"])
+def test_what_was_unlike_is_named_where_no_time_is_left(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Facts need no experiment, and without the control they come from the data alone."""
+    monkeypatch.setattr(experiments, limit, 0.0)
+    found = captured(tmp_path, lambda: train(odd_row)).cause
+    assert found is not None and found.kind == "unknown" and found.interventions == ()
+    assert found.evidence[0].startswith("`x` is ") and "to 900 in row 3 of step 20" in found.evidence[0]
+    assert found.text.startswith(found.evidence[0])
+    reasons = {
+        "_CONTROL_SECONDS": "no experiment was made, because playing 21 steps again takes more than 0 s of CPU time",
+        "_MOST_SECONDS": "not tried, because experiments had used 0 s of CPU time: row 3 of `x` of step 19",
+    }
+    assert found.why_not is not None and reasons[limit] in found.why_not
+
+
+def test_limits_are_counted_in_plays_not_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine so busy that each look at the clock is an hour later, all is as on an idle one."""
+    hours = itertools.count(0.0, 3600.0)
+
+    def busy(seconds: float) -> CpuLimit:
+        return CpuLimit(seconds, now=lambda: (0.0, 0.0))
+
+    idle = captured(tmp_path, lambda: train(odd_row)).cause
+    monkeypatch.setattr(experiments, "limited", busy)
+    monkeypatch.setattr(clock, "monotonic", lambda: next(hours))
+    assert captured(tmp_path, lambda: train(odd_row), overwrite=True).cause == idle
+    assert idle is not None and idle.kind == "data" and idle.why_not is None
+
+
+def test_experiments_get_as_many_plays_as_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A play takes one CPU second here: the control one, and two changes of the two seconds that are left for them."""
+    played = [0]
+    play = Experiments._play
+
+    def counting(self: Experiments, *given: Any) -> Any:
+        played[0] += 1
+        return play(self, *given)
+
+    monkeypatch.setattr(Experiments, "_play", counting)
+    monkeypatch.setattr(experiments, "limited", lambda seconds: CpuLimit(seconds, now=lambda: (played[0], 0.0)))
+    monkeypatch.setattr(experiments, "_TIMES", 2)
     monkeypatch.setattr(experiments, "_LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(experiments, "_TIMES", 0)
-    assert captured(tmp_path, lambda: train(odd_batch), overwrite=True).cause is None
+    found = captured(tmp_path, lambda: losses_of(zero_by_zero)).cause
+    assert found is not None and played[0] <= 3
+    tried = [one for one in found.interventions if one.steps > 1]
+    assert len(tried) == played[0] - 1
 
 
-def test_experiments_and_rules_share_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, given = [0.0], list[float]()
-    rule = save._found_by_rule
+def test_a_rule_is_no_cause_where_the_steps_before_were_not_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_control = captured(tmp_path, lambda: losses_of(zero_by_zero)).cause
+    monkeypatch.setattr(experiments, "_CONTROL_SECONDS", 0.0)
+    without = captured(tmp_path, lambda: losses_of(zero_by_zero), overwrite=True).cause
+    assert with_control is not None and with_control.kind == "numerics" and with_control.why_not is None
+    assert without is not None and without.kind == "unknown" and without.why_not is not None
+    words = "Zero divided by zero", "The step stays finite", "keep the divisor above a small number"
+    assert all(one in without.text and one in with_control.text for one in words)  # what the rule has shown of the step
 
-    def run(self: Experiments) -> Cause:
-        given.append(self._deadline - time.monotonic())
-        clock[0] += took
-        return Cause("unknown", "Nothing is known.")
 
-    def found_by_rule(made: save.Made, cause: Cause | None, seconds: float) -> Cause | None:
-        given.append(seconds)
-        return rule(made, cause, seconds)
+def test_steps_that_were_not_kept_are_named(tmp_path: Path) -> None:
+    found = captured(tmp_path, lambda: train(odd_row), history=0).cause
+    assert found is not None and found.kind == "unknown"
+    assert found.why_not == "no experiment was made, because the steps before were not kept"
 
-    monkeypatch.setattr(save, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(save, "seconds_for", lambda trained: 30.0)
-    monkeypatch.setattr(Experiments, "run", run)
-    monkeypatch.setattr(save, "_found_by_rule", found_by_rule)
-    took = 12.0
-    cause = captured(tmp_path, lambda: losses_of(zero_by_zero)).cause
-    assert given == pytest.approx([20, 18], abs=0.1) and cause is not None and cause.kind == "numerics"
-    took = 30.0
-    cause = captured(tmp_path, lambda: losses_of(zero_by_zero), overwrite=True).cause
-    assert cause == Cause("unknown", "Nothing is known. Time was up before all fixes were tried.")
+
+def test_a_play_that_is_not_what_training_did_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss depends on something that no replay puts back."""
+    calls = itertools.count()
+
+    class Counting(Scale):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1 + 1e-3 * next(calls))
+
+    monkeypatch.setattr(sys.modules[__name__], "Scale", Counting)
+    found = captured(tmp_path, lambda: train(odd_row)).cause
+    assert found is not None and found.kind == "unknown"
+    assert "to 900 in row 3 of step 20" in found.text
+    assert found.why_not is not None and "had other losses than in training" in found.why_not
+
+
+def test_what_was_not_tried_is_one_line_on_every_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(experiments, "_CONTROL_SECONDS", 0.0)
+    captured(tmp_path, lambda: train(odd_row), quiet=False)
+    line = "No experiment was made, because playing 21 steps again takes more than 0 s of CPU time."
+    assert [one for one in capsys.readouterr().err.splitlines() if one == f"reprokit:   {line}"]
+    file, folder = str(tmp_path / "s.pt"), tmp_path / "out"
+    assert main(["show", file, "--json"]) == 0
+    cause = json.loads(capsys.readouterr().out)["cause"]
+    assert (cause["tried"], cause["why_not"]) == (False, line[0].lower() + line[1:-1])
+    assert main(["show", file]) == 0
+    shown = capsys.readouterr()
+    assert line in " ".join((shown.out + shown.err).split())
+    assert main(["shrink", file, "-o", str(folder), "--no-whatif"]) == 0
+    for name in ("summary.md", "issue.md", "report.html"):
+        assert line in " ".join((folder / name).read_text().split())
 
 
 def test_only_the_option_that_jumped_is_put_back(tmp_path: Path) -> None:

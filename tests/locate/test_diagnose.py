@@ -269,15 +269,16 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
     [
         ([-1.0, 500.0], "486.2", [0.04, 0.03, 0.05], False),
         ([-1.0, 500.0], "486.2", [0.04, 0.03, 200.0], False),  # exploded already in the step before
-        ([-1.0, 500.0], "486.2", [0.04, 200.0, 0.03, 180.0], True),  # of that size before
-        ([-1.0, 500.0], "486.2", [-0.5, 0.6, -0.4, 180.0], True),  # 800 times the usual one
-        ([-1.0, 500.0], "486.2", [1.0, 2.0, 3.0], True),
+        ([-1.0, 500.0], "486.2", [0.04, 200.0, 0.03, 180.0], False),  # once of that size before
+        ([-1.0, 500.0], "486.2", [-0.5, 0.6, -0.4, 180.0], False),
+        ([-1.0, 500.0], "486.2", [150.0, 200.0, 170.0], True),  # less than three times the usual one
+        ([-1.0, 500.0], "486.2", [150.0, 200.0, 160.0], False),
         ([-1.0, 500.0], "486.2", [0.3, 2e3, 9e3, 4e4], False),  # diverged before
         ([-1.0, 500.0], "486.2", [], True),
         ([-1.0, 0.0], "-13.82", [2.4, 2.3, 2.5, NAN], False),
-        ([-1.0, 0.0], "-13.82", [2.4, -0.1, 2.5, NAN], True),  # of either sign before
+        ([-1.0, 0.0], "-13.82", [6.4, -0.1, 2.5, NAN], True),  # of either sign before
         ([-1.0, 0.0], "-13.82", [20.0, 15.0, 16.0, NAN], True),  # a fall below zero by less than what the losses were
-        ([-1.0, 0.0], "-13.82", [2.4, NAN], True),  # too few to tell
+        ([-1.0, 0.0], "-13.82", [6.4, NAN], True),  # too few to tell
     ],
 )
 def test_the_loss_after_a_fix_is_compared_with_the_usual_ones(
