@@ -53,6 +53,12 @@ def in_dtype(step: HasProgram, dtype: torch.dtype) -> Step:
     return Step(_converted(step.program, change, before, Symbol(str(dtype))), tensors)
 
 
+def require_cuda() -> None:
+    """Raise `UsageError` without a GPU."""
+    if not torch.cuda.is_available():
+        raise UsageError("`mismatch:cpu-cuda` needs CUDA, and this torch sees none", hint="run it on a GPU machine")
+
+
 def on_device(step: HasProgram, kind: str) -> Step:
     """The step on the CPU or on CUDA; generator states stay as they are. Raises `UsageError` without CUDA."""
     if kind == "cuda" and not torch.cuda.is_available():

@@ -92,7 +92,7 @@ def test_a_device_that_is_not_here_is_one_line(tmp_path: Path, capsys: pytest.Ca
     for words in (["verify"], ["render", "--as", "repro"], ["render", "--as", "report"]):
         assert main([words[0], str(tmp_path / "x.repro.pt"), *words[1:]]) == 2
         assert capsys.readouterr().err.startswith(
-            "reprokit: error: the failure is one of `cpu-cuda`, and this torch sees"
+            "reprokit: error: `mismatch:cpu-cuda` needs CUDA, and this torch sees none"
         )
 
 

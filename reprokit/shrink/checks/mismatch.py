@@ -13,9 +13,8 @@ from typing import Any, Self
 import torch
 
 from reprokit.compare.difference import MISMATCH, OTHER_WAY, Reference, first_difference
-from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
-from reprokit.program.convert import default_dtype, in_dtype, on_device
+from reprokit.program.convert import default_dtype, in_dtype, on_device, require_cuda
 from reprokit.program.interpreter import Outcome, run
 from reprokit.program.step import HasProgram, Step
 from reprokit.shrink.checks.check import Check, Ruling
@@ -52,8 +51,7 @@ class OtherDevice:
 
     def require(self) -> None:
         """Look for a GPU."""
-        if not torch.cuda.is_available():
-            raise UsageError("`mismatch:cpu-cuda` needs CUDA, and this torch sees none", hint="run it on a GPU machine")
+        require_cuda()
 
     def pair(self, step: HasProgram, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
         """On CUDA, and on the CPU."""
