@@ -61,10 +61,8 @@ def require_cuda() -> None:
 
 def on_device(step: HasProgram, kind: str) -> Step:
     """The step on the CPU or on CUDA; generator states stay as they are. Raises `UsageError` without CUDA."""
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "the failure is one of `cpu-cuda`, and this torch sees no CUDA", hint="run it on a GPU machine"
-        )
+    if kind == "cuda":
+        require_cuda()
     states = {item.value for item in step.program.inputs if item.role == "rng"}
     device = Device(kind)
 
