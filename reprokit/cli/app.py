@@ -23,6 +23,7 @@ from reprokit.cli import capture, demo, diff, render, retry, show, shrink, timel
 from reprokit.cli.children import STARTED_IN
 from reprokit.cli.console import Plan, say, say_error
 from reprokit.errors import Interrupted, ReprokitError, UsageError
+from reprokit.words import keep_stderr
 
 _REFUSALS = frozenset((errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EPERM, errno.EROFS))
 ISSUES = "https://github.com/reprokit/reprokit/issues"
@@ -52,6 +53,8 @@ for _command in (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. The exceptions of a script that it runs pass through."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # the process is this command, not a program that calls it
+        keep_stderr()
     try:
         if words[:1] == [STARTED_IN]:
             return capture.run_started(Path(words[1]), words[2:])

@@ -28,7 +28,7 @@ from reprokit.cli import console
 from reprokit.cli.children import PLAN, Children
 from reprokit.errors import UsageError, pass_on
 from reprokit.series.events import LineLog, older
-from reprokit.words import counted, json_line, keep_stderr, print_own
+from reprokit.words import counted, json_line, print_own
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
@@ -66,7 +66,6 @@ class UserScript:
 
     def run(self) -> None:
         run = launch.run_module if self.is_module else launch.run_script
-        keep_stderr()
         run(self.target, self.argv)
 
 
