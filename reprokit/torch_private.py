@@ -73,6 +73,19 @@ peek_transforms = _look_up("torch._C._functorch.peek_interpreter_stack", _TRANSF
 _RECOMPUTED = "forward passes that a checkpoint repeats are recorded as those of the loop"
 graph_task_id = _look_up("torch._C._current_graph_task_id", _RECOMPUTED, lambda: -1)
 
+# Whether tensors are a tracer's: of `make_fx`, `torch.export` and fake tensors, whose values cannot be read.
+_TRACED = "calls that `make_fx` traces are recorded as those of the loop"
+num_dispatch_modes = _look_up("torch._C._len_torch_dispatch_stack", _TRACED, lambda: 0)
+_dispatch_mode = _look_up("torch._C._get_dispatch_mode", _TRACED, _nothing)
+_dispatch_keys = _look_up("torch._C._TorchDispatchModeKey", _TRACED, None)
+_TRACERS = [getattr(_dispatch_keys, name, None) for name in ("PROXY", "FUNCTIONAL", "FAKE")]
+
+
+def is_tracing() -> bool:
+    """True while a dispatch mode of torch's own traces what is called."""
+    return any(key is not None and _dispatch_mode(key) is not None for key in _TRACERS)
+
+
 # Modes. The public functions of the same meaning go through torch-function modes, or ask for each device.
 is_any_autocast_enabled = _look_up(
     "torch._C._is_any_autocast_enabled", "", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
@@ -101,6 +114,7 @@ def preserve_versions(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 # Code of torch that is looked for in the stack.
 _MODULES = "modules that a library calls are recorded as calls of the loop"
 call_impl_code = _look_up("torch.nn.Module._call_impl.__code__", _MODULES, None)
+handle_code = _look_up("torch.overrides.handle_torch_function.__code__", "", None)  # where a mode is put back
 functional_call_code = _look_up("torch.nn.utils.stateless._functional_call.__code__", _MODULES, None)
 _HOOKED = "modules with full backward hooks are recorded with an identity function around them"
 BackwardHookFunction = _look_up("torch.nn.modules._functions.BackwardHookFunction", _HOOKED, None)

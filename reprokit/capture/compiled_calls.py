@@ -43,11 +43,13 @@ class _Running:
 class CompiledCalls:
     """Performs calls of compiled functions and notes those of the loop itself.
 
-    ``_has_lost``: of a call's backward pass no gradient was found, which was printed.
+    ``_has_lost``: of a call's backward pass no gradient was found, which was printed. ``bare(function, ...)`` calls a
+    function while no hook is in place.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, bare: Callable[..., Any]) -> None:
         self._loop = loop
+        self._bare = bare
         self._recorder = loop.recorder
         self._has_lost = False
         self._running: _Running
@@ -96,7 +98,7 @@ class CompiledCalls:
                 loop.end_step(running.optimizer)
 
         known = compiled, original, args, kwargs
-        return recorder.whole(self._begin, known, recorder.roots.unwatched, (compiled, *args), kwargs, finish)
+        return recorder.whole(self._begin, known, self._bare, (compiled, *args), kwargs, finish)
 
     def _begin(self, compiled: Callable[..., Any], original: Any, args: Any, kwargs: dict[str, Any]) -> Begun:
         loop, recorder = self._loop, self._recorder

@@ -163,9 +163,11 @@ class Hooks:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._recorder = loop.recorder
-        self._compiled = CompiledCalls(loop)
+        self._compiled = CompiledCalls(loop, self.bare)
         self._before_compiled: list[Callable[..., Any]] = []
         self._undo: list[Callable[[], None]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what is there now, what was there
+        self._of_optimizers: list[Any] = []  # handles
         self.lacking: list[str] = []  # functions that this torch does not have, so that their calls are not seen
 
     def install(self) -> None:
@@ -175,6 +177,7 @@ class Hooks:
         before = optimizers.register_optimizer_step_pre_hook(loop.before_step)
         after = optimizers.register_optimizer_step_post_hook(loop.after_step)
         self._undo += [before.remove, after.remove]
+        self._of_optimizers = [before, after]
         self._wrap(torch.optim.Optimizer, "zero_grad", calls.zero_grad)
         self._wrap(torch.nn.Module, "zero_grad", calls.zero_grad)
         self._wrap(torch.amp.GradScaler, "scale", calls.scale)
@@ -218,12 +221,37 @@ class Hooks:
 
     def removals(self) -> list[Callable[[], None]]:
         """The functions that remove the hooks, even if another one fails; they may be called twice."""
-        return [*reversed(self._undo), self._undo.clear]
+        return [*reversed(self._undo), self._undo.clear, self._replaced.clear, self._of_optimizers.clear]
+
+    def bare(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a compiled function of the loop with no hook in place: the compiler would trace each that it reaches,
+        and its graphs, guards and breaks would be others than in a bare run (`test_unseen_by_compilers.py`)."""
+        kept = [(handle.hooks_dict_ref(), handle.id) for handle in self._of_optimizers]
+        tables = [(table, dict(table), number) for table, number in kept if table is not None and number in table]
+        replaced = [row for row in self._replaced if vars(row[0]).get(row[1]) is row[2]]
+        try:
+            for table, _, number in tables:
+                del table[number]
+            for owner, name, _, original in replaced:
+                setattr(owner, name, original)
+            with self._recorder.roots.aside():
+                return function(*args, **kwargs)
+        finally:
+            if self._undo:  # the capture is not over
+                for owner, name, wrapper, original in replaced:
+                    if vars(owner).get(name) is original:
+                        setattr(owner, name, wrapper)
+                for table, before, _ in tables:
+                    since = {key: hook for key, hook in table.items() if key not in before}
+                    left = {key: hook for key, hook in before.items() if key in table or key in _ids(kept)}
+                    table.clear()
+                    table.update(left | since)
 
     def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         functools.update_wrapper(wrapper, original)
         self._undo.append(functools.partial(_put_back, owner, name, wrapper, original))
+        self._replaced.append((owner, name, wrapper, original))
         setattr(owner, name, wrapper)
 
     def _wrap(self, owner: Any, name: str, perform: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
@@ -297,6 +325,10 @@ class Hooks:
             return recorder.differentiate(original, args, kwargs)
 
         self._replace(torch.autograd, "backward", backward)
+
+
+def _ids(handles: list[tuple[Any, int]]) -> set[int]:
+    return {number for _, number in handles}
 
 
 def _put_back(owner: Any, name: str, wrapper: Any, original: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import FrameType
@@ -62,7 +63,8 @@ class StackedMode(TorchFunctionMode):
         """True if the loop itself is running, on the thread that is watched."""
         if self.is_stepping and self.depth == 1 and self.enabled:
             self.end_step_left()
-        return self.depth == 0 and self.enabled and get_ident() == self.thread
+        is_loop = self.depth == 0 and self.enabled and get_ident() == self.thread
+        return is_loop and not (_num_dispatch_modes() and is_tracing())
 
     def turn(self, *, is_on: bool) -> None:
         """Be on torch's stack while the loop runs, or not at all; from the next time on that the loop runs."""
@@ -76,7 +78,7 @@ class StackedMode(TorchFunctionMode):
         """Go to where `turn` has said. On the stack that is its lowest place: modes of the loop leave from the top."""
         self._is_turned = False
         self.leave_stack()
-        if not self._is_on:
+        if not (self._is_on and self.is_installed):
             return
         modes = [_mode_at(level) for level in range(_num_modes())]
         arrived: BaseException | None = None
@@ -115,16 +117,31 @@ class StackedMode(TorchFunctionMode):
     def step_aside(self) -> bool:
         """Be asked nothing until `step_back`; whether the mode was taken off torch's stack for that."""
         num_modes = _num_modes()
-        is_top = num_modes > 0 and _mode_at(num_modes - 1) is self
         self.depth += 1
-        if is_top:
-            try:
-                _pop_mode()
-            except BaseException:  # of a signal handler: nobody calls `step_back` then
-                self.depth -= 1
-                _push_mode(self)
-                raise
-        return is_top
+        if not num_modes:
+            return False
+        if _mode_at(num_modes - 1) is not self:  # a mode of the user's is on top, such as `with torch.device(...)`
+            return self._leave_from_below(num_modes - 1)
+        try:
+            _pop_mode()
+        except BaseException:  # of a signal handler: nobody calls `step_back` then
+            self.depth -= 1
+            _push_mode(self)
+            raise
+        return True
+
+    def _leave_from_below(self, num_others: int) -> bool:
+        """Leave the stack although modes of the user's are above: a compiler would follow calls into this one
+        (`test_unseen_by_compilers.py`)."""
+        if all(_mode_at(level) is not self for level in range(num_others)):
+            return False
+        try:
+            self.leave_stack()
+        except BaseException:  # of a signal handler, as in `step_aside`
+            self.depth -= 1
+            self._settle()
+            raise
+        return True
 
     def step_back(self, popped: bool) -> None:
         """The inverse of `step_aside`."""
@@ -133,7 +150,37 @@ class StackedMode(TorchFunctionMode):
             if not self.depth:
                 self._settle()
         elif popped and self.is_installed:
-            _push_mode(self)
+            if _num_modes():
+                self._settle()
+            else:
+                _push_mode(self)
+
+    def leave_when_over(self) -> None:
+        """Leave torch's stack now and for good, also if what is running has been called by this mode.
+
+        Torch takes a mode off the stack while it asks it, and puts it back when the call is over. So in that case a
+        profile function waits until then: it runs at the next call or return, and takes itself away.
+        """
+        self.leave_stack()
+        if sys.getprofile() is not None or not self._is_asked(sys._getframe(1)):
+            return
+
+        def look(frame: FrameType, event: str, argument: object) -> None:
+            if not self.is_installed:
+                self.leave_stack()
+            if self.is_installed or not self._is_asked(frame):
+                sys.setprofile(None)
+
+        sys.setprofile(look)
+
+    def _is_asked(self, frame: FrameType | None) -> bool:
+        """True if this mode is asked about a function in ``frame`` or around it, or is about to be put back there."""
+        while frame is not None:
+            is_own = frame.f_code.co_name == "__torch_function__" and frame.f_locals.get("self") is self
+            if is_own or frame.f_code is torch_private.handle_code:
+                return True
+            frame = frame.f_back
+        return False
 
     def recover(self, frame: FrameType | None) -> bool:
         """Step back if nothing that `step_aside` was called for is running; true if an exception had prevented that.
@@ -207,7 +254,9 @@ _CALLERS = frozenset(  # the files that call `step_aside`
 )
 _MOST_ARRIVALS = 100
 _mode_at = torch_private.mode_at
+_num_dispatch_modes = torch_private.num_dispatch_modes
 _num_modes = torch_private.num_modes
+is_tracing = torch_private.is_tracing
 _pop_mode = torch_private.pop_mode
 _push_mode = torch_private.push_mode
 _num_dispatch_modes = torch_private.num_dispatch_modes

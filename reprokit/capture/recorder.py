@@ -29,7 +29,7 @@ from reprokit.capture.calls import (
     Unscale,
     ZeroGrad,
 )
-from reprokit.capture.mode import StackedMode, unseen
+from reprokit.capture.mode import StackedMode, is_tracing, unseen
 from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
 from reprokit.capture.tape import Number, Op, Tape
@@ -76,9 +76,12 @@ class Recorder(StackedMode):
             torch_private.push_mode(self)
 
     def uninstall(self) -> None:
-        """Give every class its own ``__call__`` back; the mode stays on the stack if it is there, else away from it."""
+        """Give every class its own ``__call__`` back and leave torch's stack."""
         self.enabled = self.is_installed = False
-        self.roots.uninstall()
+        try:
+            self.roots.uninstall()
+        finally:
+            self.leave_when_over()
 
     # -- functions the loop calls --------------------------------------------------------------------------------
 
@@ -103,6 +106,8 @@ class Recorder(StackedMode):
             return func(*args, **(kwargs or {}))
         if _peek_transforms() is not None:
             self.has_transform = True
+            return func(*args, **(kwargs or {}))
+        if _num_dispatch_modes() and is_tracing():
             return func(*args, **(kwargs or {}))
         user: FrameType | None = None
         walker: FrameType | None = sys._getframe(1)
@@ -404,4 +409,5 @@ _PLAIN_MODE = Mode()
 _PASSED = ("user", "other")  # kinds of frames that may be between a function and the loop
 is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch_private.is_any_autocast_enabled
+_num_dispatch_modes = torch_private.num_dispatch_modes
 _peek_transforms = torch_private.peek_transforms  # vmap and the like, inside which values are not ours

@@ -8,9 +8,10 @@ as plain calls once, and watched from its next call on.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -83,14 +84,19 @@ class RootCalls:
         try:
             self._stop_watching()
         finally:
-            for cls, (own, ours) in self._patched.items():
-                if cls.__dict__.get("__call__") is not ours:
-                    continue  # somebody has put something on top of it
-                if own is None:
-                    type.__delattr__(cls, "__call__")
-                else:
-                    type.__setattr__(cls, "__call__", own)
+            self._take_off()
         self._patched.clear()
+
+    def _take_off(self) -> list[type[torch.nn.Module]]:
+        """Give every class its own ``__call__``; the classes, without those on which somebody has put something."""
+        found = [cls for cls, (_, ours) in self._patched.items() if vars(cls).get("__call__") is ours]
+        for cls in found:
+            own = self._patched[cls][0]
+            if own is None:
+                type.__delattr__(cls, "__call__")
+            else:
+                type.__setattr__(cls, "__call__", own)
+        return found
 
     def forget(self) -> None:
         """Let go of the user's modules and classes."""
@@ -146,7 +152,7 @@ class RootCalls:
             return False
         if not recorder.enabled or get_ident() != recorder.thread:
             return False
-        return _peek_transforms() is None
+        return _peek_transforms() is None and not (_num_dispatch_modes() and is_tracing())
 
     def unwatched(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function with modules called inside as if nobody watched."""
@@ -157,6 +163,22 @@ class RootCalls:
             return function(*args, **kwargs)
         finally:
             if torch.nn.Module.__call__ is self._original:
+                torch.nn.Module.__call__ = self._watcher  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """In this context every class of modules has its own ``__call__``."""
+        is_watched = self._original is not None and torch.nn.Module.__call__ is self._watcher
+        found = self._take_off()
+        if is_watched:
+            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for cls in found:
+                if cls in self._patched and vars(cls).get("__call__") is self._patched[cls][0]:
+                    type.__setattr__(cls, "__call__", self._patched[cls][1])
+            if is_watched and self._original is not None and torch.nn.Module.__call__ is self._original:
                 torch.nn.Module.__call__ = self._watcher  # type: ignore[method-assign]
 
     def begin(
@@ -226,4 +248,6 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 _FUNCTIONAL_CALL = torch_private.functional_call_code
 _PLAIN_MODE = Mode()
 _is_any_autocast_enabled = torch_private.is_any_autocast_enabled
+_num_dispatch_modes = torch_private.num_dispatch_modes
 _peek_transforms = torch_private.peek_transforms
+is_tracing = torch_private.is_tracing
