@@ -112,8 +112,13 @@ def tb_entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
+STAND_IN = "reprokit_function"  # the first variable of code that stands for a line of the user's
+
+
 def is_own(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_OWN_FOLDER)
+    """True for a frame of reprokit's, one that stands for a line of the user's included."""
+    code = frame.f_code
+    return code.co_filename.startswith(_OWN_FOLDER) or code.co_varnames[:1] == (STAND_IN,)
 
 
 def _is_caught_here(error: BaseException) -> bool:

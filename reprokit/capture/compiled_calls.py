@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -23,6 +24,7 @@ from reprokit.capture.callers import learn_loop
 from reprokit.capture.calls import CompiledNote, CompiledStep
 from reprokit.capture.loop import Loop
 from reprokit.capture.recorder import Begun
+from reprokit.capture.stand_ins import stand_in
 from reprokit.capture.structure import is_leaf, iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, version_of
 from reprokit.capture.transformed import begin_call
@@ -43,11 +45,11 @@ class _Running:
 class CompiledCalls:
     """Performs calls of compiled functions and notes those of the loop itself.
 
-    ``_has_lost``: of a call's backward pass no gradient was found, which was printed. ``bare(function, ...)`` calls a
-    function while no hook is in place.
+    ``_has_lost``: of a call's backward pass no gradient was found, which was printed. In a context ``bare()`` no hook
+    is in place.
     """
 
-    def __init__(self, loop: Loop, bare: Callable[..., Any]) -> None:
+    def __init__(self, loop: Loop, bare: Callable[[], AbstractContextManager[None]]) -> None:
         self._loop = loop
         self._bare = bare
         self._recorder = loop.recorder
@@ -80,7 +82,7 @@ class CompiledCalls:
             if not recorder.is_outermost:
                 if not recorder.is_installed:
                     recorder.leave_stack()  # a compiler would follow calls into the mode
-                return compiled(*args, **kwargs)
+                return stand_in(sys._getframe(1), compiled)(compiled, args, kwargs)
             return self._perform(compiled, original, args, kwargs)
 
         return call
@@ -98,7 +100,7 @@ class CompiledCalls:
                 loop.end_step(running.optimizer)
 
         known = compiled, original, args, kwargs
-        return recorder.whole(self._begin, known, self._bare, (compiled, *args), kwargs, finish)
+        return recorder.whole(self._begin, known, compiled, args, kwargs, finish, around=self._bare)
 
     def _begin(self, compiled: Callable[..., Any], original: Any, args: Any, kwargs: dict[str, Any]) -> Begun:
         loop, recorder = self._loop, self._recorder

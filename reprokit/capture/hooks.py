@@ -7,11 +7,12 @@ with the recorder out of the way; what is done at an update is decided by the lo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -27,6 +28,7 @@ from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import unseen
 from reprokit.capture.recorder import Begun, Recorder
+from reprokit.capture.stand_ins import as_called
 from reprokit.capture.structure import repeatable
 from reprokit.capture.tape import Number
 from reprokit.capture.transformed import MAKES, OPENS, RUNS, TransformCalls
@@ -56,7 +58,7 @@ class WholeCalls:
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forget gradients; its note has the parameters that have zeros for them now."""
         if not self._recorder.is_outermost:
-            return target(*args, **kwargs)
+            return as_called(target, args, kwargs)
         sets_none = args[1] if len(args) > 1 else kwargs.get("set_to_none", True)
         given = None if sets_none else self._recorder.guard(owned_by, args[0])
         zeroed = frozenset(id(parameter) for parameter in given if parameter.grad is not None) if given else None
@@ -72,7 +74,7 @@ class WholeCalls:
         """Clip gradients; the norm, if there is one, is checked with the gradients."""
         loop, recorder = self._loop, self._recorder
         if not recorder.enabled:
-            return target(*args, **kwargs)
+            return as_called(target, args, kwargs)
         args, kwargs = recorder.guard(repeatable, args, kwargs) or (args, kwargs)
         if loop.norms is not None:
             given = args[0] if args else kwargs.get("parameters", ())
@@ -88,7 +90,7 @@ class WholeCalls:
         """Multiply a loss by a grad scaler's scale."""
         scaler = args[0]
         if not self._recorder.enabled or not scaler.is_enabled():
-            return target(*args, **kwargs)
+            return as_called(target, args, kwargs)
 
         def finish(begun: Begun, output: Any) -> None:
             self._recorder.finish((*begun[:-1], self._loop.scalers.scaled(scaler)), output)
@@ -98,7 +100,7 @@ class WholeCalls:
     def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Divide gradients by a grad scaler's scale; ``target`` is given its inverse."""
         if not self._recorder.enabled or not args[0].is_enabled():
-            return target(*args, **kwargs)
+            return as_called(target, args, kwargs)
 
         def finish(begun: Begun, output: Any) -> None:
             given = (None, args[1])
@@ -109,13 +111,13 @@ class WholeCalls:
     def quietly(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do something of a grad scaler in which only its own calls of `unscale` are noted."""
         if not self._recorder.enabled or not args[0].is_enabled():
-            return target(*args, **kwargs)
+            return as_called(target, args, kwargs)
         return self.unseen(target, args, kwargs)
 
     def unseen(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do something of which nothing is noted."""
         with self._recorder.paused():
-            return target(*args, **kwargs)
+            return as_called(target, args, kwargs)
 
     def collective(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write what all processes have into a tensor: averaged gradients, or a number that is kept as it is then."""
@@ -223,9 +225,10 @@ class Hooks:
         """The functions that remove the hooks, even if another one fails; they may be called twice."""
         return [*reversed(self._undo), self._undo.clear, self._replaced.clear, self._of_optimizers.clear]
 
-    def bare(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a compiled function of the loop with no hook in place: the compiler would trace each that it reaches,
-        and its graphs, guards and breaks would be others than in a bare run (`test_unseen_by_compilers.py`)."""
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        """In this context, for a call of a compiled function, no hook is in place: the compiler would trace each that
+        it reaches, and its graphs, guards and breaks would be others than bare (`test_unseen_by_compilers.py`)."""
         kept = [(handle.hooks_dict_ref(), handle.id) for handle in self._of_optimizers]
         tables = [(table, dict(table), number) for table, number in kept if table is not None and number in table]
         replaced = [row for row in self._replaced if vars(row[0]).get(row[1]) is row[2]]
@@ -235,7 +238,7 @@ class Hooks:
             for owner, name, _, original in replaced:
                 setattr(owner, name, original)
             with self._recorder.roots.aside():
-                return function(*args, **kwargs)
+                yield
         finally:
             if self._undo:  # the capture is not over
                 for owner, name, wrapper, original in replaced:
@@ -275,7 +278,7 @@ class Hooks:
         original, recorder = torch.compile, self._recorder
 
         def compile(*args: Any, **kwargs: Any) -> Any:
-            made = original(*args, **kwargs)
+            made = as_called(original, args, kwargs)
             if not recorder.enabled:
                 return made
             self._watch_compiled()

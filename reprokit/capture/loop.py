@@ -33,6 +33,8 @@ from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder, op_of
 from reprokit.capture.samples import SampleWatch
+from reprokit.capture.stand_ins import as_called
+from reprokit.capture.stand_ins import forget as forget_stand_ins
 from reprokit.capture.structure import TENSORS, is_leaf, iter_tensors, repeatable
 from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op
 from reprokit.capture.tensor_names import names_of
@@ -126,6 +128,7 @@ class Loop:
         self.compilers.clear()
         self.forwards.clear()
         self.recorder.roots.forget()
+        forget_stand_ins()
         self.recorder.raised, self.recorder.gaps = None, []
 
     # -- what belongs to the training ----------------------------------------------------------------------------
@@ -495,13 +498,13 @@ class Loop:
             nonlocal calls
             calls += 1
             if not recorder.enabled:
-                return closure(*args, **kwargs)
+                return as_called(closure, args, kwargs)
             self.leave()
             if calls > 1:
                 recorder.guard(self.interrupt)
             self.is_urgent = is_search or calls > 1
             try:
-                loss = closure(*args, **kwargs)
+                loss = as_called(closure, args, kwargs)
                 recorder.guard(self._check_update, optimizer)
             finally:
                 self.is_urgent = False
@@ -629,7 +632,7 @@ class Loop:
         """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
         recorder, scaler = self.recorder, args[0]
         if not recorder.enabled or not scaler.is_enabled():
-            return target(*args, **kwargs)
+            return as_called(target, args, kwargs)
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
         before, is_outermost = self.iterations.total, recorder.is_outermost
         pending = self.judge.pending
@@ -639,7 +642,7 @@ class Loop:
         with recorder.paused():
             self._scaler = scaler if is_outermost else None
             try:
-                output = target(*args, **kwargs)
+                output = as_called(target, args, kwargs)
             finally:
                 self._scaler = None
         if not recorder.enabled:

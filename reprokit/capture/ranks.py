@@ -31,6 +31,7 @@ from reprokit.capture import lockstep
 from reprokit.capture.fidelity import has_origin
 from reprokit.capture.meeting import Late, Meeting, Parted, Replicas, SavedElsewhere
 from reprokit.capture.save import NOT_ALL, NothingFound, Verdict
+from reprokit.capture.stand_ins import as_called
 from reprokit.capture.tape import MOST_BYTES
 from reprokit.capture.world import gathered
 from reprokit.native import clock
@@ -338,7 +339,7 @@ class Ranks:
         recorder, group = self._loop.recorder, args[0] if args else kwargs.get("group")
         if recorder.enabled and recorder.is_outermost and (group is None or group is distributed.group.WORLD):
             recorder.guard(functools.partial(self.check_at_end, has_failed=sys.exc_info()[0] is not None))
-        return target(*args, **kwargs)
+        return as_called(target, args, kwargs)
 
     def check_at_end(self, *, has_failed: bool) -> None:
         """All ranks have come to the end of their loops, unless this one ``has_failed``: check what was not checked.

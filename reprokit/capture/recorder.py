@@ -7,6 +7,7 @@ itself calls, number what it is given, perform it, note it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ from reprokit.capture.calls import (
 )
 from reprokit.capture.mode import StackedMode, is_tracing, unseen
 from reprokit.capture.roots import RootCalls, generator_states
+from reprokit.capture.stand_ins import OWN, STAND_INS, StandIn, stand_in
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
 from reprokit.capture.tape import Number, Op, Tape
 from reprokit.capture.tensor_names import note_unfollowed
@@ -97,30 +99,35 @@ class Recorder(StackedMode):
         if facts is None:
             func = functions.called_function(func, sys._getframe(1))
             facts = FACTS.get(func) or self._facts(func)
+        if facts.is_attribute:
+            return func(*args)
+        frame: Any = sys._getframe(1)
+        walker, code = frame, frame.f_code
+        if code is _HANDLE and frame.f_back.f_code is getattr(func, "__code__", None):
+            frame = frame.f_back.f_back  # a function written in Python has asked the mode and is called again
+            code = frame.f_code
+        perform = STAND_INS.get((id(code), frame.f_lasti)) or stand_in(walker, func)
         if facts.is_silent:
-            result = func(*args, **(kwargs or {}))
+            result = perform(func, args, kwargs)
             if facts.is_read and result.__class__ is float and not math.isfinite(result):
                 self.has_read_bad = True
             return result
         if self.depth or not self.enabled or get_ident() != self.thread:
-            return func(*args, **(kwargs or {}))
+            return perform(func, args, kwargs)
         if _peek_transforms() is not None:
             self.has_transform = True
-            return func(*args, **(kwargs or {}))
-        if _num_dispatch_modes() and is_tracing():
-            return func(*args, **(kwargs or {}))
+            return perform(func, args, kwargs)
         user: FrameType | None = None
-        walker: FrameType | None = sys._getframe(1)
         while walker is not None and (kind := KINDS.get(id(walker.f_code))) in _PASSED:
             user = user or (walker if kind == "user" else None)
             walker = walker.f_back
         if facts.is_differentiation:
-            return self.differentiate(facts.function, args, dict(kwargs or {}))
+            return self.differentiate(facts.function, args, dict(kwargs or {}), perform)
         if not facts.is_plain or self.is_hand_updated or walker is None or kind not in ("loop", "top"):
-            return self._perform(facts, func, args, dict(kwargs or {}))
+            return self._perform(facts, func, args, dict(kwargs or {}), perform)
         user = user or walker
         try:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = perform(func, args, kwargs)
         except BaseException as error:
             self.guard(self._note_failure, error, facts, args, dict(kwargs or {}), user)
             raise
@@ -165,10 +172,14 @@ class Recorder(StackedMode):
         self.fail(error, self._begun(*call))
 
     def _note_plain(self, facts: Traits, args: Any, kwargs: dict[str, Any], user: FrameType, out: Any) -> None:
+        if _num_dispatch_modes() and is_tracing():
+            return
         if next(iter_tensors(out), None) is not None and next(iter_tensors((args, kwargs)), None) is not None:
             self.finish(self._begun(facts, args, kwargs, user), out)
 
-    def _perform(self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _perform(
+        self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], perform: StandIn
+    ) -> Any:
         """Perform a call that needs more than the usual: one that may write, draws random numbers, or comes from
         elsewhere than the loop's own lines."""
         if func is torch.Tensor.__iter__ and native.dim(args[0]) > 0:
@@ -177,9 +188,11 @@ class Recorder(StackedMode):
         def finish(begun: Begun, out: Any) -> None:
             self._finish_function(begun, out, facts, args, kwargs)
 
-        return self.whole(self._begin_function, (facts, args, kwargs), func, args, kwargs, finish)
+        return self.whole(self._begin_function, (facts, args, kwargs), func, args, kwargs, finish, perform=perform)
 
     def _begin_function(self, facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
+        if _num_dispatch_modes() and is_tracing():
+            return None
         frame = sys._getframe(1)
         user, has_library = caller_of(frame, self.roots.meet_class)
         if user is None:  # what a custom autograd function returns is used by value
@@ -259,16 +272,25 @@ class Recorder(StackedMode):
 
     # -- backward passes -----------------------------------------------------------------------------------------
 
-    def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def differentiate(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        perform: StandIn | None = None,
+    ) -> Any:
         """A backward call of the loop: it is checked before it runs, and noted after."""
         if len(args) != 1 or args[0].__class__ not in TENSORS or not ATOMS.issuperset(map(type, kwargs.values())):
             args, kwargs = self.guard(repeatable, args, kwargs) or (args, kwargs)
         known = function, args, kwargs
-        return self.whole(self._begin_backward, known, function, args, kwargs, self.loop.after_backward)
+        finish = self.loop.after_backward
+        return self.whole(self._begin_backward, known, function, args, kwargs, finish, perform=perform)
 
     def _begin_backward(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Begun | None:
+        if _num_dispatch_modes() and is_tracing():
+            return None
         user, _ = caller_of(sys._getframe(1), self.roots.meet_class)
         if user is None:
             return None
@@ -292,12 +314,21 @@ class Recorder(StackedMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         finish: Callable[[Begun, Any], None] | None = None,
+        *,
+        around: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+        perform: StandIn | None = None,
     ) -> Any:
         """Perform a call of the loop that is noted as one, with the mode out of the way.
 
         ``begin(*known)`` returns the data of the call, ``None`` if it is not to be noted; ``finish`` notes
-        it when it is over.
+        it when it is over. The call is made in the context ``around``, if there is one, by ``perform``: the stand-in
+        for whoever calls.
         """
+        if perform is None:
+            frame: Any = sys._getframe(1)
+            while frame.f_code.co_filename.startswith(OWN):
+                frame = frame.f_back
+            perform = STAND_INS.get((id(frame.f_code), frame.f_lasti)) or stand_in(frame, target)
         popped = self.step_aside()
         try:
             try:
@@ -307,7 +338,11 @@ class Recorder(StackedMode):
                 self.switch_off(error)
                 begun = None
             try:
-                output = target(*args, **kwargs)
+                if around is None:
+                    output = perform(target, args, kwargs)
+                else:
+                    with around():
+                        output = perform(target, args, kwargs)
             except BaseException as error:
                 if begun is not None:
                     with unseen():
@@ -405,6 +440,7 @@ def _may_have_written(op: Op, error: BaseException) -> bool:
     return op.kind is Backward and op.target is not torch.autograd.grad  # some gradients
 
 
+_HANDLE = torch_private.handle_code
 _PLAIN_MODE = Mode()
 _PASSED = ("user", "other")  # kinds of frames that may be between a function and the loop
 is_grad_enabled = torch.is_grad_enabled

@@ -180,10 +180,10 @@ class _HandingRecorder(Recorder):
             self.guard(self.hand, sys._getframe(1), name, (args, kwargs), False)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def whole(self, begin: Any, known: Any, target: Any, args: Any, kwargs: Any, finish: Any = None) -> Any:
+    def whole(self, begin: Any, known: Any, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
         if self.hand is not None and self.is_outermost and begin != self._begin_function:
             self.guard(self.hand, sys._getframe(1), "", (args, kwargs), begin == self.roots.begin)
-        return super().whole(begin, known, target, args, kwargs, finish)
+        return super().whole(begin, known, target, args, kwargs, *rest, **options)
 
 
 class _Failures(Failures):

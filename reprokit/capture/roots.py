@@ -23,6 +23,7 @@ from reprokit import native, torch_private
 from reprokit.capture.attributes import AttributeWatch
 from reprokit.capture.callers import KINDS, first_user_frame
 from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
+from reprokit.capture.stand_ins import stand_in
 from reprokit.capture.structure import iter_tensors
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
@@ -67,9 +68,10 @@ class RootCalls:
                 # A class between has a `__call__` of its own, which is running and has called this one: what it has
                 # done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
                 recorder.guard(recorder.loop.meet_module, self)
-                return roots.unwatched(original, self, *args, **kwargs)
-            known = self, args, kwargs, sys._getframe(1)
-            return recorder.whole(roots.begin, known, roots.unwatched, (original, self, *args), kwargs, roots.finish)
+                with roots.unwatched():
+                    return stand_in(sys._getframe(1), original)(original, (self, *args), kwargs)
+            known, given = (self, args, kwargs, sys._getframe(1)), (self, *args)
+            return recorder.whole(roots.begin, known, original, given, kwargs, roots.finish, around=roots.unwatched)
 
         self._watcher = __call__
         torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
@@ -129,7 +131,7 @@ class RootCalls:
             known = self, args, kwargs, sys._getframe(1)
             finish = roots.finish if recorder.loop.generators.looks_left or not recorder.is_claimed else None
             if roots._original is not None:  # every module is watched
-                return recorder.whole(roots.begin, known, roots.unwatched, (inner, *args), kwargs, finish)
+                return recorder.whole(roots.begin, known, inner, args, kwargs, finish, around=roots.unwatched)
             return recorder.whole(roots.begin, known, inner, args, kwargs, finish)
 
         self._patched[cls] = own, __call__
@@ -154,13 +156,15 @@ class RootCalls:
             return False
         return _peek_transforms() is None and not (_num_dispatch_modes() and is_tracing())
 
-    def unwatched(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function with modules called inside as if nobody watched."""
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """In this context modules are called as if nobody watched."""
         if torch.nn.Module.__call__ is not self._watcher or self._original is None:
-            return function(*args, **kwargs)
+            yield
+            return
         torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
         try:
-            return function(*args, **kwargs)
+            yield
         finally:
             if torch.nn.Module.__call__ is self._original:
                 torch.nn.Module.__call__ = self._watcher  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from reprokit import native, torch_private
+from reprokit.capture.stand_ins import as_called
 from reprokit.capture.structure import tensors_in
 from reprokit.capture.tape import Number, Op, Tape, version_of
 from reprokit.locate.samples import KEEP_ROWS, Samples
@@ -61,11 +62,11 @@ class SampleWatch:
             if is_in_order and not isinstance(loader.dataset, IterableDataset):
                 are_rows = loader.batch_sampler is not None and loader.collate_fn is default_collate
                 self._iterators[iterator] = are_rows, deque()
-        return target(*args, **kwargs)
+        return as_called(target, args, kwargs)
 
     def draw(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An iterator draws an index batch."""
-        index = target(*args, **kwargs)
+        index = as_called(target, args, kwargs)
         with self._guarded():
             if args[0] in self._iterators:
                 are_rows, waiting = self._iterators[args[0]]
@@ -75,7 +76,7 @@ class SampleWatch:
     def arrive(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An iterator gives a batch."""
         try:
-            data = target(*args, **kwargs)
+            data = as_called(target, args, kwargs)
         except BaseException:  # the end, or an error that leaves open whose batch comes next
             self._iterators.pop(args[0], None)
             raise

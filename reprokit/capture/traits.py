@@ -18,7 +18,8 @@ class Traits:
     """Traits about a torch function; ``function`` is the original, without the wrapper of a capture.
 
     ``is_plain``: it makes new tensors of tensors, without random numbers. ``is_silent``: it is never noted; if it
-    ``is_read`` it tells the loop a value. ``reads_values``: no gradient flows through it. ``may_write``: it writes into
+    ``is_attribute`` it only gets one, which never warns; if it ``is_read`` it tells the loop a value.
+    ``reads_values``: no gradient flows through it. ``may_write``: it writes into
     what it is given, or may be asked to by ``inplace``.
     """
 
@@ -30,6 +31,7 @@ class Traits:
     is_plain: bool
     is_indexing: bool
     is_silent: bool
+    is_attribute: bool
     is_read: bool
     writes_data: bool
     reads_values: bool
@@ -59,6 +61,7 @@ def facts_of(func: Callable[..., Any]) -> Traits:
         and not (is_special or is_differentiation or is_silent or may_write or func is torch.Tensor.__iter__),
         is_indexing=function in _INDEXING,
         is_silent=is_silent,
+        is_attribute=func in _ATTRIBUTES,
         is_read=func in _READS,
         writes_data=name in functions.DATA_WRITES,
         reads_values=name in VALUE_READS,
@@ -69,7 +72,7 @@ def facts_of(func: Callable[..., Any]) -> Traits:
     return facts
 
 
-UNKNOWN = Traits(lambda: None, "", *10 * [False])  # of a function whose own facts could not be found
+UNKNOWN = Traits(lambda: None, "", *11 * [False])  # of a function whose own facts could not be found
 VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
 FACTS: dict[Callable[..., Any], Traits] = {}
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
@@ -101,12 +104,13 @@ _SILENT_ATTRIBUTES = [
 _READS = frozenset(
     getattr(torch.Tensor, name) for name in ("item", "__float__", "__int__", "__bool__", "numpy", "tolist")
 )
+_ATTRIBUTES = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in _SILENT_ATTRIBUTES
+    if hasattr(getattr(torch.Tensor, name, None), "__get__")
+)
 _SILENT = frozenset(
     [getattr(torch.Tensor, name) for name in _SILENT_METHODS]
-    + [
-        getattr(torch.Tensor, name).__get__
-        for name in _SILENT_ATTRIBUTES
-        if hasattr(getattr(torch.Tensor, name, None), "__get__")
-    ]
+    + [*_ATTRIBUTES]
     + [torch_private.set_grad_enabled]  # of `torch.no_grad`, whose end nothing may come before
 )

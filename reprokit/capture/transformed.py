@@ -19,6 +19,7 @@ from reprokit import native, torch_private
 from reprokit.capture.callers import first_user_frame
 from reprokit.capture.calls import Transform, TransformNote
 from reprokit.capture.roots import generator_states
+from reprokit.capture.stand_ins import as_called
 from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.variables import owners_in, read_by
 from reprokit.program.trace import current_mode
@@ -61,7 +62,7 @@ class TransformCalls:
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a transformed function whose calls are noted."""
-        made = target(*args, **kwargs)
+        made = as_called(target, args, kwargs)
 
         @functools.wraps(made)
         def transformed(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +75,7 @@ class TransformCalls:
         """Call what returns a function, whose calls a replay could not make: what comes out of them is no data."""
         is_noted, recorder = self._is_noted, self._recorder
         with recorder.paused():
-            result, function, *rest = target(*args, **kwargs)
+            result, function, *rest = as_called(target, args, kwargs)
         if not is_noted:
             return result, function, *rest
         recorder.guard(note_unfollowed, result)
@@ -103,7 +104,7 @@ class TransformCalls:
     def _perform(self, again: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``target`` and note it; a replay calls ``again``."""
         if not self._is_noted:
-            return target(*args, **kwargs)
+            return as_called(target, args, kwargs)
         known = self._recorder, again, target, args, kwargs
         return self._recorder.whole(begin_call, known, target, args, kwargs)
 

@@ -1,0 +1,168 @@
+"""Warnings under capture are those of a bare run: category, message, file, line, module and count.
+
+They come from C++ and from Python, of functions of torch, modules, optimizers, backward passes, loaders and clipping,
+under every way to filter and to show them. The script prints what it is shown; both runs print the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import Run
+
+SCRIPT = """
+import sys
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+HOW = sys.argv[1]
+if HOW == "shown":
+    def show(message, category, filename, lineno, file=None, line=None):
+        print("SHOWN", category.__name__, str(message)[:60], filename.rpartition("/")[2], lineno)
+
+    warnings.showwarning = show
+elif HOW == "always":
+    warnings.simplefilter("always")
+elif HOW == "module":
+    warnings.filterwarnings("ignore", module="__main__")
+    warnings.filterwarnings("always", module="torch")
+elif HOW == "once":
+    warnings.simplefilter("once")
+
+
+class Warns(nn.Module):
+    def __init__(self, level):
+        super().__init__()
+        self.layer, self.level = nn.Linear(4, 1), level
+
+    def __call__(self, x):
+        warnings.warn(f"own call, level {self.level}", stacklevel=self.level)
+        return super().__call__(x)
+
+    def forward(self, x):
+        warnings.warn("in forward", stacklevel=1)
+        return self.layer(x)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        warnings.warn("a sample", DeprecationWarning, stacklevel=1)
+        return torch.full((4,), index / 16)
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        warnings.warn("in a custom function", stacklevel=2)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+class Double(torch.optim.SGD):
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        warnings.warn("in an optimizer", stacklevel=2)
+        return super().step()
+
+
+def helper(x):
+    return F.mse_loss(x.squeeze(-1), x.sum(1, keepdim=True))  # a Python function of torch: level 2
+
+
+def warned(step, x):
+    out = models[0](x) + models[1](x)
+    loss = helper(out) + F.l1_loss(out.squeeze(-1), out)
+    loss = loss + F.softmax(out).sum()  # a helper inside of it: level 3
+    loss = loss + F.interpolate(out[None, None], scale_factor=1.5, recompute_scale_factor=True).mean()
+    loss = loss + torch.std(out[:1]) * 0 if step == 9 else loss + torch.var(out[:1].detach()).nan_to_num()  # C++
+    loss = loss + torch.tensor(out.detach().mean())  # C, names the line
+    loss.grad  # of C++: not a leaf
+    float(loss)  # of C++: needs a gradient
+    loss = loss + Cubed.apply(out).mean()
+    return loss
+
+
+torch.manual_seed(0)
+models = [Warns(2), Warns(1)]
+parameters = [p for model in models for p in model.parameters()]
+optimizer = Double(parameters, lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+scheduler.step()  # before the optimizer: a warning of torch about the order
+
+
+def train():
+    for step, x in enumerate(torch.utils.data.DataLoader(Data(), batch_size=4)):
+        def closure():
+            optimizer.zero_grad()
+            loss = warned(step, x)
+            loss.backward(create_graph=step == 3)
+            warnings.warn("in a closure", stacklevel=2)
+            return loss
+
+        if step % 2:
+            optimizer.step(closure)
+        else:
+            loss = warned(step, x)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(iter([]), 1.0)
+            optimizer.step()
+        if step == 1:
+            torch.jit.trace(models[0].layer, x)
+        print(step, loss.item())
+
+
+if HOW == "error":
+    for number in range(6):
+        try:
+            train()
+        except Warning as error:
+            print(type(error).__name__, str(error)[:80])
+            warnings.filterwarnings("ignore", message=str(error)[:12])
+elif HOW == "record":
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train()
+    for item in caught:
+        print(item.category.__name__, str(item.message)[:60], item.filename.rpartition("/")[2], item.lineno)
+    train()
+else:
+    train()
+print(sorted(name for name in globals().get("__warningregistry__", {}) if name != "version"))
+"""
+
+
+@pytest.mark.parametrize("how", ["default", "shown", "always", "module", "once", "record"])
+@pytest.mark.parametrize("on", ["nonfinite", "early"])
+def test_warnings_are_those_of_a_bare_run(how: str, on: str, run_python: Run, run_reprokit: Run, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    bare = run_python("train.py", how)
+    watched = run_reprokit("capture", "--on", on, "--on", "silent", "train.py", how)
+    assert bare.returncode == watched.returncode == 0, bare.stderr + watched.stderr
+    assert watched.stdout == bare.stdout
+    assert _without_own(watched.stderr) == bare.stderr.splitlines()
+
+
+@pytest.mark.parametrize("words", [("-W", "error"), ("-W", "always"), ("-W", "error::DeprecationWarning")])
+def test_options_of_python_hold(words: tuple[str, ...], start_python: Run, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    how = "error" if "error" in words else "default"
+    bare = start_python(*words, "train.py", how)
+    watched = start_python(*words, "-m", "reprokit", "capture", "--after-capture", "continue", "train.py", how)
+    assert watched.stdout == bare.stdout, watched.stderr
+    assert watched.returncode == bare.returncode
+    if how == "default" and bare.returncode == 0:
+        assert _without_own(watched.stderr) == bare.stderr.splitlines()
+
+
+def _without_own(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("reprokit:")]
