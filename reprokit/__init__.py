@@ -2,6 +2,8 @@
 
 ``with reprokit.capture():`` around a training loop does in code what ``reprokit capture script.py`` does for a whole
 script. Importing this package does not import torch.
+
+PYTEST_DONT_REWRITE: pytest rewrites packages that have a plugin, and would warn that this one is imported already.
 """
 
 from __future__ import annotations

@@ -50,6 +50,12 @@ def test_expects_nan():
 def test_fails_for_another_reason():
     assert train() == 0
 """
+MARKED = """\
+import pytest
+import reprokit
+
+pytest.register_assert_rewrite("reprokit")  # as an entry point of a wheel does
+"""
 IS_INSTALLED = any(point.name == "reprokit" for point in entry_points(group="pytest11"))
 LOADED = () if IS_INSTALLED else ("-p", "reprokit.integrations.pytest_plugin")
 PLUGIN = ("-m", "pytest", *LOADED, "-p", "no:cacheprovider", "-q")
@@ -74,6 +80,18 @@ def test_without_the_option_nothing_is_watched(tmp_path: Path, run_python: Run) 
     done = run_python(*PLUGIN, "test_training.py")
     assert done.returncode == 1 and "3 failed, 2 passed" in done.stdout and "- reprokit -" not in done.stdout
     assert not list(tmp_path.glob("*.pt"))
+
+
+def test_pytest_starts_under_capture_with_warnings_as_errors(tmp_path: Path, start_python: Run) -> None:
+    """With the entry point pytest finds the package imported; it marks the packages of all plugins for rewriting."""
+    (tmp_path / "test_training.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(MARKED)
+    words = "capture", "--after-capture", "continue", *PLUGIN, "test_training.py"
+    bare = start_python("-W", "error", *PLUGIN, "test_training.py")
+    watched = start_python("-W", "error", "-m", "reprokit", *words)
+    assert "3 failed, 2 passed" in bare.stdout, bare.stdout + bare.stderr
+    assert "3 failed, 2 passed" in watched.stdout, watched.stdout + watched.stderr
+    assert watched.returncode == bare.returncode == 1
 
 
 def test_pytest_finds_the_plugin_by_its_entry_point() -> None:
