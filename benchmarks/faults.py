@@ -39,6 +39,7 @@ from reprokit.snapshot.format import load
 
 # Functions that guard the others, take capture away, or run before the block begins: nothing catches their errors.
 GUARDS = {
+    *("stand_in", "as_called", "_plain"),  # which performs the call of the loop
     "Recorder.__torch_function__",
     "Recorder._facts",
     "Recorder._perform",

@@ -106,9 +106,10 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def tb_entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    """The entries of a traceback, outermost first."""
+    """The entries of a traceback, outermost first, without those that stand for a line of the user's."""
     while traceback is not None:
-        yield traceback
+        if not is_stand_in(traceback.tb_frame.f_code):
+            yield traceback
         traceback = traceback.tb_next
 
 
@@ -117,8 +118,12 @@ STAND_IN = "reprokit_function"  # the first variable of code that stands for a l
 
 def is_own(frame: FrameType) -> bool:
     """True for a frame of reprokit's, one that stands for a line of the user's included."""
-    code = frame.f_code
-    return code.co_filename.startswith(_OWN_FOLDER) or code.co_varnames[:1] == (STAND_IN,)
+    return frame.f_code.co_filename.startswith(_OWN_FOLDER) or is_stand_in(frame.f_code)
+
+
+def is_stand_in(code: CodeType) -> bool:
+    """True for code that stands for a line of the user's, as `reprokit.capture.stand_ins` makes it."""
+    return code.co_varnames[:1] == (STAND_IN,)
 
 
 def _is_caught_here(error: BaseException) -> bool:

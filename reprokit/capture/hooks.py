@@ -28,7 +28,7 @@ from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import unseen
 from reprokit.capture.recorder import Begun, Recorder
-from reprokit.capture.stand_ins import as_called
+from reprokit.capture.stand_ins import OF_TORCH, as_called, stand_in
 from reprokit.capture.structure import repeatable
 from reprokit.capture.tape import Number
 from reprokit.capture.transformed import MAKES, OPENS, RUNS, TransformCalls
@@ -320,11 +320,16 @@ class Hooks:
         original, recorder = torch.autograd.backward, self._recorder
 
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
             is_inner = recorder.depth and not recorder.is_stepping  # such as the one that `Tensor.backward` calls
-            if is_compiling() or is_inner or not recorder.is_outermost:
+            if is_inner or not recorder.is_outermost:
                 if threading.get_ident() != recorder.thread:
                     recorder.miss_backward()
-                return original(*args, **kwargs)
+                frame = sys._getframe(1)  # of `Tensor.backward` mostly, which the user's code has called
+                back = frame.f_back or frame
+                key = id(frame.f_code), frame.f_lasti, id(back.f_code), back.f_lasti
+                return (OF_TORCH.get(key) or stand_in(frame, original))(original, args, kwargs)
             return recorder.differentiate(original, args, kwargs)
 
         self._replace(torch.autograd, "backward", backward)

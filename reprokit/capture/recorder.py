@@ -32,7 +32,7 @@ from reprokit.capture.calls import (
 )
 from reprokit.capture.mode import StackedMode, is_tracing, unseen
 from reprokit.capture.roots import RootCalls, generator_states
-from reprokit.capture.stand_ins import OWN, STAND_INS, StandIn, stand_in
+from reprokit.capture.stand_ins import OWN, STAND_INS, TORCH, StandIn, stand_in
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
 from reprokit.capture.tape import Number, Op, Tape
 from reprokit.capture.tensor_names import note_unfollowed
@@ -105,7 +105,7 @@ class Recorder(StackedMode):
         walker, code = frame, frame.f_code
         if code is _HANDLE and frame.f_back.f_code is getattr(func, "__code__", None):
             frame = frame.f_back.f_back  # a function written in Python has asked the mode and is called again
-            code = frame.f_code
+            code = None if frame.f_code.co_filename.startswith(TORCH) else frame.f_code
         perform = STAND_INS.get((id(code), frame.f_lasti)) or stand_in(walker, func)
         if facts.is_silent:
             result = perform(func, args, kwargs)

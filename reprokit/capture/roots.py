@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from threading import get_ident
@@ -73,6 +74,7 @@ class RootCalls:
             known, given = (self, args, kwargs, sys._getframe(1)), (self, *args)
             return recorder.whole(roots.begin, known, original, given, kwargs, roots.finish, around=roots.unwatched)
 
+        functools.update_wrapper(__call__, original)
         self._watcher = __call__
         torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
@@ -134,6 +136,8 @@ class RootCalls:
                 return recorder.whole(roots.begin, known, inner, args, kwargs, finish, around=roots.unwatched)
             return recorder.whole(roots.begin, known, inner, args, kwargs, finish)
 
+        found = own if own is not None else cls.__call__
+        functools.update_wrapper(__call__, found)  # names and signature, for whoever looks
         self._patched[cls] = own, __call__
         type.__setattr__(cls, "__call__", __call__)  # a metaclass may have a `__setattr__` of its own
 

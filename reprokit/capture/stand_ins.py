@@ -17,35 +17,79 @@ from typing import Any
 
 from reprokit import torch_private
 from reprokit.capture.callers import KINDS
-from reprokit.errors import STAND_IN
+from reprokit.errors import STAND_IN, attempt
 
 StandIn = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any] | None], Any]
 
 # The name of the first argument marks the code. It is one line: `co_firstlineno` is the line of everything in it.
 exec(f"def _stand_in({STAND_IN}, args, kwargs): return {STAND_IN}(*args, **kwargs) if kwargs else {STAND_IN}(*args)")
+exec(f"def _around({STAND_IN}, args, kwargs, inner): return inner({STAND_IN}, args, kwargs)")
 _TEMPLATE: CodeType = globals()["_stand_in"].__code__
+_OUTER_TEMPLATE: CodeType = globals()["_around"].__code__
+_MOST_FRAMES = 6  # between a function of torch that warns and the user's line: those of a layer's call are four
 _MOST = 10_000  # code that is made anew all the time, such as that of notebooks, would fill the table
 STAND_INS: dict[tuple[int, int], StandIn] = {}  # by the ``id`` of the calling code and the offset of its instruction
+_OUTER: dict[tuple[int, int, int], StandIn] = {}  # the same with the ``id`` of the one that it calls
+OF_TORCH: dict[tuple[int, int, int, int], StandIn] = {}  # of torch's code that the user's calls: with the user's call
 _CODES: dict[int, CodeType] = {}  # kept, so that each ``id`` stays its own
 
 
 def stand_in(frame: FrameType, function: Callable[..., Any]) -> StandIn:
     """The stand-in for whoever calls ``function``, seen from ``frame``: a frame of reprokit's, of torch's dispatch to a
-    mode, or the calling frame itself."""
+    mode, or the calling frame itself.
+
+    Where torch calls, it may attribute a warning to whoever has called it (`nn.Softmax` to its fifth frame): then there
+    is one more for each frame of torch's, and for the first around these.
+    """
+    return attempt(lambda: _found(frame, function)) or _plain
+
+
+def _found(frame: FrameType, function: Callable[..., Any]) -> StandIn:
     frame = _calling(frame, function)
     key = id(frame.f_code), frame.f_lasti
     found: Any = STAND_INS.get(key)
-    if found is not None and found.__globals__ is frame.f_globals:
+    if found is None or found.__globals__ is not frame.f_globals:
+        if len(STAND_INS) + len(_OUTER) >= _MOST:
+            forget()
+        found = STAND_INS[key] = _made(_TEMPLATE, frame)
+        _CODES[key[0]] = frame.f_code
+    if not frame.f_code.co_filename.startswith(TORCH):
         return found  # type: ignore[no-any-return]
-    if len(STAND_INS) >= _MOST:
-        forget()
-    line = frame.f_lineno or frame.f_code.co_firstlineno
-    code = _TEMPLATE.replace(co_filename=frame.f_code.co_filename, co_firstlineno=line, co_name=frame.f_code.co_name)
-    made = FunctionType(code, frame.f_globals)
-    _CODES[key[0]], _CODES[id(code)] = frame.f_code, code
-    KINDS[id(code)] = "other"  # no search for the loop ends here: the frame that it stands for is further out
-    STAND_INS[key] = made
+    made, back = _with_outer(frame, found), frame.f_back
+    if back is not None and not back.f_code.co_filename.startswith((TORCH, OWN)):
+        OF_TORCH[*key, id(back.f_code), back.f_lasti] = made
+        _CODES[id(back.f_code)] = back.f_code
     return made
+
+
+def _with_outer(frame: FrameType, inner: Any) -> StandIn:
+    for _ in range(_MOST_FRAMES):
+        back = frame.f_back
+        while back is not None and back.f_code.co_filename.startswith(OWN):
+            back = back.f_back
+        if back is None:
+            break
+        key = id(back.f_code), back.f_lasti, id(inner)
+        outer: Any = _OUTER.get(key)
+        if outer is None:
+            outer = _OUTER[key] = _made(_OUTER_TEMPLATE, back, inner)
+            _CODES[key[0]] = back.f_code
+        frame, inner = back, outer
+        if not frame.f_code.co_filename.startswith(TORCH):
+            break
+    return inner  # type: ignore[no-any-return]
+
+
+def _plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    return function(*args, **(kwargs or {}))
+
+
+def _made(template: CodeType, frame: FrameType, *inner: StandIn) -> FunctionType:
+    line = frame.f_lineno or frame.f_code.co_firstlineno
+    code = template.replace(co_filename=frame.f_code.co_filename, co_firstlineno=line, co_name=frame.f_code.co_name)
+    _CODES[id(code)] = code
+    KINDS[id(code)] = "other"  # no search for the loop ends here: the frame that it stands for is further out
+    return FunctionType(code, frame.f_globals, argdefs=inner or None)
 
 
 def as_called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -56,6 +100,8 @@ def as_called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 def forget() -> None:
     """Let go of the user's code and globals."""
     STAND_INS.clear()
+    _OUTER.clear()
+    OF_TORCH.clear()
     for number, code in list(_CODES.items()):
         if code.co_varnames[:1] == (STAND_IN,):
             KINDS.pop(number, None)
@@ -74,7 +120,7 @@ def _calling(frame: FrameType, function: Callable[..., Any]) -> FrameType:
     # around the outer call. Wrappers of torch's may lie between, so it is recognised by its code.
     caller, code = walker.f_back, getattr(function, "__code__", None)
     outer = caller
-    while outer is not None and outer.f_code is not code and outer.f_code.co_filename.startswith(_TORCH):
+    while outer is not None and outer.f_code is not code and outer.f_code.co_filename.startswith(TORCH):
         outer = outer.f_back
     if outer is None or outer.f_code is not code:
         outer = caller
@@ -82,4 +128,4 @@ def _calling(frame: FrameType, function: Callable[..., Any]) -> FrameType:
 
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = os.path.dirname(torch_private.handle_code.co_filename) + os.sep if torch_private.handle_code else OWN
+TORCH = os.path.dirname(torch_private.handle_code.co_filename) + os.sep if torch_private.handle_code else OWN

@@ -20,7 +20,7 @@ import torch
 
 from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, Op
-from reprokit.errors import ignored_errors
+from reprokit.errors import ignored_errors, is_stand_in
 from reprokit.program.dataflow import node_of
 from reprokit.program.sites import kind_of_file, make_site, parts
 from reprokit.program.trace import InputName
@@ -219,4 +219,4 @@ def _user_frames(frame: FrameType | None) -> list[FrameType]:
     while frame is not None and len(found) < _MAX_FRAMES:
         found.append(frame)
         frame = frame.f_back
-    return [one for one in found if kind_of_file(one.f_code.co_filename) == "user"]
+    return [one for one in found if kind_of_file(one.f_code.co_filename) == "user" and not is_stand_in(one.f_code)]

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from reprokit.errors import is_stand_in
 from reprokit.program.ir import Call, ModuleNote, Ref, Site, Span
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def find_frames(frame: FrameType | None, driver: str = "") -> tuple[FrameType | 
     library: tuple[str, int] | None = None
     while frame is not None and (filename := frame.f_code.co_filename) != driver:
         kind = kind_of_file(filename)
-        if kind == "user":
+        if kind == "user" and not is_stand_in(frame.f_code):
             return frame, library
         if kind == "library" and library is None and not is_standard(filename):
             library = (relative_path(filename), frame.f_lineno)
