@@ -75,7 +75,6 @@ graph_task_id = _look_up("torch._C._current_graph_task_id", _RECOMPUTED, lambda:
 
 # Whether tensors are a tracer's: of `make_fx`, `torch.export` and fake tensors, whose values cannot be read.
 _TRACED = "calls that `make_fx` traces are recorded as those of the loop"
-num_dispatch_modes = _look_up("torch._C._len_torch_dispatch_stack", _TRACED, lambda: 0)
 _dispatch_mode = _look_up("torch._C._get_dispatch_mode", _TRACED, _nothing)
 _dispatch_keys = _look_up("torch._C._TorchDispatchModeKey", _TRACED, None)
 _TRACERS = [getattr(_dispatch_keys, name, None) for name in ("PROXY", "FUNCTIONAL", "FAKE")]

@@ -259,6 +259,5 @@ _num_modes = torch_private.num_modes
 is_tracing = torch_private.is_tracing
 _pop_mode = torch_private.pop_mode
 _push_mode = torch_private.push_mode
-_num_dispatch_modes = torch_private.num_dispatch_modes
 _disable_functions = torch_private.disable_functions
 _enable_functions = torch_private.enable_functions

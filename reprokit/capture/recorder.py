@@ -138,6 +138,8 @@ class Recorder(StackedMode):
             given = args[0] if args and args[0].__class__ is list else args
             is_usual = out.__class__ in TENSORS and not TENSORS.isdisjoint(map(type, given))
             if not is_usual or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
+                if _num_dispatch_modes() and is_tracing():  # by fake tensors, or those of `make_fx`
+                    return out
                 with unseen():
                     self._note_plain(facts, args, dict(kwargs or {}), user, out)
                 return out
@@ -172,8 +174,6 @@ class Recorder(StackedMode):
         self.fail(error, self._begun(*call))
 
     def _note_plain(self, facts: Traits, args: Any, kwargs: dict[str, Any], user: FrameType, out: Any) -> None:
-        if _num_dispatch_modes() and is_tracing():
-            return
         if next(iter_tensors(out), None) is not None and next(iter_tensors((args, kwargs)), None) is not None:
             self.finish(self._begun(facts, args, kwargs, user), out)
 
@@ -191,8 +191,6 @@ class Recorder(StackedMode):
         return self.whole(self._begin_function, (facts, args, kwargs), func, args, kwargs, finish, perform=perform)
 
     def _begin_function(self, facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
-        if _num_dispatch_modes() and is_tracing():
-            return None
         frame = sys._getframe(1)
         user, has_library = caller_of(frame, self.roots.meet_class)
         if user is None:  # what a custom autograd function returns is used by value
@@ -289,8 +287,6 @@ class Recorder(StackedMode):
     def _begin_backward(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Begun | None:
-        if _num_dispatch_modes() and is_tracing():
-            return None
         user, _ = caller_of(sys._getframe(1), self.roots.meet_class)
         if user is None:
             return None
@@ -329,6 +325,8 @@ class Recorder(StackedMode):
             while frame.f_code.co_filename.startswith(OWN):
                 frame = frame.f_back
             perform = STAND_INS.get((id(frame.f_code), frame.f_lasti)) or stand_in(frame, target)
+        if _num_dispatch_modes() and is_tracing():
+            return perform(target, args, kwargs)
         popped = self.step_aside()
         try:
             try:
