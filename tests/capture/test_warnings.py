@@ -6,8 +6,12 @@ under every way to filter and to show them. The script prints what it is shown; 
 
 from __future__ import annotations
 
+import threading
+import warnings
+
 import pytest
 
+from reprokit.errors import ignored_warnings
 from tests.conftest import Run
 
 SCRIPT = """
@@ -162,6 +166,34 @@ def test_options_of_python_hold(words: tuple[str, ...], start_python: Run, tmp_p
     assert watched.returncode == bare.returncode
     if how == "default" and bare.returncode == 0:
         assert _without_own(watched.stderr) == bare.stderr.splitlines()
+
+
+def test_own_work_hides_no_warning_of_another_thread() -> None:
+    def warn() -> None:
+        warnings.warn("of another thread", stacklevel=1)
+
+    before = list(warnings.filters)  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ignored_warnings():
+            warnings.warn("of our own", stacklevel=1)
+            thread = threading.Thread(target=warn)
+            thread.start()
+            thread.join()
+    assert [str(item.message) for item in caught] == ["of another thread"]
+    assert list(warnings.filters) == before  # type: ignore[attr-defined]
+
+
+def test_own_work_forgets_no_warning_that_was_shown() -> None:
+    space: dict[str, object] = {"__name__": "shown_once"}
+    code = compile("import warnings\nwarnings.warn('once', UserWarning)", "shown_once.py", "exec")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        exec(code, space)
+        with ignored_warnings():
+            exec(code, space)
+        exec(code, space)
+    assert len(caught) == 1
 
 
 def _without_own(text: str) -> list[str]:
