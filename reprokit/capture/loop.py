@@ -73,6 +73,7 @@ class Loop:
         recorder.loop = self
         self.recorder, self.tape, self.world, self.budget = recorder, recorder.tape, world, budget
         self.watch, self.matter = watch, matter
+        self.began_at = clock.time()  # code that was written later is not the code that runs
         self.judge = Judge(self.leaves, lambda: self.world.parameters)
         self.flags = Flags()
         self.timeline = Timeline()

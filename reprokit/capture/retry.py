@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ import torch
 from reprokit import native, torch_private
 from reprokit.capture.callers import first_user_frame
 from reprokit.capture.calls import Function, Root, name_of
+from reprokit.capture.data_code import lines_of_data
 from reprokit.capture.failures import Failures
 from reprokit.capture.mode import CaptureStop
 from reprokit.capture.recorder import Recorder
@@ -35,15 +36,21 @@ from reprokit.capture.tape import Op
 from reprokit.capture.tensor_names import names_of
 from reprokit.capture.traits import facts_of
 from reprokit.compare.quantity import measured, number_of, observed
+from reprokit.compare.reading import Reading
 from reprokit.errors import NotMatched, pass_on
 from reprokit.locate.blame import locate
+from reprokit.locate.failure import HEALTHY
 from reprokit.native import clock
+from reprokit.program.code_lines import files_of_run
+from reprokit.program.edits import Edits, Spans
 from reprokit.program.functions import called_function, is_factory
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
+from reprokit.program.step import HasProgram, Step
 from reprokit.series.cause import usual_limits
-from reprokit.series.story import failing_series
+from reprokit.series.story import StepNumbers, failing_series
 from reprokit.snapshot.format import OptimizerGroup, Snapshot, StateBefore, load
+from reprokit.snapshot.redact import redact_argv
 from reprokit.snapshot.rng import set_rng_state
 from reprokit.words import number_words
 
@@ -51,7 +58,8 @@ _MOST_WAITED = 100  # steps, or so many seconds, until that with the number of t
 _SECONDS = 60.0
 _MOST_STEPS = 32  # after these: trainings that take turns between models repeat themselves sooner
 _MOST_RECORDED = 8  # of the steps before it, once one of them fits
-_ABSURD = 1000.0  # times the highest usual loss: a finite one that mends nothing
+_OTHERS = 2  # further updates after which a step with the captured number may end: those of other optimizers
+_OF_DATA = "the captured batch was given to the step, so a change of the data cannot show here"
 _OF_MODE = ("batch_norm", "dropout", "instance_norm")  # calls that `train()` and `eval()` decide about
 _NO_COPIES = 10**6  # steps between copies: they are taken here
 # Calls of the loop that hand data on: their results are inputs, such as the minibatch `x[32:48]` of all samples.
@@ -197,9 +205,10 @@ class RetrySession(Session):
 
     recorder_type, failures_type = _HandingRecorder, _Failures
 
-    def __init__(self, captured: Snapshot, folder: Path, *, verbose: bool) -> None:
+    def __init__(self, captured: Snapshot, folder: Path, command: Sequence[str], *, verbose: bool) -> None:
         super().__init__(
-            name="retry", directory=folder, quiet=True, verbose=verbose, history=_NO_COPIES, watch="every-step",
+            command=command, name="retry",
+            directory=folder, quiet=True, verbose=verbose, history=_NO_COPIES, watch="every-step",
             on=("nonfinite", "exception", "skipped"), budget=None, cause=False,
         )  # fmt: skip
         self.is_over = False
@@ -219,14 +228,19 @@ class RetrySession(Session):
         self._optimizers: list[tuple[torch.optim.Optimizer, list[OptimizerGroup]]] = []
         self._own_numbers: dict[Line, Plain] = {}
         self._next, self._num_alike, self._is_due, self._lacks_generators = 0, 0, False, True
-        self._loop.matter, self._loop.last_step = False, -1
+        self._words = list(captured.source.command or captured.command), redact_argv(command)
+        self._data: Spans = {}  # the lines of the code of data sets
+        self._edits: Edits | None = None
+        # The running step may be the captured one by itself. So is the first: it has no state to be put back.
+        self.is_own = captured.step == 0
+        self._loop.matter, self._loop.last_step = self.is_own, -1
         recorder: Any = self._recorder
         recorder.hand = self._hand
 
     @property
     def has_begun(self) -> bool:
         """True if the script's own steps are over."""
-        return self._next > 0
+        return self._next > 0 or self.is_own
 
     def is_same(self) -> bool:
         """True if the step fails as it did when it was captured."""
@@ -253,9 +267,10 @@ class RetrySession(Session):
 
     def end_step(self) -> None:
         """A step is over: the captured one, else one of the loop's own."""
-        if self.has_begun:
-            self._finish()
         loop, num_own = self._loop, self._loop.iterations.completed
+        self._note_data()
+        if self.has_begun:
+            self._finish()  # returns if it was not the captured one
         if num_own > self._target + _MOST_STEPS:
             why = self.why or "it does not read these inputs again"
             self.refuse(f"none of {num_own} steps of the script is like the captured one: {why}")
@@ -265,9 +280,67 @@ class RetrySession(Session):
             except OtherStep as reason:
                 self.why = str(reason)
         self._is_due = bool(self._slots) and (num_own >= self._target or clock.perf_counter() > self._until)
-        loop.copy_state(clock.perf_counter())
+        first = self._captured.step
+        if not self._is_due and first <= num_own < first + _OTHERS:
+            self._begin_own()
+        else:
+            loop.copy_state(clock.perf_counter())
         living, carried = loop.tape.alive(), loop.tape.carried  # what data were made of does not matter any more
         loop.tape.carried = [op for op in carried if any(n not in living or living[n].requires_grad for n in op.outs)]
+
+    def _begin_own(self) -> None:
+        """The next step may be the captured one by itself: with the captured state, its own inputs have to be the same.
+
+        So for a step that reads an input that no step before has read.
+        """
+        try:
+            if self._captured.step > 0:
+                self._modules, self._optimizers = self._paired_state()
+        except OtherStep as reason:
+            self.why = str(reason)
+            self._loop.copy_state(clock.perf_counter())
+        else:
+            self._begin()
+            self.is_own = self._lacks_generators = True
+
+    @property
+    def edits(self) -> Edits:
+        """What was edited since the capture."""
+        if self._edits is None:
+            captured = self._captured
+            sites = [call.site for call in captured.program.calls if call.site is not None]
+            self._edits = Edits(captured.code, sites, files_of_run(), self._words)
+        return self._edits
+
+    def _note_data(self) -> None:
+        """Note the code of data sets as long as their iterators are there."""
+        parts = [part for found in list(self._loop.samples.parts.values()) for part in found if part is not None]
+        if parts and not self._data:
+            self._data = lines_of_data(parts)
+
+    @property
+    def of_data(self) -> str:
+        """Why a script in which nothing but the code of data sets was edited shows nothing; empty for another one."""
+        is_so = self.edits.are_within(self._data)
+        return f"{self.edits.first_place} is code of a data set: {_OF_DATA}" if is_so else ""
+
+    def read_by(self, step: HasProgram) -> Reading:
+        """What a step has read, beside what the captured one has."""
+        return Reading(Step.of(self._captured), Step(step.program, step.tensors), self.edits)
+
+    def _why_other(self, step: HasProgram) -> str:
+        """Why a step is not the captured one with edited code; empty if it is."""
+        captured, edits, reading = self._captured, self.edits, self.read_by(step)
+        found = reading.unexplained
+        if found and all(one.is_number for one in found):  # the captured step may fail with these numbers as well
+            others = _other_numbers(captured.program, step.program)
+            found = [] if others and _fails(_with_numbers(captured.program, others)[0], captured) else found
+        if found:
+            return f"{found[0].words}, and no edit explains that"
+        is_failure = captured.failure.kind != HEALTHY
+        if is_failure and not (edits.is_any and reading.differences):
+            return "nothing that the step reads or runs was edited since the capture"
+        return ""
 
     def _recorded(self) -> tuple[TracedPlayer, list[Op]]:
         try:
@@ -340,9 +413,12 @@ class RetrySession(Session):
             return
         user, tensors, slots = first_user_frame(frame), list(iter_tensors(given)), self._slots[self._next :]
         where = name, user.f_code, user.f_lasti, native.is_grad_enabled(), len(tensors)
+        if self._slots and not slots and where == self._slots[0].where:
+            self._loop.end_step(None)  # the loop begins anew without an update, as a mended clipping has it
         if slots and where == slots[0].where:
             if not self.has_begun:
                 self._begin()
+                set_rng_state(self._captured.rng)
             for slot in itertools.takewhile(lambda one: one.order == slots[0].order, slots):
                 self._give(tensors[slot.position], slot)
                 self._next += 1
@@ -369,7 +445,6 @@ class RetrySession(Session):
                     native.copy_(live[key], value)
             for optimizer, groups in self._optimizers:
                 self._put_back(optimizer, groups)
-        set_rng_state(self._captured.rng)
         loop.tape.forget()
         loop.world.interrupt()  # what was before is no part of the step
         loop.copy_state(clock.perf_counter())
@@ -393,46 +468,71 @@ class RetrySession(Session):
                 self.notes.append(f"the learning rate is {number_words(rate or 0.0)}, as a schedule had set it")
 
     def _finish(self) -> None:
-        """The step is over and nothing in it was bad."""
-        if self._next < len(self._slots):
+        """The step is over and nothing in it was bad. Returns if it is one of the script's own after all."""
+        if self._next < len(self._slots) and not self.is_own:
             self.refuse(f"the step has ended before the script has read {self._slots[self._next].own.words} again")
-        captured, row, world = self._captured, self._loop.timeline.last({}), self._loop.world
-        failure, event = captured.failure, captured.failure.event
         try:
             player, ops = self._recorded()
+            why = self._why_not(player, ops)
         except OtherStep as reason:
-            self.refuse(str(reason))
+            if not self.is_own:
+                self.refuse(str(reason))
+            why = str(reason)
+        if why and self.is_own:
+            self.is_own = self._loop.matter = False
+            self.why = why
+            return
+        if self.of_data:
+            self.refuse(self.of_data)
+        self._measure(player.program, player.tensors)
+        if why and not self.is_unusual:  # what is as unusual as it was fails, whatever it reads
+            self.refuse(f"the step is finite, but it is not the captured one: {why}")
+        self._stop()
+
+    def _why_not(self, player: TracedPlayer, ops: list[Op]) -> str:
+        """Why the step is not the captured one; empty if it is."""
+        failure, program = self._captured.failure, player.program
         called, given = {unwrapped(op.target) for op in ops if op.kind is Root}, {module for module, _ in self._modules}
-        if called - given and given - called:  # such as the first step of the next model
-            self.refuse("the step calls another model than the one that has the captured state")
-        if failure.site is not None and self._leaves_out(failure.site.code.strip(), player.program):
+        if given and called - given and given - called:  # such as the first step of the next model
+            return "the step calls another model than the one that has the captured state"
+        if failure.site is not None and self._leaves_out(failure.site.code.strip(), program):
             what = f"the step does not come to {failure.site.place} ({failure.site.code.strip()}), which failed"
             why = "its number, or something else of the script's own, decides about that"
-            self.refuse(f"{what}, or to an edited line: {why}")
-        if other := self._other_number(player.program):
-            self.refuse(f"{other}: what decides about that lies before the step")
+            return f"{what}, or to an edited line: {why}"
+        if other := self._other_number(program):
+            return f"{other}: what decides about that lies before the step"
+        return self._why_other(player)
+
+    def _measure(self, program: Program, tensors: Tensors) -> None:
+        """Note the numbers of the step, and whether something is wrong in it although it is finite."""
+        captured, row, world = self._captured, self._loop.timeline.last({}), self._loop.world
+        event = captured.failure.event
         self.loss, self.grad_norm = row.loss, row.grad_norm
         if self.grad_norm is None:
             gradients = [parameter.grad for parameter in world.parameters if parameter.grad is not None]
-            self.grad_norm = math.hypot(*(float(native.vector_norm(native.float(one))) for one in gradients))
+            norms = (float(native.vector_norm(native.float(one))) for one in gradients)
+            self.grad_norm = math.hypot(*norms)
         rows = failing_series(captured.timeline)
         high = usual_limits([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
         if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):
             name = "a parameter" if world.newly_bad() is not None else f"`{bad[0][0]}`"
             self.still = f"{name} is nan or infinite after it"
-        elif event is None and self.loss is not None and self.loss > _ABSURD * high[1]:
-            usual = f"of usual steps it was at most {number_words(high[1])}"
-            self.still = f"its loss is {number_words(self.loss)}, and {usual}"
+        elif event is None and self.loss is not None and self.loss > max(high[1], self._loss_then(rows)):
+            self.still = f"its loss is {number_words(self.loss)}, and usual are up to {number_words(high[1])}"
         elif event is not None:
-            name = next((one.name for one in captured.program.inputs if one.value == failure.value), "")
-            leaf = next((one.value for one in player.program.inputs if one.name == name), None)
-            value = measured(player.program, player.tensors, replace(failure, value=leaf))
+            name = next((one.name for one in captured.program.inputs if one.value == captured.failure.value), "")
+            leaf = next((one.value for one in program.inputs if one.name == name), None)
+            value = measured(program, tensors, replace(captured.failure, value=leaf))
             if value is None:
                 self.refuse(f"the {event.quantity} of the step could not be measured")
             elif value >= event.threshold:
                 self.is_unusual = True
                 self.still = f"{event.quantity} {number_words(value)}, unusual from {number_words(event.threshold)} on"
-        self._stop()
+
+    def _loss_then(self, rows: Sequence[StepNumbers]) -> float:
+        """The loss of the captured step, if it was finite and something else failed: a mended clipping leaves it."""
+        losses = (row.loss for row in rows if row.step == self._captured.step and row.loss is not None)
+        return next((loss for loss in losses if math.isfinite(loss)), -math.inf)
 
     def _leaves_out(self, line: str, program: Program) -> bool:
         """True if the line that failed has made no call in this step, and is still there or no other line is new."""
@@ -445,8 +545,8 @@ class RetrySession(Session):
         """A flag, or a number that is another one in each step, in a line that is not edited and without which the
         captured step does not fail; empty if there is none. Of any other number that is said."""
         captured = self._captured
-        before, now, own = _with_numbers(captured.program, {})[1], _with_numbers(program, {})[1], self._own_numbers
-        changed = {line: now[line] for line in before if line in now and now[line] != before[line]}
+        before, own = _with_numbers(captured.program, {})[1], self._own_numbers
+        changed = _other_numbers(captured.program, program)
         modes = {
             line for line, new in changed.items() if isinstance(new, bool) and any(word in line[1] for word in _OF_MODE)
         }
@@ -469,6 +569,12 @@ def _fails(program: Program, captured: Snapshot) -> bool:
     """True if the captured step still fails with these calls."""
     tensors, failure = captured.tensors, captured.failure
     return (observed(program, tensors, failure)[0] if failure.event else locate(program, tensors)) is not None
+
+
+def _other_numbers(captured: Program, program: Program) -> dict[Line, Plain]:
+    """The flags and fractional numbers of a program that are others than those of the captured one."""
+    before, now = _with_numbers(captured, {})[1], _with_numbers(program, {})[1]
+    return {line: now[line] for line in before if line in now and now[line] != before[line]}
 
 
 def _with_numbers(program: Program, others: Mapping[Line, Plain]) -> tuple[Program, dict[Line, Plain]]:

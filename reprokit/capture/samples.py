@@ -24,6 +24,7 @@ from reprokit.capture.tape import Number, Op, Tape, version_of
 from reprokit.locate.samples import KEEP_ROWS, Samples
 from reprokit.program.sites import kind_of_file, relative_path
 
+_PARTS = ("dataset", "collate_fn", "sampler", "batch_sampler", "worker_init_fn")
 _MOST_INDICES = 65_536  # of a batch; a larger one is no batch that a reader looks up
 
 
@@ -46,11 +47,14 @@ class SampleWatch:
         # Whether rows are samples, and the index batches without a batch yet; ``None`` for one of other keys than ints.
         self._iterators: weakref.WeakKeyDictionary[Any, tuple[bool, deque[_Batch | None]]]
         self._iterators = weakref.WeakKeyDictionary()
+        # What each iterator fetches with: data set, `collate_fn` and samplers.
+        self.parts: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Batch | None, Any]] = {}
 
     def forget(self) -> None:
         """The hooks are gone: what iterators draw from here on is not seen."""
         self._iterators.clear()
+        self.parts.clear()
         self._known.clear()
 
     def begin(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,6 +62,7 @@ class SampleWatch:
         with self._guarded():
             iterator, loader = args[:2] if len(args) > 1 else (args[0], kwargs["loader"])
             self._iterators.pop(iterator, None)
+            self.parts[iterator] = tuple(getattr(loader, name, None) for name in _PARTS)
             is_in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
             if is_in_order and not isinstance(loader.dataset, IterableDataset):
                 are_rows = loader.batch_sampler is not None and loader.collate_fn is default_collate

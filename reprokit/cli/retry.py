@@ -45,7 +45,7 @@ class Retry:
         with launch.hide_own_frames(), tempfile.TemporaryDirectory(prefix="reprokit-retry-") as folder:
             try:
                 is_verbose = self.verbosity is console.Verbosity.VERBOSE
-                session = RetrySession(captured, Path(folder), verbose=is_verbose)
+                session = RetrySession(captured, Path(folder), self.script.words, verbose=is_verbose)
                 wanted = f"until it has made step {captured.step} of {self.file}"
                 console.say(f"running `{self.script.target}` {wanted}", self.verbosity)
                 try:
@@ -68,6 +68,17 @@ class Retry:
             console.print_json({**result, "failure": session.results[0]["failure"] if session.results else None})
         return 0 if is_same is None else 1
 
+    def _require_same_inputs(self, session: RetrySession, *, is_same: bool) -> None:
+        """Raise `NotMatched` if the failing step is not the captured one; it is if it fails alike without an edit."""
+        from reprokit.snapshot.format import load
+
+        is_edited = session.edits.is_any
+        is_in_doubt = session.is_own if is_edited else not is_same
+        other = session.read_by(load(session.snapshots[0])).unexplained if is_in_doubt else []
+        if other:
+            why = "no edit explains that" if is_edited else "nothing was edited"
+            raise NotMatched(session.why or f"the step is not the captured one: {other[0].words}, and {why}")
+
     def _result(self, session: RetrySession, ending: BaseException | None) -> tuple[str, bool | None]:
         """The verdict in words, and whether the step fails as it did: ``None`` if it does not fail."""
         if session.refusal is not None:
@@ -76,12 +87,15 @@ class Retry:
             raise ending
         if session.results:
             failure = session.results[0]
+            if session.of_data:
+                raise NotMatched(session.of_data)
             is_same, is_raised = session.is_same(), failure["failure"]["exception"] is not None
             told = ", ".join(filter(None, (what(failure), place_line(failure))))
             if not session.has_begun and not is_same:
                 raise NotMatched(f"a step of the script's own fails before: {told}")
             if is_raised and not is_same and session.other_shape:
                 raise NotMatched(f"the script does not take the captured inputs: {told}", hint=session.other_shape)
+            self._require_same_inputs(session, is_same=is_same)
             return f"the step fails in {'the same' if is_same else 'another'} way: {told}", is_same
         if not session.is_over:
             how = f"raised {type(ending).__name__}" if isinstance(ending, Exception) else "ended"

@@ -50,7 +50,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C1  # odd bits of the golden ratio, which spreads neighbours (Knuth, volume 3, 6.4)
 _MOST_CONSTANTS = 64
 _SAME_UPDATE = ("foreach", "fused", "capturable", "differentiable")  # options that choose kernels only
-_ABSENT: Any = object()  # in place of an option that only the other version of torch has
+ABSENT: Any = object()  # in place of an option that only the other version of torch has
 _GIVEN = -1  # the number of what an input of the step was before any call
 _LEFT = -1  # in place of a backward pass: the `.grad` that the step leaves
 
@@ -542,12 +542,12 @@ class _Walk:
         if not any(map(_writes_gradients, (*one.calls, *other.calls))):
             self.starts[_LEFT] = _LEFT
         steps = ((index, before) for index, before in self.calls.items() if other.calls[index].is_optimizer_step)
-        options = {index: _changed_settings(one.calls[before], other.calls[index]) for index, before in steps}
+        options = {index: changed_settings(one.calls[before], other.calls[index]) for index, before in steps}
         # calls that make another update, be it only from the next step on; another version of torch has more options
         self.other_options = {
             at
             for at, found in options.items()
-            if any(_ABSENT not in pair and name not in _SAME_UPDATE for name, pair in found.items())
+            if any(ABSENT not in pair and name not in _SAME_UPDATE for name, pair in found.items())
         }
         self._gaps, self._held = dict[Version, Gap | None](), dict[Version, tuple[Any, ...]]()
 
@@ -761,11 +761,16 @@ def _aligned(one: Run, other: Run) -> dict[int, int]:
         rows = zip(names, (made, scopes, [0] * len(names))[level], strict=True)
         return [(name, more) if level or more else None for name, more in rows]
 
+    return aligned([(keys(one, level), keys(other, level)) for level in range(3)])
+
+
+def aligned(levels: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]) -> dict[int, int]:
+    """Places of the first sequence by those of the second: of equal keys of the first level, then of the next one, each
+    between those that are known."""
     found: dict[int, int] = {}
-    stretches = [(0, len(one.calls), 0, len(other.calls))]
-    for level in range(3):
+    stretches = [(0, len(levels[0][0]), 0, len(levels[0][1]))]
+    for mine, others in levels:
         left: list[tuple[int, int, int, int]] = []
-        mine, others = keys(one, level), keys(other, level)
         for begin, end, begin_other, end_other in stretches:
             matcher = SequenceMatcher(None, mine[begin:end], others[begin_other:end_other], autojunk=False)
             at, at_other = begin, begin_other
@@ -792,19 +797,17 @@ def _led_by(run: Run, index: int | None, matched: Set[int]) -> list[int]:
 
 def _settings(first: Call, second: Call) -> str:
     """``eps: 1e-05 -> 1e-06``: what two calls of one function are given besides tensors, where that differs."""
-    found = {
-        n: ["default" if one is _ABSENT else one for one in p] for n, p in _changed_settings(first, second).items()
-    }
+    found = {n: ["default" if one is ABSENT else one for one in p] for n, p in changed_settings(first, second).items()}
     return ", ".join(f"{name}: {one} -> {other}" for name, (one, other) in found.items())
 
 
-def _changed_settings(first: Call, second: Call) -> dict[str, tuple[Any, Any]]:
-    """The numbers and words that two calls are given and that differ, by name; `_ABSENT` where a call has none."""
+def changed_settings(first: Call, second: Call) -> dict[str, tuple[Any, Any]]:
+    """The numbers and words that two calls are given and that differ, by name; `ABSENT` where a call has none."""
     one, other = (dict(_leaves("", call.args)) | dict(_leaves("", call.kwargs)) for call in (first, second))
     for found, mode in ((one, first.mode), (other, second.mode)):
         found |= {"autocast": mode.autocast or "off", "gradients": "on" if mode.grad else "off"}
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    return {name: (one.get(name, _ABSENT), other.get(name, _ABSENT)) for name in names}
+    return {name: (one.get(name, ABSENT), other.get(name, ABSENT)) for name in names}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

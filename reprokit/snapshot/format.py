@@ -119,8 +119,8 @@ class Snapshot:
     ``step`` and ``micro_step`` count from 0. ``layers`` are the numbers of every layer in the steps before it, if they
     were played again; ``before`` is the state that it began with; ``recorded`` is what ``--record`` measured;
     ``samples`` are those of a data set that values of the step were made of; ``digests`` are hashes of what every call
-    wrote where it was captured, and of the gradients that arrived there. The types of the fields are the grammar of the
-    file.
+    wrote where it was captured, and of the gradients that arrived there; ``code`` tells later which lines of the
+    user's files were edited. The types of the fields are the grammar of the file.
     """
 
     program: StoredProgram
@@ -143,6 +143,7 @@ class Snapshot:
     cause: Later[Cause] = None
     samples: Later[dict[int, Samples]] = None
     digests: Later[list[tuple[Count, Count]]] = None
+    code: Later[dict[Name, tuple[Count, ...]]] = None  # digests of lines, see `reprokit.program.code_lines`
 
     @property
     def num_elements(self) -> int:

@@ -145,7 +145,7 @@ def test_what_cannot_be_matched_is_said(captured: Path, run_reprokit: Run) -> No
         ),
         "loss_of(x + np.random.rand(), y, k)": (
             "loss_of(x + np.random.rand(), torch.from_numpy(np.zeros(len(y), dtype=int)), k)",
-            "gap = (net(x) + k * 1e-3 - y).abs(), where the script reads int64 (6,) in `sub`, edited.py:18: gap",
+            "gap = (net(x) + k * 1e-3 - y).abs(), where the script reads int64 (",
         ),
         "    loss.backward()": ("    raise SystemExit", "the script ended before it made the captured step"),
         "    optimizer.zero_grad()": ("    raise KeyError('own')", "a step of the script's own fails before: KeyError"),
@@ -286,3 +286,102 @@ def test_a_finite_loss_with_a_ruined_buffer_is_not_mended(run_reprokit: Run, tmp
     (tmp_path / "mended.py").write_text(LOOP.format(body=body).replace("norm(x)).pow(2)", "norm(x)).tanh().pow(2)"))
     done = run_reprokit("retry", "s.pt", "mended.py")
     assert done.returncode == 1 and "running_var` is nan or infinite after it" in done.stderr, done.stderr
+
+
+ROWS = """\
+import torch
+from torch.utils.data import DataLoader
+
+
+class Rows:
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        x = torch.ones(3) * (index % 5 + 1)
+        return x if index != 35 else x * 0
+
+
+torch.manual_seed(0)
+net = torch.nn.Linear(3, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+for step, x in enumerate(DataLoader(Rows(), batch_size=4)):
+    u = x + torch.rand(4, 3) * 0
+    if step == 8:
+        u[1] = x[1] * 1.0
+    # the direction
+    loss = (net(x) - u / u.norm(dim=1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("own", step)
+"""
+
+
+def test_only_an_edit_of_what_the_step_runs_makes_it_finite(run_reprokit: Run, tmp_path: Path) -> None:
+    """A line that only the captured step comes to, and a data set that makes the bad row."""
+    (tmp_path / "train.py").write_text(ROWS)
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "--source", "none", "train.py").returncode == 3
+    snapshot = load(tmp_path / "s.pt")
+    assert snapshot.step == 8 and snapshot.code is not None and len(snapshot.code["train.py"]) == ROWS.count("\n")
+    assert run_reprokit("capture", "-o", "whole.pt", "--no-cause", "train.py").returncode == 3
+    save(replace(load(tmp_path / "whole.pt"), code=None), tmp_path / "old.pt")  # of a version that kept no digests
+    mended = "u.norm(dim=1, keepdim=True).clamp(min=1e-6)"
+    edits = {
+        "": (ROWS, 1),
+        "a comment": (ROWS.replace("# the direction", "# its direction"), 1),
+        "a line that is printed": (ROWS.replace('print("own", step)', 'print("own", step + 0)'), 1),
+        "the data": (ROWS.replace("else x * 0", "else x"), 2),
+        "the code": (ROWS.replace("u.norm(dim=1, keepdim=True)", mended), 0),
+    }
+    for what, (text, code) in edits.items():
+        (tmp_path / "train.py").write_text(text)
+        done = run_reprokit("retry", "s.pt", "train.py")
+        assert done.returncode == code, (what, done.stderr)
+        if what == "the data":
+            assert "the captured batch was given to the step, so a change of the data cannot show" in done.stderr
+            assert "train.py:11 is code of a data set: " in done.stderr
+    for script, code in ((ROWS, 1), (edits["the code"][0], 0)):
+        (tmp_path / "train.py").write_text(script)
+        done = run_reprokit("retry", "old.pt", "train.py")
+        assert done.returncode == code, done.stderr
+
+
+def test_a_step_that_reads_other_bits_is_not_finite(run_reprokit: Run, tmp_path: Path) -> None:
+    """Nothing is seeded, so the script cannot make the captured row again, and no other step reads a row like it."""
+    text = """\
+import torch
+
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+for step in range(12):
+    x = torch.rand(4) + 1
+    loss = net(x).square().mean()
+    if step == 9:
+        extra = torch.rand(2, 4)
+        extra = extra * (extra[0] - extra[0]) if UNLUCKY else extra
+        loss = loss + 1e-3 * (extra / extra.norm(dim=1, keepdim=True)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    (tmp_path / "train.py").write_text("import os\nUNLUCKY = os.path.exists('unlucky')\n" + text)
+    (tmp_path / "unlucky").write_text("")
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    (tmp_path / "unlucky").unlink()
+    done = run_reprokit("retry", "s.pt", "train.py")
+    assert done.returncode == 2, done.stderr
+    edited = (tmp_path / "train.py").read_text().replace("lr=1e-2", "lr=1e-3")
+    (tmp_path / "train.py").write_text(edited)
+    done = run_reprokit("retry", "s.pt", "train.py")
+    assert done.returncode == 2, done.stderr
+
+
+def test_a_loss_above_three_times_the_usual_is_not_finite(captured: Path, run_reprokit: Run) -> None:
+    text = (captured / "train.py").read_text()
+    for least, code in (("0.5", 0), ("1e-300", 1)):
+        mended = text.replace("gap + y.max() / y.max()", f"gap + 1 / y.max().double().clamp(min={least})")
+        (captured / "train.py").write_text(mended)
+        done = run_reprokit("retry", "s.pt", "train.py")
+        assert done.returncode == code, done.stderr
+    assert "and usual are up to" in done.stderr
