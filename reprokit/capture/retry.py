@@ -495,8 +495,9 @@ class RetrySession(Session):
         called, given = {unwrapped(op.target) for op in ops if op.kind is Root}, {module for module, _ in self._modules}
         if given and called - given and given - called:  # such as the first step of the next model
             return "the step calls another model than the one that has the captured state"
-        if failure.site is not None and self._leaves_out(failure.site.code.strip(), program):
-            what = f"the step does not come to {failure.site.place} ({failure.site.code.strip()}), which failed"
+        line = failure.site.code.strip() if failure.site is not None else ""  # empty with `--source none`
+        if failure.site is not None and line and self._leaves_out(line, program):
+            what = f"the step does not come to {failure.site.place} ({line}), which failed"
             why = "its number, or something else of the script's own, decides about that"
             return f"{what}, or to an edited line: {why}"
         if other := self._other_number(program):

@@ -379,7 +379,7 @@ for step in range(12):
 
 def test_a_loss_above_three_times_the_usual_is_not_finite(captured: Path, run_reprokit: Run) -> None:
     text = (captured / "train.py").read_text()
-    for least, code in (("0.5", 0), ("1e-300", 1)):
+    for least, code in (("0.5", 0), ("1e-30", 1)):
         mended = text.replace("gap + y.max() / y.max()", f"gap + 1 / y.max().double().clamp(min={least})")
         (captured / "train.py").write_text(mended)
         done = run_reprokit("retry", "s.pt", "train.py")
