@@ -119,7 +119,7 @@ def make_seeds(folder: Path, *, is_quick: bool = False) -> dict[str, JSON]:
         "healthy": {**whole, "kind": "none"},
         "mismatch": {**made, "kind": "mismatch", "way": "fp64"},
         "function": {**whole, "kind": "function", "way": "check.py:check"},
-        "ranks": {**whole, "kind": "mismatch", "phase": "optimizer", "way": "", "difference": ranks},
+        "ranks": {**whole, "kind": "mismatch", "phase": "optimizer", "way": "ranks", "difference": ranks},
         "given": {**whole, "kind": "nan", "way": "nan", "input_name": names[-1],
                   "value": forward["program"]["inputs"][-1][0]},
     }  # fmt: skip
@@ -127,7 +127,8 @@ def make_seeds(folder: Path, *, is_quick: bool = False) -> dict[str, JSON]:
         seeds[f"{name}.repro.pt"] = {**forward, "failure": {**forward["failure"], **failure}}
         if name in ("spike", "mismatch", "function"):
             reduction = seeds["forward/reduction.pt"]
-            seeds[f"{name}/reduction.pt"] = {**reduction, "failure": {**reduction["failure"], **failure}}
+            own = {key: value for key, value in failure.items() if name != "mismatch" or key not in made}
+            seeds[f"{name}/reduction.pt"] = {**reduction, "failure": {**reduction["failure"], **own}}
     seeds["optimizer.repro.pt"] = _of_optimizer(folder)
     return seeds
 

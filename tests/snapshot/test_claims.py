@@ -15,6 +15,7 @@ from reprokit.locate.failure import Failure, Predicate
 from reprokit.program.ir import Call, Input, Mode, Phase, Program, Ref
 from reprokit.program.plain import from_plain, to_plain
 from reprokit.render.sources import snapshot_script
+from reprokit.shrink.reduction import load as load_reduction
 from reprokit.snapshot.format import Snapshot, load, read_file, save
 from tests.conftest import import_benchmark
 from tests.render.programs import masked_softmax, record, snapshot_of
@@ -108,6 +109,9 @@ def test_a_repro_that_runs_a_file_says_so(tmp_path: Path, capsys: pytest.Capture
 def test_fields_filled_at_random(tmp_path: Path) -> None:
     strangers = import_benchmark("strangers")
     seeds = strangers.make_seeds(tmp_path / "seeds", is_quick=True)
+    for name, content in seeds.items():
+        torch.save(content, tmp_path / "begun.pt")
+        (load_reduction if "/" in name else load)(tmp_path / "begun.pt")
     found = strangers.try_all(seeds, [f"test-{number}" for number in range(40)], tmp_path)
     assert dict(found.first) == {}
     assert found.files == 40 and found.accepted > 15 and found.commands > 60
