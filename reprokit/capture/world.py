@@ -261,7 +261,9 @@ class Copy:
         """Remember all of it, reusing memory."""
         self.contents.take(tensors)
         parameters = (t for t in tensors if t.requires_grad or isinstance(t, torch.nn.Parameter))  # also frozen by now
-        self.with_gradient = [tensor for tensor in parameters if tensor.grad is not None]
+        # Torch warns of `.grad` elsewhere, as of the state that an optimizer has cloned of a parameter with its graph.
+        holders = (t for t in parameters if t.is_leaf or t.retains_grad)
+        self.with_gradient = [tensor for tensor in holders if tensor.grad is not None]
         self._notes = list(map(_noted, optimizers))
         self._bindings = [_Bindings(modules)]
 
