@@ -28,7 +28,7 @@ from reprokit.capture.calls import Backward, OptimizerStep, Root, StepNote, give
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.judge import Flags, Judge, Outcome, Pending, Sentinel, is_bad_start
 from reprokit.capture.meters import NormMeter
-from reprokit.capture.mode import unseen
+from reprokit.capture.mode import unseen, without_functions
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder, op_of
@@ -414,7 +414,7 @@ class Loop:
         if is_compiling() or not self.recorder.enabled:
             return None
         try:
-            with unseen():
+            with unseen() if torch_private.num_dispatch_modes() else without_functions():
                 return self._begin_step(optimizer, args, kwargs, sys._getframe(1))
         except BaseException as error:
             self.leave()
@@ -582,7 +582,7 @@ class Loop:
         if is_compiling() or not recorder.enabled or self._popped is None or optimizer is not self._optimizer:
             return
         try:
-            with unseen():
+            with unseen() if torch_private.num_dispatch_modes() else without_functions():
                 self._finish_step(optimizer, args, kwargs, sys._getframe(2))
         except BaseException as error:
             recorder.switch_off(error)

@@ -259,5 +259,5 @@ _num_modes = torch_private.num_modes
 is_tracing = torch_private.is_tracing
 _pop_mode = torch_private.pop_mode
 _push_mode = torch_private.push_mode
-_disable_functions = torch_private.disable_functions
+_disable_functions = without_functions = torch_private.disable_functions  # `unseen` where there is no dispatch mode
 _enable_functions = torch_private.enable_functions

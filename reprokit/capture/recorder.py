@@ -30,7 +30,7 @@ from reprokit.capture.calls import (
     Unscale,
     ZeroGrad,
 )
-from reprokit.capture.mode import StackedMode, is_tracing, unseen
+from reprokit.capture.mode import StackedMode, is_tracing, unseen, without_functions
 from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.stand_ins import OWN, STAND_INS, TORCH, StandIn, stand_in
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
@@ -327,10 +327,12 @@ class Recorder(StackedMode):
             perform = STAND_INS.get((id(frame.f_code), frame.f_lasti)) or stand_in(frame, target)
         if _num_dispatch_modes() and is_tracing():
             return perform(target, args, kwargs)
+        # `unseen` is a Python call, `without_functions` is none: the calls of every step come here.
+        own_work = unseen if _num_dispatch_modes() else without_functions
         popped = self.step_aside()
         try:
             try:
-                with unseen():
+                with own_work():
                     begun = begin(*known)
             except BaseException as error:
                 self.switch_off(error)
@@ -348,7 +350,7 @@ class Recorder(StackedMode):
                 raise
             if begun is not None and self.enabled:
                 try:
-                    with unseen():
+                    with own_work():
                         (finish or self.finish)(begun, output)
                 except BaseException as error:
                     self.switch_off(error)
