@@ -55,7 +55,7 @@ def in_dtype(step: HasProgram, dtype: torch.dtype) -> Step:
 
 def require_cuda() -> None:
     """Raise `UsageError` without a GPU."""
-    if not torch.cuda.is_available():
+    if not native.cuda_is_available():
         raise UsageError("`mismatch:cpu-cuda` needs CUDA, and this torch sees none", hint="run it on a GPU machine")
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from reprokit import native
 from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
 from reprokit.program.functions import display_name
 from reprokit.program.ir import Input, Program
@@ -49,12 +50,12 @@ def _require_tensors(step: FailedProgram) -> None:
         tensor = step.tensors.get(item.value)
         if tensor is None:
             raise ValueError(f"the input `{item.name}` has no tensor")
-        if item.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        if item.requires_grad and not (native.is_floating_point(tensor) or native.is_complex(tensor)):
             raise ValueError(f"the input `{item.name}` requires a gradient, and is of `{tensor.dtype}`")
     states = {call.mode.rng.value for call in step.program.calls if call.mode.rng is not None}
     for value in states & step.tensors.keys():
         tensor = step.tensors[value]
-        if tensor.dtype is not torch.uint8 or tensor.dim() != 1:
+        if tensor.dtype is not torch.uint8 or native.dim(tensor) != 1:
             raise ValueError(f"value {value} is no state of a generator")
 
 
@@ -144,7 +145,7 @@ def _require_event(step: FailedProgram, failure: Failure) -> None:
 
 
 def _with_rows(step: FailedProgram) -> Iterator[Input]:
-    return (item for item in step.program.inputs if step.tensors[item.value].dim())
+    return (item for item in step.program.inputs if native.dim(step.tensors[item.value]))
 
 
 def _require_samples(step: FailedProgram) -> None:
@@ -152,7 +153,7 @@ def _require_samples(step: FailedProgram) -> None:
     made = {value for call in step.program.calls for value in call.output_refs()}
     for value, found in (getattr(step, "samples", None) or {}).items():
         tensor = step.tensors.get(value)
-        num_rows = len(tensor) if tensor is not None and tensor.dim() else 0
+        num_rows = len(tensor) if tensor is not None and native.dim(tensor) else 0
         if tensor is None and value not in made:
             raise ValueError(f"no value of the program has the samples of `{found.name}`")
         if tensor is not None and found.are_rows and num_rows != len(found.indices):

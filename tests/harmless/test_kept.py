@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import pkgutil
 from pathlib import Path
 
 import pytest
 
+import reprokit
 from tests.conftest import Run
 
 HERE = Path(__file__).parent
@@ -48,3 +51,36 @@ def test_functions_that_draw_are_called_as_often(options: tuple[str, ...], run_p
     watched = run_python("-m", "reprokit", "capture", *options, script)
     assert (bare.returncode, watched.returncode) == (0, 0), watched.stderr
     assert bare.stdout == watched.stdout and len(bare.stdout.split()) == 4
+
+
+def test_packages_of_a_capture_call_what_is_kept() -> None:
+    """Their source calls no function of torch and no clock by its attribute, and no method of a tensor."""
+    root, found = Path(reprokit.__file__).parent, []
+    files = [file for package in PACKAGES for file in sorted((root / package).glob("*.py"))]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                name = ast.unparse(node.func)
+                if _is_function(name) or (node.func.attr in METHODS and not name.startswith("native.")):
+                    found.append(f"{file.relative_to(root)}:{node.lineno} {name}")
+    assert len(files) > 80 and found == []
+
+
+def _is_function(name: str) -> bool:
+    """True for a function that a script may replace: classes, such as `torch.device`, are none."""
+    if name.partition(".")[0] not in ("torch", "time", "random") or name.startswith(LOOKED_UP_LATE):
+        return False
+    try:
+        return not isinstance(pkgutil.resolve_name(name), type)
+    except (AttributeError, ImportError, ValueError):
+        return False
+
+
+PACKAGES = ("capture", "program", "locate", "compare", "rules", "snapshot", "series")
+METHODS = {"dim", "detach", "clone", "numel", "is_floating_point", "is_complex", "element_size", "requires_grad_"}
+LOOKED_UP_LATE = (
+    "torch.distributed.",  # is not there on every system
+    "torch.backends.",  # settings
+    "torch.compile",  # of the comparison with compiled code
+    "torch.nn.Module.",
+)
