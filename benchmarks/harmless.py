@@ -180,7 +180,7 @@ def differences(bare: Run, watched: Run, without: Sequence[str] = ()) -> Iterato
 def _words(one: Any, other: Any) -> str:
     if isinstance(one, Counter):
         missing, added = one - other, other - one
-        return f"only bare: {_shown(missing.elements())}; only watched: {_shown(added.elements())}"
+        return f"only bare: {_shown(map(_short, missing.elements()))}; only watched: {_shown(map(_short, added.elements()))}"
     if isinstance(one, list):
         for number, (left, right) in enumerate(zip(one, other, strict=False)):
             if left != right:
@@ -190,20 +190,18 @@ def _words(one: Any, other: Any) -> str:
 
 
 def _shown(texts: Any) -> str:
-    counts = Counter(map(_short, texts))
+    counts = Counter(str(text)[:200] for text in texts)
     found = [f"{text} ({count} times)" if count > 1 else text for text, count in counts.items()]
     return " | ".join(found[:MOST_SHOWN]) + f" and {len(found) - MOST_SHOWN} more" * (len(found) > MOST_SHOWN) or "-"
 
 
-def _short(text: Any) -> str:
-    """A warning by its place, a thing by its name."""
-    if isinstance(text, str) and text.startswith("["):
-        category, message, file, line = json.loads(text)
-        return f"{category} {Path(file).name}:{line} {message:.60}"
-    if isinstance(text, str) and text.startswith("{"):
-        entry = json.loads(text)
+def _short(text: str) -> str:
+    """A warning by its place, a thing that was left by its name."""
+    entry = json.loads(text)
+    if isinstance(entry, dict):
         return f"{entry['kind']} {entry['name']}"
-    return str(text)[:200]
+    category, message, file, line = entry
+    return f"{category} {Path(file).name}:{line} {message:.60}"
 
 
 def run(script: Path, place: Path, words: Sequence[str], timeout: float) -> Run:
