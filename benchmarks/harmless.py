@@ -180,7 +180,8 @@ def differences(bare: Run, watched: Run, without: Sequence[str] = ()) -> Iterato
 def _words(one: Any, other: Any) -> str:
     if isinstance(one, Counter):
         missing, added = one - other, other - one
-        return f"only bare: {_shown(map(_short, missing.elements()))}; only watched: {_shown(map(_short, added.elements()))}"
+        left, right = _shown(map(_short, missing.elements())), _shown(map(_short, added.elements()))
+        return f"only bare: {left}; only watched: {right}"
     if isinstance(one, list):
         for number, (left, right) in enumerate(zip(one, other, strict=False)):
             if left != right:
