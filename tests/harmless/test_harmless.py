@@ -33,7 +33,7 @@ def test_there_are_scripts_of_a_dozen_kinds() -> None:
 def test_a_script_is_the_same_when_it_is_watched(script: Path, tmp_path: Path) -> None:
     row = harmless.compare_script(script, tmp_path / "run", SECONDS)
     assert row.is_same and not row.reason, "\n".join(harmless.lines_of(row))
-    assert row.num_tensors > 10
+    assert row.num_tensors >= 10
 
 
 @pytest.mark.slow
