@@ -18,6 +18,7 @@ from pathlib import Path
 REPORT = os.environ.pop("HARMLESS_REPORT", None)  # not for the processes that the script starts
 WARNED = []
 DIED = []
+KEPT = {}  # methods of tensors as they are before the script, which may replace them
 IS_OVER = []  # not empty when the report is written: what dies then is in it
 
 
@@ -26,6 +27,8 @@ def begin():
     import numpy
     import torch
 
+    names = "is_inference detach to_dense cpu resolve_conj resolve_neg contiguous view reshape numpy"
+    KEPT.update((name, getattr(torch.Tensor, name)) for name in names.split())
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)  # what a script does not seed itself begins anywhere
     show = warnings._showwarnmsg
@@ -111,16 +114,17 @@ def add_tensor(digest, tensor):
     """Add a tensor's type, version and bits."""
     import torch
 
-    version = -1 if tensor.is_inference() else tensor._version
+    version = -1 if KEPT["is_inference"](tensor) else tensor._version
     facts = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device} {tensor.requires_grad} {version}"
     digest.update(facts.encode())
-    with torch.no_grad():
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta":
-            return 1
-        plain = tensor.detach()
-        plain = plain.to_dense() if plain.layout is not torch.strided else plain
-        bits = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(bits.numpy().tobytes())
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta":
+        return 1
+    plain = KEPT["detach"](tensor)
+    plain = KEPT["to_dense"](plain) if plain.layout is not torch.strided else plain
+    for name in ("cpu", "resolve_conj", "resolve_neg", "contiguous"):
+        plain = KEPT[name](plain)
+    bits = KEPT["view"](KEPT["reshape"](plain, -1), torch.uint8)
+    digest.update(KEPT["numpy"](bits).tobytes())
     return 1
 
 
