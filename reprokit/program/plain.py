@@ -176,7 +176,7 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
         (given,) = call.args
         if call.kwargs or not isinstance(given, list) or not all(isinstance(item, Ref) for item in given):
             raise ValueError("`zero_grad` takes a list of tensors")
-    elif call.target == PACK:
+    elif call.target == PACK and call.outputs is not None:  # a call that raised has no result
         parts = call.outputs if isinstance(call.outputs, (list, tuple)) else ()
         if len(parts) != 2 or not all(isinstance(item, Ref) for item in parts):
             raise ValueError("the result of packing a sequence is its data and its sizes")
