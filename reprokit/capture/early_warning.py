@@ -395,7 +395,8 @@ class EventStep(Describing):
     def _silent(self, steps: list[Segment], number: int, silence: Silence) -> Made:
         """A step which shows that something is not learned, up to its gradients."""
         failure = replace(silence.origin, kind=silence.kind, way=silence.text)
-        plain = replace(failure, call=None, call_index=None, input_name=None)
+        # the values and calls of the origin are those of the program that was looked at, and not of the one saved
+        plain = replace(failure, call=None, call_index=None, value=None, element=None, input_name=None)
         explain: Explain = lambda *_: plain  # noqa: E731
         if silence.key is not None:
             before, began = steps[max(number - 1, 0)].mark.step, steps[number].mark.step

@@ -28,7 +28,7 @@ from reprokit.compare.compiled import Compiled, run_compiled
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, Reference, compare, first_difference
 from reprokit.compare.quantity import observed
 from reprokit.compare.runs import Run
-from reprokit.errors import ignored_errors, ignored_warnings, pass_on
+from reprokit.errors import SnapshotError, ignored_errors, ignored_warnings, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.dataflow import prepared, same_bits
@@ -115,7 +115,17 @@ class Place:
         except Exception as error:
             pass_on(error)
             doubt = f"the file was not checked ({type(error).__name__}: {error})"
-            return path, _noted(load(path), path, {doubt: True})
+            return path, _noted(_read_back(path), path, {doubt: True})
+
+
+def _read_back(path: Path) -> Snapshot:
+    """The snapshot in a file that was just written; one that no command could read is not left behind."""
+    try:
+        return load(path)
+    except SnapshotError:
+        if path.is_file():
+            path.unlink()
+        raise
 
 
 def free_path(directory: Path, stem: str) -> Path:
