@@ -36,7 +36,7 @@ from reprokit.capture.tape import Op
 from reprokit.capture.tensor_names import names_of
 from reprokit.capture.traits import facts_of
 from reprokit.compare.quantity import measured, number_of, observed
-from reprokit.compare.reading import Reading
+from reprokit.compare.reading import StepReading
 from reprokit.errors import NotMatched, pass_on
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import HEALTHY
@@ -324,9 +324,9 @@ class RetrySession(Session):
         is_so = self.edits.are_within(self._data)
         return f"{self.edits.first_place} is code of a data set: {_OF_DATA}" if is_so else ""
 
-    def read_by(self, step: HasProgram) -> Reading:
+    def read_by(self, step: HasProgram) -> StepReading:
         """What a step has read, beside what the captured one has."""
-        return Reading(Step.of(self._captured), Step(step.program, step.tensors), self.edits)
+        return StepReading(Step.of(self._captured), Step(step.program, step.tensors), self.edits)
 
     def _why_other(self, step: HasProgram) -> str:
         """Why a step is not the captured one with edited code; empty if it is."""

@@ -220,9 +220,8 @@ class RootCalls:
         if native.cuda_is_initialized():  # type: ignore[no-untyped-call]
             return generator_states(*given)
         state = native.get_rng_state()
-        content = ctypes.string_at(
-            native.data_ptr(state), len(state)
-        )  # a call of torch would be seen by modes of the user's
+        # A call of torch would be seen by modes of the user's, and `len` calls `Tensor.dim`, which may be patched.
+        content = ctypes.string_at(native.data_ptr(state), native.numel(state))
         if self._last is None or content != self._last[1]:
             self._last = (state, None), content
         return self._last[0]

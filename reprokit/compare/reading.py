@@ -21,7 +21,7 @@ _GIVEN = -1  # the number of what an input was before any call, as in `Version`
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReadDifference:
     """What a step has, in words, that the captured one has not; ``is_explained`` by an edit."""
 
     words: str
@@ -29,7 +29,7 @@ class Difference:
     is_number: bool = False  # that a call is given, where the calls are the same
 
 
-class Reading:
+class StepReading:
     """The differences between the captured step and the one that was made in its place."""
 
     def __init__(self, captured: Step, made: Step, edits: Edits) -> None:
@@ -42,13 +42,13 @@ class Reading:
         self._needed_now = _needed(self._other, set())
 
     @functools.cached_property
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[ReadDifference]:
         """All of them, in the order of the calls of now."""
         found = [*self._lost_calls(), *self._new_calls(), *self._changed_calls(), *self._unknown_inputs()]
         return [difference for _, difference in sorted(found, key=lambda row: row[0])]
 
     @property
-    def unexplained(self) -> list[Difference]:
+    def unexplained(self) -> list[ReadDifference]:
         """The differences that no edit explains."""
         return [one for one in self.differences if not one.is_explained]
 
@@ -70,7 +70,7 @@ class Reading:
 
     # -- calls that only one of the steps makes ------------------------------------------------------------------
 
-    def _lost_calls(self) -> Iterator[tuple[int, Difference]]:
+    def _lost_calls(self) -> Iterator[tuple[int, ReadDifference]]:
         """Calls of the captured step that are not made now.
 
         What it made before the first call that both make is no part of the step that stands for it: that begins where
@@ -87,9 +87,9 @@ class Reading:
             if now is not None:
                 is_explained = self._edits.acts_on(replace(call.site, file=now[0], line=now[1]))
             what = f"the step does not come to `{call.name}` in {_place(call)}"
-            yield self._time(index), Difference(what, is_explained)
+            yield self._time(index), ReadDifference(what, is_explained)
 
-    def _new_calls(self) -> Iterator[tuple[int, Difference]]:
+    def _new_calls(self) -> Iterator[tuple[int, ReadDifference]]:
         """Calls that the captured step did not make, up to the end that it had: it ends where it failed."""
         last = max(self._pairs, default=-1)
         for index, call in enumerate(self._other.calls):
@@ -97,7 +97,7 @@ class Reading:
             if not is_new or call.site is None:
                 continue
             what = f"the step comes to `{call.name}` in {_place(call)}, which the captured one did not"
-            yield index, Difference(what, self._edits.acts_on(call.site))
+            yield index, ReadDifference(what, self._edits.acts_on(call.site))
 
     def _time(self, before: int) -> int:
         """A place among the calls of now for a call of then."""
@@ -105,7 +105,7 @@ class Reading:
 
     # -- calls that both make ------------------------------------------------------------------------------------
 
-    def _changed_calls(self) -> Iterator[tuple[int, Difference]]:
+    def _changed_calls(self) -> Iterator[tuple[int, ReadDifference]]:
         for index, before in sorted(self._pairs.items()):
             if index not in self._needed_now:
                 continue
@@ -116,15 +116,15 @@ class Reading:
                 if str(old) != str(new):  # two NaN are the same
                     words = f"`{now.name}` in {_place(now)} has {_named(name, new)}, and in the captured step {old}"
                     is_number = all(isinstance(value, (float, bool)) for value in (old, new))
-                    yield index, Difference(words, is_acted_on, is_number)
+                    yield index, ReadDifference(words, is_acted_on, is_number)
             yield from self._changed_operands(index, before, is_acted_on)
 
-    def _changed_operands(self, index: int, before: int, is_acted_on: bool) -> Iterator[tuple[int, Difference]]:
+    def _changed_operands(self, index: int, before: int, is_acted_on: bool) -> Iterator[tuple[int, ReadDifference]]:
         then, now = self._one.calls[before], self._other.calls[index]
         mine, others = _operands(then), _operands(now)
         if len(mine) != len(others):
             words = f"`{now.name}` in {_place(now)} reads {len(others)} tensors, and in the captured step {len(mine)}"
-            yield index, Difference(words, is_acted_on)
+            yield index, ReadDifference(words, is_acted_on)
             return
         for value, value_other in zip(mine, others, strict=True):
             first, second = self._one.last(value, before), self._other.last(value_other, index)
@@ -135,7 +135,7 @@ class Reading:
             is_explained = is_acted_on
             if all(is_given):  # an edit does not act on data, but on what a tensor is made of
                 is_explained = self._is_made(second.value, now)
-            yield index, Difference(what, is_explained)
+            yield index, ReadDifference(what, is_explained)
 
     def _has_same_bits(self, first: Version, second: Version) -> bool:
         mine, others = self._one.marks.get(first), self._other.marks.get(second)
@@ -155,7 +155,7 @@ class Reading:
 
     # -- inputs --------------------------------------------------------------------------------------------------
 
-    def _unknown_inputs(self) -> Iterator[tuple[int, Difference]]:
+    def _unknown_inputs(self) -> Iterator[tuple[int, ReadDifference]]:
         """Inputs of calls that the captured step does not have: it has to know their bits all the same.
 
         An edited line may bring a value of its own, such as a table that it makes with NumPy; not one of a name that
@@ -177,7 +177,7 @@ class Reading:
                 is_own = (is_edited and item.name not in names) or self._is_made(value, call)
                 reads = f"`{call.name}` in {_place(call)} reads `{item.name}`"
                 what = f"{reads} with bits that the captured step does not have"
-                yield index, Difference(what, is_own)
+                yield index, ReadDifference(what, is_own)
 
 
 def _needed(run: Run, given: Set[int]) -> set[int]:
