@@ -46,6 +46,7 @@ from reprokit.program.edits import Edits, Spans
 from reprokit.program.functions import called_function, is_factory
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
+from reprokit.program.sites import make_site
 from reprokit.program.step import HasProgram, Step
 from reprokit.series.cause import usual_limits
 from reprokit.series.story import StepNumbers, failing_series
@@ -174,6 +175,12 @@ class Slot(NamedTuple):
     captured: Given
 
 
+def _where_of(op: Op) -> tuple[object, ...]:
+    """Where a call of the loop is, and how it is made, as `Slot` has it."""
+    name = name_of(op) if op.kind is Function else ""
+    return name, op.code, op.instruction, op.mode.grad, len(op.ins)
+
+
 class _HandingRecorder(Recorder):
     """Shows each outermost call to ``hand`` before it is made."""
 
@@ -228,6 +235,8 @@ class RetrySession(Session):
         self._optimizers: list[tuple[torch.optim.Optimizer, list[OptimizerGroup]]] = []
         self._own_numbers: dict[Line, Plain] = {}
         self._next, self._num_alike, self._is_due, self._lacks_generators = 0, 0, False, True
+        # How often a step of the script's own comes to where the first slot is, and how often this one has.
+        self._num_begins, self._num_begun = 0, 0
         self._words = list(captured.source.command or captured.command), redact_argv(command)
         self._data: Spans = {}  # the lines of the code of data sets
         self._edits: Edits | None = None
@@ -379,8 +388,8 @@ class RetrySession(Session):
                 tensor = player.env.get(number)
                 value = player.tracer.value_of(tensor) if tensor is not None else None
                 if value in waiting:
-                    where = name, op.code, op.instruction, op.mode.grad, len(op.ins)
-                    self._slots.append(Slot(order, where, position, *waiting.pop(value)))
+                    self._slots.append(Slot(order, _where_of(op), position, *waiting.pop(value)))
+        self._num_begins = [_where_of(op) for op in ops].count(self._slots[0].where) if self._slots else 0
 
     def _paired_state(self) -> tuple[list[Any], list[Any]]:
         """Models and optimizers of the script, each with the captured state for it. Raises `OtherStep`."""
@@ -413,8 +422,10 @@ class RetrySession(Session):
             return
         user, tensors, slots = first_user_frame(frame), list(iter_tensors(given)), self._slots[self._next :]
         where = name, user.f_code, user.f_lasti, native.is_grad_enabled(), len(tensors)
-        if self._slots and not slots and where == self._slots[0].where:
-            self._loop.end_step(None)  # the loop begins anew without an update, as a mended clipping has it
+        if self._slots and where == self._slots[0].where:
+            self._num_begun += 1
+            if not slots:
+                self._come_again()
         if slots and where == slots[0].where:
             if not self.has_begun:
                 self._begin()
@@ -425,6 +436,21 @@ class RetrySession(Session):
         if is_root and self.has_begun and self._lacks_generators:  # kept as they were before the first one of the step
             self._lacks_generators = False
             set_rng_state(self._captured.rng)
+
+    def _come_again(self) -> None:
+        """The step is where it has read its first input, and has read all of them.
+
+        A micro-step that follows and a loop inside of the forward pass come there as often as in the script's own
+        steps. Else the loop begins anew without an update, as a mended clipping has it: the step is over.
+        """
+        loop = self._loop
+        if self._num_begun <= self._num_begins or not loop.has_differentiated:
+            return
+        pending = loop.judge.pending
+        if pending is not None:
+            loop.act("failed", pending)
+        else:
+            loop.end_step(None)
 
     def _give(self, tensor: torch.Tensor, slot: Slot) -> None:
         value = slot.captured.tensor
@@ -496,7 +522,7 @@ class RetrySession(Session):
         if given and called - given and given - called:  # such as the first step of the next model
             return "the step calls another model than the one that has the captured state"
         line = failure.site.code.strip() if failure.site is not None else ""  # empty with `--source none`
-        if failure.site is not None and line and self._leaves_out(line, program):
+        if failure.site is not None and line and self._leaves_out(line, program, ops):
             what = f"the step does not come to {failure.site.place} ({line}), which failed"
             why = "its number, or something else of the script's own, decides about that"
             return f"{what}, or to an edited line: {why}"
@@ -511,13 +537,15 @@ class RetrySession(Session):
         self.loss, self.grad_norm = row.loss, row.grad_norm
         if self.grad_norm is None:
             gradients = [parameter.grad for parameter in world.parameters if parameter.grad is not None]
-            norms = (float(native.vector_norm(native.float(one))) for one in gradients)
+            norms = (float(native.vector_norm(native.double(one))) for one in gradients)
             self.grad_norm = math.hypot(*norms)
         rows = failing_series(captured.timeline)
         high = usual_limits([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
         if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):
             name = "a parameter" if world.newly_bad() is not None else f"`{bad[0][0]}`"
             self.still = f"{name} is nan or infinite after it"
+        elif self.loss is not None and not math.isfinite(self.loss):
+            self.still = f"its loss is {number_words(self.loss)}"
         elif event is None and self.loss is not None and self.loss > max(high[1], self._loss_then(rows)):
             self.still = f"its loss is {number_words(self.loss)}, and usual are up to {number_words(high[1])}"
         elif event is not None:
@@ -535,12 +563,17 @@ class RetrySession(Session):
         losses = (row.loss for row in rows if row.step == self._captured.step and row.loss is not None)
         return next((loss for loss in losses if math.isfinite(loss)), -math.inf)
 
-    def _leaves_out(self, line: str, program: Program) -> bool:
-        """True if the line that failed has made no call in this step, and is still there or no other line is new."""
+    def _leaves_out(self, line: str, program: Program, ops: list[Op]) -> bool:
+        """True if the line that failed has made no call in this step, and is still there or no other line is new.
+
+        What decides about an update that the step leaves out, as a norm does, is none of its program: nothing that the
+        step leaves behind depends on it. It is one of its ``ops``.
+        """
         is_update = self._captured.failure.phase == Phase.OPTIMIZER
         made = _lines_of(program.calls[: None if is_update else _num_before_backward(program)])
+        made |= _lines_of_ops(ops) if is_update else set()
         is_new = not made <= _lines_of(self._captured.program.calls)
-        return line not in _lines_of(program.calls) and (line in _text_of(program) or not is_new)
+        return line not in made | _lines_of(program.calls) and (line in _text_of(program) or not is_new)
 
     def _other_number(self, program: Program) -> str:
         """A flag, or a number that is another one in each step, in a line that is not edited and without which the
@@ -603,6 +636,10 @@ def _num_before_backward(program: Program) -> int:
 
 def _lines_of(calls: Collection[Call]) -> set[str]:
     return {call.site.code.strip() for call in calls if call.site is not None}
+
+
+def _lines_of_ops(ops: Collection[Op]) -> set[str]:
+    return {make_site(op.code, op.instruction).code.strip() for op in ops if op.code is not None}
 
 
 def _text_of(program: Program) -> set[str | None]:
