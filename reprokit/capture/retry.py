@@ -566,14 +566,17 @@ class RetrySession(Session):
     def _leaves_out(self, line: str, program: Program, ops: list[Op]) -> bool:
         """True if the line that failed has made no call in this step, and is still there or no other line is new.
 
-        What decides about an update that the step leaves out, as a norm does, is none of its program: nothing that the
-        step leaves behind depends on it. It is one of its ``ops``.
+        A norm behind the backward pass that makes the step leave its update out is none of its program: nothing that
+        the step leaves behind depends on it. It is one of its ``ops``.
         """
+        captured = self._captured.program
         is_update = self._captured.failure.phase == Phase.OPTIMIZER
         made = _lines_of(program.calls[: None if is_update else _num_before_backward(program)])
-        made |= _lines_of_ops(ops) if is_update else set()
-        is_new = not made <= _lines_of(self._captured.program.calls)
-        return line not in made | _lines_of(program.calls) and (line in _text_of(program) or not is_new)
+        is_new = not made <= _lines_of(captured.calls)
+        is_made = line in _lines_of(program.calls)
+        if line not in _lines_of(captured.calls[: _num_before_backward(captured)]):
+            is_made = is_made or line in _lines_of_ops(ops)
+        return not is_made and (line in _text_of(program) or not is_new)
 
     def _other_number(self, program: Program) -> str:
         """A flag, or a number that is another one in each step, in a line that is not edited and without which the
