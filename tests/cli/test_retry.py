@@ -385,3 +385,82 @@ def test_a_loss_above_three_times_the_usual_is_not_finite(captured: Path, run_re
         done = run_reprokit("retry", "s.pt", "train.py")
         assert done.returncode == code, done.stderr
     assert "and usual are up to" in done.stderr
+
+
+MICRO_STEPS = """\
+import torch
+from torch.nn.functional import cross_entropy
+
+torch.manual_seed(0)
+net = torch.nn.Linear(5, 7)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for step in range(12):
+    optimizer.zero_grad()
+    for micro in range(4):
+        x, y = torch.randn(6, 5), torch.randint(0, 7, (6,))
+        if step == 8 and micro == 2:
+            y[:] = -100
+        valid = (y != -100).sum()
+        loss = cross_entropy(net(x), y, ignore_index=-100, reduction="sum") / valid
+        (loss / 4).backward()
+    optimizer.step()
+"""
+
+
+def test_a_step_of_several_micro_steps_is_over_at_its_update(run_reprokit: Run, tmp_path: Path) -> None:
+    """The fourth micro-step begins where the first did, and the third is the one that failed."""
+    (tmp_path / "train.py").write_text(MICRO_STEPS)
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    edits = {
+        "": ("/ valid", "/ valid", 1),
+        "a line that is near": ("/ valid", "/ valid + 0", 1),
+        "the code": ("/ valid", "/ valid.clamp(min=1)", 0),
+    }
+    for what, (old, new, code) in edits.items():
+        (tmp_path / "train.py").write_text(MICRO_STEPS.replace(old, new))
+        done = run_reprokit("retry", "s.pt", "train.py")
+        assert done.returncode == code, (what, done.stderr)
+
+
+OWN_CLIPPING = """\
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+
+
+def norm_of(parameters):
+    total = sum(p.grad.square().sum() for p in parameters).sqrt()
+    is_inf = total.isinf()
+    return is_inf * -1.0 + is_inf.logical_not() * total
+
+
+for step in range(12):
+    x = torch.randn(8, 4)
+    if step == 7:
+        x[3] = 1e11
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    norm = norm_of(net.parameters())
+    if norm == -1.0:
+        continue
+    for p in net.parameters():
+        p.grad.mul_(1 / norm.clamp(min=1.0))
+    optimizer.step()
+"""
+
+
+def test_mended_clipping_makes_the_step_leave_its_update_out(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_CLIPPING)
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    mended = "torch.where(is_inf, -1.0, total)"
+    edits = {
+        "a learning rate": ("lr=1e-3", "lr=1e-4", 1),
+        "the code": ("is_inf * -1.0 + is_inf.logical_not() * total", mended, 0),
+    }
+    for what, (old, new, code) in edits.items():
+        (tmp_path / "train.py").write_text(OWN_CLIPPING.replace(old, new))
+        done = run_reprokit("retry", "s.pt", "train.py")
+        assert done.returncode == code, (what, done.stderr)
