@@ -32,7 +32,7 @@ def retry_words(command: Sequence[str] = (), mark: str = "") -> str:
     return f"if the bug is in your own code, edit that and run: {mark}reprokit retry FILE {script}{mark}"
 
 
-_kept: list[int] = []  # the descriptor of where stderr led before the script began
+_kept: list[tuple[int, os.stat_result]] = []  # a descriptor of where stderr led before the script began, and its file
 
 
 def keep_stderr() -> None:
@@ -42,7 +42,8 @@ def keep_stderr() -> None:
     """
     if not _kept and sys.stderr is not None:
         with ignored_errors():  # it is closed
-            _kept.append(os.dup(2))
+            descriptor = os.dup(2)
+            _kept.append((descriptor, os.fstat(descriptor)))
 
 
 def print_line(text: str) -> None:
@@ -53,18 +54,34 @@ def print_line(text: str) -> None:
 def print_own(text: str) -> None:
     """Print a text of the tool on stderr; the script that runs may have closed its own or set it to ``None``."""
     with ignored_errors():
-        if _kept:
+        descriptor = _kept_descriptor()
+        if descriptor is not None:
             left = text.encode(errors="backslashreplace")
             while left:
-                left = left[os.write(_kept[0], left) :]
+                left = left[os.write(descriptor, left) :]
         elif sys.stderr is not None:
             print(text, end="", file=sys.stderr, flush=True)
+
+
+def _kept_descriptor() -> int | None:
+    """The descriptor of `keep_stderr`, if it still leads there.
+
+    A script may close every descriptor that it does not know (`os.closerange`), and a file of its own then gets the
+    number.
+    """
+    for descriptor, before in _kept:
+        with ignored_errors():  # it is closed
+            now = os.fstat(descriptor)
+            if os.path.samestat(now, before) and now.st_mode == before.st_mode and now.st_rdev == before.st_rdev:
+                return descriptor
+    return None
 
 
 def _let_go() -> None:
     """In a forked process, which may live on as a daemon: whoever reads this one's stderr would wait for its end."""
     with ignored_errors():
-        for descriptor in _kept:
+        descriptor = _kept_descriptor()
+        if descriptor is not None:
             os.close(descriptor)
     _kept.clear()
 

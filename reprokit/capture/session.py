@@ -270,7 +270,7 @@ class Session:
         """A context in which a step may be replayed: nobody watches meanwhile; the session is over then if it
         ``ends``."""
         self.is_watching, has_grad = False, native.is_grad_enabled()
-        with self._recorder.paused(), all_generators_restored():
+        with self._recorder.paused(), all_generators_restored(self._recorder.tape.arguments()):
             try:
                 self._recorder.enabled = False
                 with seen():

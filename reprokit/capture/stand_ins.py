@@ -3,8 +3,9 @@
 Python attributes a warning to a frame: its file, line, module and registry of the warnings that were shown. Where a
 hook performs a call of the loop, that frame would be the hook's. So it performs the call through a stand-in: a
 function with the file and the globals of the calling frame, whose only line has the number of the line that runs
-there. One is made for each place that calls, and found by its instruction from then on. Tracebacks leave stand-ins
-out (`reprokit.errors.is_own`).
+there. One is made for each place of a module that calls, and found by its instruction from then on. Code in a namespace
+that is no module's (`exec`, notebooks) gets one for each call, because a stand-in keeps its globals alive. Tracebacks
+leave stand-ins out (`reprokit.errors.is_own`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _MOST = 10_000  # code that is made anew all the time, such as that of notebooks
 STAND_INS: dict[tuple[int, int], StandIn] = {}  # by the ``id`` of the calling code and the offset of its instruction
 _OUTER: dict[tuple[int, int, int], StandIn] = {}  # the same with the ``id`` of the one that it calls
 OF_TORCH: dict[tuple[int, int, int, int], StandIn] = {}  # of torch's code that the user's calls: with the user's call
+_MADE: dict[tuple[int, int, int], CodeType] = {}  # of stand-ins: by calling code, offset and the template's ``id``
 _CODES: dict[int, CodeType] = {}  # kept, so that each ``id`` stays its own
 
 
@@ -48,36 +50,48 @@ def _found(frame: FrameType, function: Callable[..., Any]) -> StandIn:
     frame = _calling(frame, function)
     key = id(frame.f_code), frame.f_lasti
     found: Any = STAND_INS.get(key)
+    is_kept = _is_of_module(frame)
     if found is None or found.__globals__ is not frame.f_globals:
-        if len(STAND_INS) + len(_OUTER) >= _MOST:
+        if len(_MADE) + len(_OUTER) >= _MOST:
             forget()
-        found = STAND_INS[key] = _made(_TEMPLATE, frame)
-        _CODES[key[0]] = frame.f_code
+        found = _made(_TEMPLATE, frame)
+        if is_kept:
+            STAND_INS[key] = found
     if not frame.f_code.co_filename.startswith(TORCH):
         return found  # type: ignore[no-any-return]
-    made, back = _with_outer(frame, found), frame.f_back
-    if back is not None and not back.f_code.co_filename.startswith((TORCH, OWN)):
+    made, is_kept = _with_outer(frame, found, is_kept)
+    back = frame.f_back
+    if is_kept and back is not None and not back.f_code.co_filename.startswith((TORCH, OWN)):
         OF_TORCH[*key, id(back.f_code), back.f_lasti] = made
         _CODES[id(back.f_code)] = back.f_code
     return made
 
 
-def _with_outer(frame: FrameType, inner: Any) -> StandIn:
+def _with_outer(frame: FrameType, inner: Any, is_kept: bool) -> tuple[StandIn, bool]:
+    """The outermost of the stand-ins around ``inner``, and whether all of them are of modules, and so may be kept."""
     for _ in range(_MOST_FRAMES):
         back = frame.f_back
         while back is not None and back.f_code.co_filename.startswith(OWN):
             back = back.f_back
         if back is None:
             break
+        is_kept = is_kept and _is_of_module(back)
         key = id(back.f_code), back.f_lasti, id(inner)
-        outer: Any = _OUTER.get(key)
+        outer: Any = _OUTER.get(key) if is_kept else None
         if outer is None:
-            outer = _OUTER[key] = _made(_OUTER_TEMPLATE, back, inner)
-            _CODES[key[0]] = back.f_code
+            outer = _made(_OUTER_TEMPLATE, back, inner)
+            if is_kept:
+                _OUTER[key] = outer
         frame, inner = back, outer
         if not frame.f_code.co_filename.startswith(TORCH):
             break
-    return inner  # type: ignore[no-any-return]
+    return inner, is_kept
+
+
+def _is_of_module(frame: FrameType) -> bool:
+    """True if the globals of a frame are those of a module, which live as long as the process does."""
+    module = sys.modules.get(frame.f_globals.get("__name__", ""))
+    return module is not None and module.__dict__ is frame.f_globals
 
 
 def _plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
@@ -85,11 +99,20 @@ def _plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _made(template: CodeType, frame: FrameType, *inner: StandIn) -> FunctionType:
-    line = frame.f_lineno or frame.f_code.co_firstlineno
-    code = template.replace(co_filename=frame.f_code.co_filename, co_firstlineno=line, co_name=frame.f_code.co_name)
-    _CODES[id(code)] = code
-    KINDS[id(code)] = "other"  # no search for the loop ends here: the frame that it stands for is further out
-    return FunctionType(code, frame.f_globals, argdefs=inner or None)
+    return FunctionType(_code_of(template, frame), frame.f_globals, argdefs=inner or None)
+
+
+def _code_of(template: CodeType, frame: FrameType) -> CodeType:
+    calling = frame.f_code
+    key = id(calling), frame.f_lasti, id(template)
+    code = _MADE.get(key)
+    if code is None:
+        line = frame.f_lineno or calling.co_firstlineno
+        code = template.replace(co_filename=calling.co_filename, co_firstlineno=line, co_name=calling.co_name)
+        _MADE[key] = code
+        _CODES[id(code)], _CODES[id(calling)] = code, calling
+        KINDS[id(code)] = "other"  # no search for the loop ends here: the frame that it stands for is further out
+    return code
 
 
 def as_called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -102,6 +125,7 @@ def forget() -> None:
     STAND_INS.clear()
     _OUTER.clear()
     OF_TORCH.clear()
+    _MADE.clear()
     for number, code in list(_CODES.items()):
         if code.co_varnames[:1] == (STAND_IN,):
             KINDS.pop(number, None)

@@ -40,6 +40,14 @@ _LEAVES = (
 )
 
 
+def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """`isinstance` for the variables of a script, by their real type.
+
+    A proxy, such as Flask's `request`, raises where `isinstance` asks it for the class of what it stands for.
+    """
+    return issubclass(type(value), kinds)
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in ``value``: one, some, or what `iter_tensors` finds."""
     kind = type(value)

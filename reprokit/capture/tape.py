@@ -242,6 +242,10 @@ class Tape:
         living = {number: tensor for number in self.values.values() if (tensor := number()) is not None}
         return {**living, **self.held, **self.inputs}
 
+    def arguments(self) -> list[Any]:
+        """Positional and keyword arguments of every call of the log."""
+        return [part for op in self.ops() for part in (op.args, op.kwargs)]
+
     # -- writing -------------------------------------------------------------------------------------------------
 
     def add(

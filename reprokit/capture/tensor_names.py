@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.structure import iter_leaves, iter_tensors
+from reprokit.capture.structure import is_a, iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, Op
 from reprokit.errors import ignored_errors, is_stand_in
 from reprokit.program.dataflow import node_of
@@ -86,7 +86,7 @@ class Names:
                 self._add_values(name, value)
         for running in _user_frames(frame):
             for name, value in list(running.f_locals.items()):
-                if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
+                if is_a(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
                     self._add_values(name, value)
         known = {}
         for place, number in _places(later):
@@ -198,7 +198,7 @@ def _named(frame: FrameType | None) -> Iterator[Named]:
     spaces = [script, *(running.f_locals for running in reversed(_user_frames(frame)))]
     named: list[Named] = [item for space in spaces for item in list(space.items())]
     for _, value in list(named):
-        is_plain = not isinstance(value, (type, ModuleType, torch.nn.Module)) and type(value).__dictoffset__ != 0
+        is_plain = not is_a(value, (type, ModuleType, torch.nn.Module)) and type(value).__dictoffset__ != 0
         named += list(vars(value).items()) if is_plain and not callable(value) else []
     direct = [(name, value) for name, value in named if name != "self" and not name.startswith("_")]
     yield from direct
@@ -209,7 +209,7 @@ def _named(frame: FrameType | None) -> Iterator[Named]:
         elif type(value) in (list, tuple):
             yield from ((f"{name}[{place}]", item) for place, item in enumerate(value[:_MOST]))
     for name, value in named:
-        if isinstance(value, torch.nn.Module):
+        if is_a(value, torch.nn.Module):
             prefix = "" if name == "self" else f"{name}."
             yield from ((f"{prefix}{path}", part) for path, part in value.named_modules() if path)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from reprokit import torch_private
-from reprokit.capture.structure import ATOMS, iter_tensors
+from reprokit.capture.structure import ATOMS, is_a, iter_tensors
 from reprokit.program.sites import kind_of_file
 
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
@@ -52,11 +52,11 @@ def read_by(value: Any) -> Iterator[tuple[Place, Any]]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, functools.partial):
+        if is_a(value, functools.partial):
             waiting += [value.func, value.args, value.keywords]
-        elif isinstance(value, (list, tuple)):
+        elif is_a(value, (list, tuple)):
             waiting += value
-        elif isinstance(value, dict):
+        elif is_a(value, dict):
             waiting += value.values()
         elif torch_private.uncompiled(value) is not None:
             waiting.append(torch_private.uncompiled(value))
@@ -64,7 +64,7 @@ def read_by(value: Any) -> Iterator[tuple[Place, Any]]:
             for place, held in _variables_of(value):
                 if next(owners_in(held), None) is not None or next(iter_tensors(held), None) is not None:
                     yield place, held
-                elif isinstance(held, (FunctionType, MethodType, functools.partial)):
+                elif is_a(held, (FunctionType, MethodType, functools.partial)):
                     waiting.append(held)
 
 
@@ -81,9 +81,9 @@ def _variables_of(function: Any) -> Iterator[tuple[Place, Any]]:
             yield (cell, ""), cell.cell_contents
     homes = [function.__globals__] if kind == "user" else []
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, _OWNERS):
+    if is_a(owner, _OWNERS):
         yield ({"self": owner}, "self"), owner
-    elif hasattr(owner, "__dict__"):
+    elif type(owner).__dictoffset__:
         homes.append(vars(owner))
     names = list(dict.fromkeys(names_in(code)))
     yield from (((home, name), home[name]) for home in homes for name in names if name in home)
@@ -96,23 +96,23 @@ def owners_in(value: Any) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:
         if not waiting:
             return
         value = waiting.popleft()
-        if type(value) in ATOMS or isinstance(value, torch.Tensor) or id(value) in seen:
+        if type(value) in ATOMS or is_a(value, torch.Tensor) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, _OWNERS):
+        if is_a(value, _OWNERS):
             yield value
-        elif isinstance(value, (list, tuple)):
+        elif is_a(value, (list, tuple)):
             waiting.extend(value[:_MOST])
-        elif isinstance(value, dict):
+        elif is_a(value, dict):
             waiting.extend(islice(value.values(), _MOST))
-        elif isinstance(value, SimpleNamespace) or _is_of_user(value):
+        elif is_a(value, SimpleNamespace) or _is_of_user(value):
             waiting.extend(vars(value).values())
 
 
 def _is_of_user(value: Any) -> bool:
     home = type(value).__module__
     file = getattr(sys.modules.get(home), "__file__", None) or ""
-    return home != "builtins" and hasattr(value, "__dict__") and kind_of_file(file) == "user"
+    return home != "builtins" and type(value).__dictoffset__ != 0 and kind_of_file(file) == "user"
 
 
 def names_in(code: CodeType) -> Iterator[str]:
