@@ -53,6 +53,7 @@ HEADINGS = (
     "name reprokit",
     "trouble",
     "seconds bare, watched",
+    "commit",
 )
 
 REPORTER_FILE = "libraries_reporter.py"
@@ -140,6 +141,7 @@ class Row:
 
     library: str
     version: str = ""
+    commit: str = ""  # of the reprokit that watched
     tests: int = 0
     passed: int = 0  # bare
     differences: list[Difference] = field(default_factory=list)  # those that came every time
@@ -168,13 +170,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     work: Path = options.work.resolve()
     watched = ("--reprokit", "--reprokit-dir", str(work / "snapshots")) if options.plugin else ()
-    snapshot = ("-f", "-o", str(work / "snapshots" / "failing.pt"))
+    snapshot = ("-f", "-o", str(work / "snapshots" / f"failing-{os.getpid()}.pt"))
     way = Way((), watched) if options.plugin else Way((*CAPTURE, *snapshot, *capture_options), ())
-    prepare_base(work, options.project.resolve())
+    commit = prepare_base(work, options.project.resolve())
     (work / "snapshots").mkdir(exist_ok=True)
     rows = []
     for library in wanted:
         row = judge(library, work, way, options)
+        row.commit = commit
         rows.append(row)
         print("\n".join(lines_of(row)), file=sys.stderr, flush=True)
     print(table(rows), file=sys.stderr)
@@ -219,13 +222,28 @@ def read_list(file: Path) -> list[Library]:
 # -- environments and sources ----------------------------------------------------------------------------------------
 
 
-def prepare_base(work: Path, project: Path) -> None:
-    """One environment with torch, pytest and the reprokit of `project`, on which those of the libraries stand."""
+def prepare_base(work: Path, project: Path) -> str:
+    """One environment with torch, pytest and the reprokit of `project`, on which those of the libraries stand; returns
+    the commit of `project`, with a `+` behind it where files differ from that commit."""
     python = python_of(work / "base")
     if not python.exists():
         call(sys.executable, "-m", "venv", work / "base")
         call(python, "-m", "pip", "-q", "install", "-c", CONSTRAINTS, TORCH, *TOOLS)
+    commit = commit_of(project)
+    installed = work / "base" / "commit.txt"
+    is_known = bool(commit) and not commit.endswith("+")
+    if is_known and installed.exists() and installed.read_text() == commit:
+        return commit  # a second process with the same commit leaves the package of the first as it is
+    installed.unlink(missing_ok=True)
     call(python, "-m", "pip", "-q", "install", "--force-reinstall", "--no-deps", "--no-build-isolation", project)
+    installed.write_text(commit)
+    return commit
+
+
+def commit_of(project: Path) -> str:
+    """The short name of the commit that is checked out in `project`; empty where it is no checkout."""
+    words = ["git", "-C", str(project), "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
 
 def prepare(library: Library, work: Path) -> tuple[Path, Path]:
@@ -497,6 +515,7 @@ def table(rows: Sequence[Row]) -> str:
             str(len(row.ours)),
             str(len(row.trouble)),
             f"{row.seconds[0]:.0f}, {row.seconds[1]:.0f}",
+            row.commit,
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
