@@ -348,7 +348,8 @@ class Suite:
             started = time.monotonic()
             code = self._call(words, environment, log, errors)
             seconds = time.monotonic() - started
-        events.with_suffix(".json").write_text(json.dumps({"code": code, "seconds": seconds}))
+        end = {"words": self._words(), "code": code, "seconds": seconds}
+        events.with_suffix(".json").write_text(json.dumps(end))
         lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
         return read_run(lines, self._errors_of(kind), code, seconds)
 
@@ -357,13 +358,19 @@ class Suite:
         return file.read_text(encoding="utf-8", errors="replace")
 
     def kept(self, kind: str) -> Run | None:
-        """A run of before, from its log; `None` if there is none."""
+        """A run of before, from its log; `None` if there is none, or one of other tests."""
         events = self.work / "logs" / f"{self.library.name}-{kind}.jsonl"
-        end = events.with_suffix(".json")
-        if not end.exists():
+        if not events.with_suffix(".json").exists():
+            return None
+        end = json.loads(events.with_suffix(".json").read_text())
+        if end.get("words") != self._words():
             return None
         lines = events.read_text(encoding="utf-8").splitlines()
-        return read_run(lines, self._errors_of(kind), **json.loads(end.read_text()))
+        return read_run(lines, self._errors_of(kind), end["code"], end["seconds"])
+
+    def _words(self) -> list[str]:
+        """What is run, for a later process that asks for the same."""
+        return [*self.library.options, *self.library.tests]
 
     def _call(self, words: Sequence[str], environment: dict[str, str], log: IO[bytes], errors: IO[bytes]) -> int:
         command = [str(self.python), *words]
@@ -441,7 +448,7 @@ def confirmed(
         last = last_of(found, order)
         bare = suite.run(f"bare-{number}", BARE, last)
         watched = suite.run(f"watched-{number}", way, last)
-        found &= differences(bare, watched)
+        found = found & differences(bare, watched)
     return found
 
 

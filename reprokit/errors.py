@@ -125,6 +125,24 @@ def tb_entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
+def drop_own_frames(error: BaseException) -> None:
+    """Take the frames of a hook off the front of an exception's traceback, before a bare ``raise`` passes it on: code
+    of the user's that catches the exception finds the frames of a run that nobody watches.
+
+    Where there are frames of reprokit only and none has performed a call, the exception came up in them: they stay.
+    """
+    entry, has_performed = error.__traceback__, False
+    while entry is not None:
+        code = entry.tb_frame.f_code
+        if code.co_varnames[:1] == (STAND_IN,):
+            has_performed = True
+        elif not code.co_filename.startswith(_OWN_FOLDER):
+            break
+        entry = entry.tb_next
+    if entry is not None or has_performed:
+        error.__traceback__ = entry
+
+
 STAND_IN = "reprokit_function"  # the first variable of code that stands for a line of the user's
 
 

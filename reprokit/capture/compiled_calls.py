@@ -30,6 +30,7 @@ from reprokit.capture.tape import Number, version_of
 from reprokit.capture.transformed import begin_call
 from reprokit.capture.variables import names_in, owners_in
 from reprokit.compare.compiled import Compiled, registered
+from reprokit.errors import drop_own_frames
 from reprokit.program.sites import line_of
 
 
@@ -79,11 +80,15 @@ class CompiledCalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return compiled(*args, **kwargs)
-            if not recorder.is_outermost:
-                if not recorder.is_installed:
-                    recorder.leave_stack()  # a compiler would follow calls into the mode
-                return stand_in(sys._getframe(1), compiled)(compiled, args, kwargs)
-            return self._perform(compiled, original, args, kwargs)
+            try:
+                if not recorder.is_outermost:
+                    if not recorder.is_installed:
+                        recorder.leave_stack()  # a compiler would follow calls into the mode
+                    return stand_in(sys._getframe(1), compiled)(compiled, args, kwargs)
+                return self._perform(compiled, original, args, kwargs)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
 
         return call
 

@@ -7,9 +7,8 @@ call, and where was it raised?
 from __future__ import annotations
 
 import contextlib
-import linecache
+import dis
 import math
-import re
 import signal
 import sys
 import threading
@@ -513,11 +512,12 @@ def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
 def _raiser(error: BaseException) -> str:
     """The file of the ``raise`` or ``assert`` that has raised an exception; empty if none has."""
     entries = list(tb_entries(error.__traceback__))
-    if not entries or entries[-1].tb_lineno is None:
+    if not entries:
         return ""
-    file = entries[-1].tb_frame.f_code.co_filename
-    return file if _RAISE.search(linecache.getline(file, entries[-1].tb_lineno).split("#")[0]) else ""
+    code = entries[-1].tb_frame.f_code
+    has_raised = code.co_code[entries[-1].tb_lasti] == _RAISE
+    return code.co_filename if has_raised else ""
 
 
-_RAISE = re.compile(r"\b(raise|assert)\b")
+_RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of ``raise`` and of a failed ``assert``
 _MISTAKES = (NameError, AttributeError, ImportError, LookupError, TypeError)

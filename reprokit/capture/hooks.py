@@ -34,6 +34,7 @@ from reprokit.capture.tape import Number
 from reprokit.capture.transformed import MAKES, OPENS, RUNS, TransformCalls
 from reprokit.capture.world import owned_by
 from reprokit.compare.compiled import DEFAULT
+from reprokit.errors import drop_own_frames
 from reprokit.program.functions import look_up_all
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
@@ -267,7 +268,11 @@ class Hooks:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
-            return perform(original, args, kwargs)
+            try:
+                return perform(original, args, kwargs)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
 
         home = sys.modules.get(original.__module__)  # where pickle looks a function up
         for place in {owner, home} if getattr(home, name, None) is original else {owner}:
@@ -278,7 +283,11 @@ class Hooks:
         original, recorder = torch.compile, self._recorder
 
         def compile(*args: Any, **kwargs: Any) -> Any:
-            made = as_called(original, args, kwargs)
+            try:
+                made = as_called(original, args, kwargs)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
             if not recorder.enabled:
                 return made
             self._watch_compiled()
@@ -322,15 +331,19 @@ class Hooks:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
-            is_inner = recorder.depth and not recorder.is_stepping  # such as the one that `Tensor.backward` calls
-            if is_inner or not recorder.is_outermost:
-                if threading.get_ident() != recorder.thread:
-                    recorder.miss_backward()
-                frame = sys._getframe(1)  # of `Tensor.backward` mostly, which the user's code has called
-                back = frame.f_back or frame
-                key = id(frame.f_code), frame.f_lasti, id(back.f_code), back.f_lasti
-                return (OF_TORCH.get(key) or stand_in(frame, original))(original, args, kwargs)
-            return recorder.differentiate(original, args, kwargs)
+            try:
+                is_inner = recorder.depth and not recorder.is_stepping  # such as the one that `Tensor.backward` calls
+                if is_inner or not recorder.is_outermost:
+                    if threading.get_ident() != recorder.thread:
+                        recorder.miss_backward()
+                    frame = sys._getframe(1)  # of `Tensor.backward` mostly, which the user's code has called
+                    back = frame.f_back or frame
+                    key = id(frame.f_code), frame.f_lasti, id(back.f_code), back.f_lasti
+                    return (OF_TORCH.get(key) or stand_in(frame, original))(original, args, kwargs)
+                return recorder.differentiate(original, args, kwargs)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
 
         self._replace(torch.autograd, "backward", backward)
 

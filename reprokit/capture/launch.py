@@ -233,24 +233,34 @@ def _set_first_path(folder: str) -> None:
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
-    has_detour = False
     entries = list(tb_entries(traceback))
-    if not any(is_own(entry.tb_frame) for entry in entries):
-        return traceback
     codes = [entry.tb_frame.f_code for entry in entries]
     launched = next((code for code in (run_script.__code__, run_module.__code__) if code in codes), None)
     for entry in entries[codes.index(launched) + 1 if launched is not None else 0 :]:
         if is_own(entry.tb_frame):
-            has_detour = True
-            while kept and kept[-1].tb_frame.f_code.co_filename.endswith(_DISPATCH):
-                kept.pop()
             continue
-        if has_detour and kept and kept[-1].tb_frame.f_code is entry.tb_frame.f_code:
-            kept.pop()  # torch's function asked the tape first and was then called again by it
-        has_detour = False
+        if kept and _is_dispatch(kept[-1]):
+            del kept[_place_of_question(kept, entry) :]
         kept.append(entry)
     linked: TracebackType | None = None
     for entry in reversed(kept):
         line = entry.tb_lineno if entry.tb_lineno is not None else -1  # an instruction without a line
         linked = TracebackType(linked, entry.tb_frame, entry.tb_lasti, line)
     return linked
+
+
+def _is_dispatch(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.endswith(_DISPATCH)
+
+
+def _place_of_question(kept: list[TracebackType], entry: TracebackType) -> int:
+    """Where a function of torch that is written in Python has asked the tape, before the tape called it again: there
+    its frames of the first time begin. The number of entries if ``entry`` is not of such a call."""
+    home = os.path.dirname(kept[-1].tb_frame.f_code.co_filename) + os.sep
+    for place in range(len(kept) - 1, -1, -1):
+        code = kept[place].tb_frame.f_code
+        if code is entry.tb_frame.f_code:
+            return place
+        if not code.co_filename.startswith(home):
+            break
+    return len(kept)

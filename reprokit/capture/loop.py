@@ -40,7 +40,7 @@ from reprokit.capture.tape import MOST_BYTES, SLOTS, Mark, Number, Op
 from reprokit.capture.tensor_names import names_of
 from reprokit.capture.world import GeneratorWatch, World, options_of
 from reprokit.compare.compiled import Compiled
-from reprokit.errors import pass_on, tb_entries
+from reprokit.errors import drop_own_frames, pass_on, tb_entries
 from reprokit.locate.ways import NAN, PLUS, bad_tensor, is_bad, is_finite_sum, ways_of
 from reprokit.native import clock
 from reprokit.program.ir import OPAQUE, Call, Mode
@@ -498,15 +498,18 @@ class Loop:
         def watched(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            if not recorder.enabled:
-                return as_called(closure, args, kwargs)
-            self.leave()
-            if calls > 1:
-                recorder.guard(self.interrupt)
-            self.is_urgent = is_search or calls > 1
             try:
+                if not recorder.enabled:
+                    return as_called(closure, args, kwargs)
+                self.leave()
+                if calls > 1:
+                    recorder.guard(self.interrupt)
+                self.is_urgent = is_search or calls > 1
                 loss = as_called(closure, args, kwargs)
                 recorder.guard(self._check_update, optimizer)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
             finally:
                 self.is_urgent = False
                 try:

@@ -37,7 +37,7 @@ from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, re
 from reprokit.capture.tape import Number, Op, Tape
 from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.traits import FACTS, OPERATORS, UNKNOWN, Traits, facts_of
-from reprokit.errors import has_arrived, ignored_errors
+from reprokit.errors import drop_own_frames, has_arrived, ignored_errors
 from reprokit.program import functions
 from reprokit.program.ir import Mode
 from reprokit.program.sites import find_frames
@@ -95,69 +95,73 @@ class Recorder(StackedMode):
         Written out for a call of the usual kind, which changes nothing and makes one tensor of tensors: every call of
         the loop comes through here.
         """
-        facts = FACTS.get(func)
-        if facts is None:
-            func = functions.called_function(func, sys._getframe(1))
-            facts = FACTS.get(func) or self._facts(func)
-        if facts.is_attribute:
-            return func(*args)
-        frame: Any = sys._getframe(1)
-        walker, code = frame, frame.f_code
-        if code is _HANDLE and frame.f_back.f_code is getattr(func, "__code__", None):
-            frame = frame.f_back.f_back  # a function written in Python has asked the mode and is called again
-            code = None if frame.f_code.co_filename.startswith(TORCH) else frame.f_code
-        perform = STAND_INS.get((id(code), frame.f_lasti)) or stand_in(walker, func)
-        if facts.is_silent:
-            result = perform(func, args, kwargs)
-            if facts.is_read and result.__class__ is float and not math.isfinite(result):
-                self.has_read_bad = True
-            return result
-        if self.depth or not self.enabled or get_ident() != self.thread:
-            return perform(func, args, kwargs)
-        if _peek_transforms() is not None:
-            self.has_transform = True
-            return perform(func, args, kwargs)
-        user: FrameType | None = None
-        while walker is not None and (kind := KINDS.get(id(walker.f_code))) in _PASSED:
-            user = user or (walker if kind == "user" else None)
-            walker = walker.f_back
-        if facts.is_differentiation:
-            return self.differentiate(facts.function, args, dict(kwargs or {}), perform)
-        if not facts.is_plain or self.is_hand_updated or walker is None or kind not in ("loop", "top"):
-            return self._perform(facts, func, args, dict(kwargs or {}), perform)
-        user = user or walker
         try:
-            out = perform(func, args, kwargs)
-        except BaseException as error:
-            self.guard(self._note_failure, error, facts, args, dict(kwargs or {}), user)
-            raise
-        try:
-            tape = self.tape
-            if facts.is_indexing and args[1].__class__ not in ATOMS:
-                args = with_own_index(args)
-            given = args[0] if args and args[0].__class__ is list else args
-            is_usual = out.__class__ in TENSORS and not TENSORS.isdisjoint(map(type, given))
-            if not is_usual or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
-                if _num_dispatch_modes() and is_tracing():  # by fake tensors, or those of `make_fx`
+            facts = FACTS.get(func)
+            if facts is None:
+                func = functions.called_function(func, sys._getframe(1))
+                facts = FACTS.get(func) or self._facts(func)
+            if facts.is_attribute:
+                return func(*args)
+            frame: Any = sys._getframe(1)
+            walker, code = frame, frame.f_code
+            if code is _HANDLE and frame.f_back.f_code is getattr(func, "__code__", None):
+                frame = frame.f_back.f_back  # a function written in Python has asked the mode and is called again
+                code = None if frame.f_code.co_filename.startswith(TORCH) else frame.f_code
+            perform = STAND_INS.get((id(code), frame.f_lasti)) or stand_in(walker, func)
+            if facts.is_silent:
+                result = perform(func, args, kwargs)
+                if facts.is_read and result.__class__ is float and not math.isfinite(result):
+                    self.has_read_bad = True
+                return result
+            if self.depth or not self.enabled or get_ident() != self.thread:
+                return perform(func, args, kwargs)
+            if _peek_transforms() is not None:
+                self.has_transform = True
+                return perform(func, args, kwargs)
+            user: FrameType | None = None
+            while walker is not None and (kind := KINDS.get(id(walker.f_code))) in _PASSED:
+                user = user or (walker if kind == "user" else None)
+                walker = walker.f_back
+            if facts.is_differentiation:
+                return self.differentiate(facts.function, args, dict(kwargs or {}), perform)
+            if not facts.is_plain or self.is_hand_updated or walker is None or kind not in ("loop", "top"):
+                return self._perform(facts, func, args, dict(kwargs or {}), perform)
+            user = user or walker
+            try:
+                out = perform(func, args, kwargs)
+            except BaseException as error:
+                self.guard(self._note_failure, error, facts, args, dict(kwargs or {}), user)
+                raise
+            try:
+                tape = self.tape
+                if facts.is_indexing and args[1].__class__ not in ATOMS:
+                    args = with_own_index(args)
+                given = args[0] if args and args[0].__class__ is list else args
+                is_usual = out.__class__ in TENSORS and not TENSORS.isdisjoint(map(type, given))
+                if not is_usual or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
+                    if _num_dispatch_modes() and is_tracing():  # by fake tensors, or those of `make_fx`
+                        return out
+                    with unseen():
+                        self._note_plain(facts, args, dict(kwargs or {}), user, out)
                     return out
-                with unseen():
-                    self._note_plain(facts, args, dict(kwargs or {}), user, out)
-                return out
-            given = tuple(tape.encode(args))
-            number = tape.values.get(id(out))
-            if number is None or number() is not out:
-                number = tape.values[id(out)] = Number(out)  # as `Tape.new_number`
-                number.step = tape.step
-            mode = current_mode() if _is_any_autocast_enabled() or not is_grad_enabled() else _PLAIN_MODE
-            code, place = user.f_code, user.f_lasti
-            tape.log += (Function, facts.function, given, kwargs or None, number, code, place, mode, None)
-            if out.requires_grad and not native.dim(out):
-                tape.scalars.append((out, code, place))
-            if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
-                tape.sweep()
+                given = tuple(tape.encode(args))
+                number = tape.values.get(id(out))
+                if number is None or number() is not out:
+                    number = tape.values[id(out)] = Number(out)  # as `Tape.new_number`
+                    number.step = tape.step
+                mode = current_mode() if _is_any_autocast_enabled() or not is_grad_enabled() else _PLAIN_MODE
+                code, place = user.f_code, user.f_lasti
+                tape.log += (Function, facts.function, given, kwargs or None, number, code, place, mode, None)
+                if out.requires_grad and not native.dim(out):
+                    tape.scalars.append((out, code, place))
+                if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
+                    tape.sweep()
+            except BaseException as error:
+                self.switch_off(error)
+            return out
         except BaseException as error:
-            self.switch_off(error)
-        return out
+            drop_own_frames(error)
+            raise
 
     def _facts(self, func: Callable[..., Any]) -> Traits:
         try:

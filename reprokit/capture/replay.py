@@ -351,10 +351,12 @@ class TracedPlayer(Player):
                     self.play(op)
                 except Exception as raised:
                     pass_on(raised)
-                    if not raises:
+                    if raises:
+                        self.error = raised
+                        break
+                    if type(raised).__module__.startswith("reprokit."):  # such as that another rank has stopped
                         raise
-                    self.error = raised
-                    break
+                    raise CannotGoBack(why_not_again(raised)) from raised
         self.mismatches += map(_ROUNDED.format, dict.fromkeys(self.tracer.transforms.rounded))
         self.finish(is_whole=raises)
 
@@ -428,6 +430,13 @@ class TracedPlayer(Player):
             return replace(origin or InputName("input"), role="opaque")
         is_value = origin is not None and origin.role == "opaque" and not tensor.requires_grad
         return None if is_value else origin  # used without the graph that an earlier step made
+
+
+def why_not_again(error: Exception) -> str:
+    """What a fidelity note says of a step whose calls raise an exception when they are played again: what they read
+    beside their arguments, such as an attribute of a parameter, is not put back."""
+    message = str(error).partition("\n")[0]
+    return f"playing the step again raised {type(error).__name__}: {message}"
 
 
 def needed_ops(ops: Sequence[Op], keep: Op | None = None) -> list[Op]:
@@ -876,10 +885,11 @@ def graphs_in(ops: Iterable[Op], tape: Tape, known: Mapping[Number, torch.Tensor
     """The numbers with a graph of earlier calls that these calls read; ``known`` tensors without a graph are values."""
     produced: set[Number] = set()
     wanted: set[Number] = set()
-    for op in ops:
-        for number in op.ins if not reads_values(op) else ():
-            tensor = known.get(number)
-            if tensor is None or (tensor.requires_grad and not is_leaf(tensor)):
-                wanted.update({number} - produced - tape.inputs.keys())
-        produced.update(op.outs)
+    with native.DisableTorchFunction():  # a tensor subclass may refuse what its script does not ask for
+        for op in ops:
+            for number in op.ins if not reads_values(op) else ():
+                tensor = known.get(number)
+                if tensor is None or (tensor.requires_grad and not is_leaf(tensor)):
+                    wanted.update({number} - produced - tape.inputs.keys())
+            produced.update(op.outs)
     return wanted

@@ -26,6 +26,7 @@ from reprokit.capture.callers import KINDS, first_user_frame
 from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
 from reprokit.capture.stand_ins import stand_in
 from reprokit.capture.structure import iter_tensors
+from reprokit.errors import drop_own_frames
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
 
@@ -64,15 +65,19 @@ class RootCalls:
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not roots.is_root_call():
                 return original(self, *args, **kwargs)
-            recorder.guard(roots.meet_class, type(self))
-            if not roots.is_first_called(self):
-                # A class between has a `__call__` of its own, which is running and has called this one: what it has
-                # done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
-                recorder.guard(recorder.loop.meet_module, self)
-                with roots.unwatched():
-                    return stand_in(sys._getframe(1), original)(original, (self, *args), kwargs)
-            known, given = (self, args, kwargs, sys._getframe(1)), (self, *args)
-            return recorder.whole(roots.begin, known, original, given, kwargs, roots.finish, around=roots.unwatched)
+            try:
+                recorder.guard(roots.meet_class, type(self))
+                if not roots.is_first_called(self):
+                    # A class between has a `__call__` of its own, which is running and has called this one: what it
+                    # has done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
+                    recorder.guard(recorder.loop.meet_module, self)
+                    with roots.unwatched():
+                        return stand_in(sys._getframe(1), original)(original, (self, *args), kwargs)
+                known, given = (self, args, kwargs, sys._getframe(1)), (self, *args)
+                return recorder.whole(roots.begin, known, original, given, kwargs, roots.finish, around=roots.unwatched)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
 
         functools.update_wrapper(__call__, original)
         self._watcher = __call__
@@ -130,11 +135,15 @@ class RootCalls:
             inner: Any = super(cls, self).__call__ if function is None else MethodType(function, self)  # type: ignore[misc]
             if is_compiling() or (recorder.depth and not recorder.is_stepping) or not roots.is_root_call():
                 return inner(*args, **kwargs)
-            known = self, args, kwargs, sys._getframe(1)
-            finish = roots.finish if recorder.loop.generators.looks_left or not recorder.is_claimed else None
-            if roots._original is not None:  # every module is watched
-                return recorder.whole(roots.begin, known, inner, args, kwargs, finish, around=roots.unwatched)
-            return recorder.whole(roots.begin, known, inner, args, kwargs, finish)
+            try:
+                known = self, args, kwargs, sys._getframe(1)
+                finish = roots.finish if recorder.loop.generators.looks_left or not recorder.is_claimed else None
+                if roots._original is not None:  # every module is watched
+                    return recorder.whole(roots.begin, known, inner, args, kwargs, finish, around=roots.unwatched)
+                return recorder.whole(roots.begin, known, inner, args, kwargs, finish)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
 
         found = own if own is not None else cls.__call__
         functools.update_wrapper(__call__, found)  # names and signature, for whoever looks

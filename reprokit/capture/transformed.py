@@ -22,6 +22,7 @@ from reprokit.capture.roots import generator_states
 from reprokit.capture.stand_ins import as_called
 from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.variables import owners_in, read_by
+from reprokit.errors import drop_own_frames
 from reprokit.program.trace import current_mode
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ class TransformCalls:
 
         @functools.wraps(made)
         def transformed(*args: Any, **kwargs: Any) -> Any:
-            self._recorder.has_transform = True
-            return self._perform(made, made, args, kwargs)
+            try:
+                self._recorder.has_transform = True
+                return self._perform(made, made, args, kwargs)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
 
         return transformed
 
@@ -83,8 +88,12 @@ class TransformCalls:
         @functools.wraps(function)
         def derivative(*args: Any, **kwargs: Any) -> Any:
             is_outermost = recorder.is_outermost
-            with recorder.paused():
-                found = function(*args, **kwargs)
+            try:
+                with recorder.paused():
+                    found = as_called(function, args, kwargs)
+            except BaseException as error:
+                drop_own_frames(error)
+                raise
             if is_outermost:
                 recorder.guard(note_unfollowed, found)
             return found
