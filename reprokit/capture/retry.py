@@ -576,7 +576,16 @@ class RetrySession(Session):
         is_made = line in _lines_of(program.calls)
         if line not in _lines_of(captured.calls[: _num_before_backward(captured)]):
             is_made = is_made or line in _lines_of_ops(ops)
-        return not is_made and (line in _text_of(program) or not is_new)
+        if is_made or self._stands_in(program, ops):
+            return False
+        return line in _text_of(program) or not is_new
+
+    def _stands_in(self, program: Program, ops: list[Op]) -> bool:
+        """True if the step comes to a branch that was edited in, in front of the line that failed or around it."""
+        failing = self._captured.failure.site
+        sites = [make_site(op.code, op.instruction) for op in ops if op.code is not None]
+        sites += [call.site for call in program.calls if call.site is not None]
+        return failing is not None and self.edits.stands_in(failing, sites)
 
     def _other_number(self, program: Program) -> str:
         """A flag, or a number that is another one in each step, in a line that is not edited and without which the

@@ -123,7 +123,6 @@ class Edits:
         is_renamed = words[0][:1] != words[1][:1]
         self._command = set(_READS_COMMAND) if is_renamed or self.acts_everywhere else set()
         self.is_any = bool(self._command) or any(file.is_edited for file in self._files.values())
-        self._acted: set[int] | None = None
 
     def line_of(self, site: Site) -> tuple[str, int] | None:
         """Where a line of then is now; ``None`` if it was edited or taken out."""
@@ -157,6 +156,17 @@ class Edits:
         if statement is None:
             return self.is_edited(site)
         return id(statement) in self._all_acted_on()
+
+    def stands_in(self, site: Site, reached: Collection[Site]) -> bool:
+        """True if an edited statement decides about the line of a site of then, and is itself ``reached`` by the step:
+        a jump in front of that line, or a condition around it. No names are followed."""
+        name = self._names.get(site.file, site.file)
+        file = self._files.get(name)
+        now = file.moved.get(site.line) if file is not None and self.is_known else None
+        if file is None or now is None:
+            return False
+        failing, edited = file.by_line.get(now), {self._statement(one) for one in reached if self.is_edited(one)}
+        return any(failing in self._acting.controlled_by(one) for one in edited if one is not None)
 
     def makes(self, name: str, site: Site | None) -> bool:
         """True if an edit may act on what a tensor is made of, that a statement of now makes and reads, or reads by a
@@ -202,9 +212,11 @@ class Edits:
         return file.by_line.get(site.line) if file is not None else None
 
     def _all_acted_on(self) -> set[int]:
-        if self._acted is None:
-            self._acted = _Acting(self._files, self._command).found
-        return self._acted
+        return self._acting.found
+
+    @functools.cached_property
+    def _acting(self) -> _Acting:
+        return _Acting(self._files, self._command)
 
 
 def _lines_of(sites: Collection[Site]) -> dict[str, list[int | str]]:
@@ -433,7 +445,7 @@ class _Acting:
             self.found.add(id(one))
             self._written |= one.writes
             if not is_known:
-                stack += [(inner, True) for inner in self._controlled_by(one)]
+                stack += [(inner, True) for inner in self.controlled_by(one)]
             for called in one.calls:
                 known = self._functions.get(called) or self._functions.get("forward()", [])
                 for function in known:
@@ -442,7 +454,7 @@ class _Acting:
                     if is_new:
                         stack += [(m, True) for m in self._members.get(id(function), []) if id(m) not in self.found]
 
-    def _controlled_by(self, statement: _Statement) -> Iterator[_Statement]:
+    def controlled_by(self, statement: _Statement) -> Iterator[_Statement]:
         """The statements that run or do not run by a statement: its body, and what follows a jump in it."""
         node = statement.node
         if isinstance(node, (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)):
