@@ -581,8 +581,13 @@ class RetrySession(Session):
         return line in _text_of(program) or not is_new
 
     def _stands_in(self, program: Program, ops: list[Op]) -> bool:
-        """True if the step comes to a branch that was edited in, in front of the line that failed or around it."""
+        """True if the step comes to a branch that was edited in, in front of the line that failed or around it.
+
+        It has the number of the captured one, or that may have decided instead.
+        """
         failing = self._captured.failure.site
+        if self._loop.iterations.completed != self._captured.step + 1:
+            return False
         sites = [make_site(op.code, op.instruction) for op in ops if op.code is not None]
         sites += [call.site for call in program.calls if call.site is not None]
         return failing is not None and self.edits.stands_in(failing, sites)

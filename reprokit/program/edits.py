@@ -165,8 +165,9 @@ class Edits:
         now = file.moved.get(site.line) if file is not None and self.is_known else None
         if file is None or now is None:
             return False
-        failing, edited = file.by_line.get(now), {self._statement(one) for one in reached if self.is_edited(one)}
-        return any(failing in self._acting.controlled_by(one) for one in edited if one is not None)
+        edited = {self._statement(one) for one in reached if self.is_edited(one)}
+        decided = [inner for one in edited if one is not None for inner in self._acting.controlled_by(one)]
+        return file.by_line.get(now) in decided
 
     def makes(self, name: str, site: Site | None) -> bool:
         """True if an edit may act on what a tensor is made of, that a statement of now makes and reads, or reads by a

@@ -464,3 +464,41 @@ def test_mended_clipping_makes_the_step_leave_its_update_out(run_reprokit: Run, 
         (tmp_path / "train.py").write_text(OWN_CLIPPING.replace(old, new))
         done = run_reprokit("retry", "s.pt", "train.py")
         assert done.returncode == code, (what, done.stderr)
+
+
+RANKING = """\
+import torch
+
+torch.manual_seed(4)
+net = torch.nn.Linear(5, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=2e-3)
+
+
+def ranking(scores, positive):
+    hardest = scores[positive].min()
+    return (scores[~positive] - hardest + 0.1).relu().mean()
+
+
+for step in range(12):
+    x = torch.randn(6, 5)
+    positive = x[:, 0] > (-0.2 if step != 9 else 9.0)
+    positive[0], positive[1] = step != 9, False
+    loss = ranking(net(x).squeeze(1), positive)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_an_edited_branch_in_front_of_the_line_that_failed(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKING)
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    line = "    hardest = scores"
+    edits = {
+        "a branch that is not taken": ("    if scores.isnan().all():\n        return scores.sum() * 0\n", 1),
+        "the code": ("    if not positive.any():\n        return 0.1 * scores.abs().mean()\n", 0),
+    }
+    for what, (branch, code) in edits.items():
+        (tmp_path / "train.py").write_text(RANKING.replace(line, branch + line))
+        done = run_reprokit("retry", "s.pt", "train.py")
+        assert done.returncode == code, (what, done.stderr)
