@@ -31,6 +31,7 @@ from reprokit.compare.runs import Run
 from reprokit.errors import SnapshotError, ignored_errors, ignored_warnings, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.program.code_lines import lines_of_run
 from reprokit.program.dataflow import prepared, same_bits
 from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.ir import Input
@@ -99,7 +100,8 @@ class Place:
 
         There may be several steps that somebody has asked for: all names have the step then.
         """
-        snapshot = private(made.snapshot, self.source)
+        lines = lines_of_run() if self.source == "none" else frozenset()
+        snapshot = private(made.snapshot, self.source, lines)
         with ignored_errors(), by_itself(snapshot.settings):  # then `reprokit diff` needs the file of another run
             snapshot = replace(snapshot, digests=Run.of(placed(snapshot, made.devices)).digests)
         part = rank_suffix() or self.part

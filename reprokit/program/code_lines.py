@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import linecache
 import os
+import re
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -25,6 +27,8 @@ _MOST_BYTES = 2**20  # of a file; a larger one is data
 _SETTINGS = (".yaml", ".yml", ".toml", ".json", ".ini", ".cfg")
 _MOST_SETTINGS_BYTES = 2**16
 _MOST_ENTRIES = 500  # of folders that are looked through for settings; a data set has more
+_HAS_WORD = re.compile(r"\w")
+_DOTTED_NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENCODING, tokenize.ENDMARKER}
 
 
@@ -72,6 +76,20 @@ def _settings_beside(folder: Path) -> Iterator[Path]:
                         folders.append((Path(entry.path), depth + 1))
                 elif entry.name.endswith(_SETTINGS) and entry.stat().st_size <= _MOST_SETTINGS_BYTES:
                     yield Path(entry.path)
+
+
+def lines_of_run() -> frozenset[str]:
+    """The lines of the user's Python files and cells, without indentation.
+
+    Left out are names, which every file may have, and lines without a letter or digit.
+    """
+    files = [str(path) for path in files_of_run().values() if path.suffix == ".py"]
+    cells = [name for name in list(linecache.cache) if kind_of_file(name) == "user"]
+    lines = set[str]()
+    for name in {*files, *cells}:
+        with ignored_errors():
+            lines.update(line.strip() for line in linecache.getlines(name))
+    return frozenset(line for line in lines if _HAS_WORD.search(line) and not _DOTTED_NAME.fullmatch(line))
 
 
 def digests_of_run(began_at: float) -> dict[str, tuple[int, ...]]:

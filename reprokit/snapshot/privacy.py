@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import re
 import zlib
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from reprokit import grammar
 from reprokit.grammar import Kind, mapped
 from reprokit.program.ir import OPAQUE, Call, Program, Site
-from reprokit.snapshot.redact import redact_argv, redact_source, redact_text, without_traceback_code
+from reprokit.snapshot.redact import redact_argv, redact_source, redact_text, without_source
 from reprokit.snapshot.source import Source, SourceState
 from reprokit.words import change_quotations, without_code
 
@@ -25,9 +26,12 @@ T = TypeVar("T")
 _EXPRESSION = re.compile(r"\w[\[(]|=|\s(?:[-+*/@%&|<>]|return|in|not|and|or|if)\s|^(?:return|del|assert|raise)\s")
 
 
-def private(content: T, source: Source = "all") -> T:
-    """A snapshot, reduction, failure or event without credentials, personal paths and source beyond the policy."""
-    policy = _Policy(source)
+def private(content: T, source: Source = "all", lines: Set[str] = frozenset()) -> T:
+    """A snapshot, reduction, failure or event without credentials, personal paths and source beyond the policy.
+
+    ``lines`` are those of the user's code, where they are known; with ``none`` no text keeps one of them.
+    """
+    policy = _Policy(source, frozenset(lines) if source == "none" else frozenset())
     made: T = mapped(type(content), content, policy.text, policy.finish)
     return made
 
@@ -35,9 +39,11 @@ def private(content: T, source: Source = "all") -> T:
 @dataclass(frozen=True, slots=True)
 class _Policy:
     source: Source
+    lines: frozenset[str]
 
     def text(self, kind: Kind, text: str) -> str:
-        return _changed(kind, text, self.source)
+        # a text of one line may be a number or an option, which a line of code may be as well
+        return _changed(kind, text, self.source, self.lines if kind is grammar.text else frozenset())
 
     def finish(self, before: Any, after: Any) -> Any:
         """What one text of a dataclass says about another."""
@@ -84,7 +90,7 @@ def _origin_alone(program: Program, origin: int | None) -> Program:
 
 
 @functools.lru_cache(maxsize=2**13)  # the names and lines of a step stand at many calls
-def _changed(kind: Kind, text: str, source: Source) -> str:
+def _changed(kind: Kind, text: str, source: Source, lines: frozenset[str]) -> str:
     """A text of a kind as the policy lets it out."""
     if kind in (grammar.digest, grammar.rows, grammar.link):
         return text
@@ -93,7 +99,7 @@ def _changed(kind: Kind, text: str, source: Source) -> str:
     if kind in (grammar.code, grammar.statement):
         return redact_source(text) if source != "none" else ""
     if kind in (grammar.text, grammar.line) and source == "none":
-        return redact_text(without_traceback_code(without_code(text)))
+        return redact_text(without_source(without_code(text), lines))
     if kind is grammar.name and source == "none" and _EXPRESSION.search(text):
         return f"name_{zlib.crc32(text.encode('utf-8', 'replace')):08x}"  # alike wherever the step has it
     return change_quotations(text, redact_text, redact_source)

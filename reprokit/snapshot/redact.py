@@ -18,7 +18,7 @@ import getpass
 import re
 import socket
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from importlib import resources
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -158,6 +158,14 @@ _LITERAL = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _QUOTED_CODE = re.compile(r"(?m)^(?P<place>[ \t]*File \"[^\"\n]*\", line [0-9]+.*\n)(?P<code>[ \t]+\S.*)$")
+# What a message marks as source. A traceback indents it below its place, Dynamo's `from user code:` too. TorchScript
+# puts `~~~ <--- HERE` into a function that it quotes from the first column, and indented lines follow.
+_PLACE = r"(?m)^(?P<place>(?P<indent>[ \t|]*)File \"[^\"\n]*\", line [0-9]+.*)"
+_TRACEBACK_SOURCE = re.compile(_PLACE + r"(?:\n(?P=indent)[ \t]+(?!File \")\S.*)+")
+_SCRIPT_SOURCE = re.compile(_PLACE + r"\n(?:(?![ \t]*File \").*\n)*?[ \t]*~+ <--- HERE(?:\n[ \t]+(?!File \")\S.*)*")
+# pytest makes a message of an asserted expression: `assert 3 == f(7)`, and ` +  where 3 = a.shape[0]` below.
+# `cannot assert that` in a sentence stays.
+_ASSERTED = re.compile(r"(?m)(^|\bAssertionError: )assert\b.*(?:\n[ \t]+.*)*")
 
 _LIBRARIES = re.compile(r"(?<![\w.~/\\-])(?:[A-Za-z]:)?[/\\][^\s\"':;,)>\]]*[/\\](?:site|dist)-packages[/\\]")
 _ABSOLUTE = re.compile(r"(?<![\w.~:/*%<)\]-])/(?:[\w.+@-]+/)+(?P<last>[\w.+@-]+)")
@@ -177,9 +185,14 @@ def redact_text(text: str) -> str:
     return "".join((*pieces, _redact_words(text[end:])))
 
 
-def without_traceback_code(text: str) -> str:
-    """Free text without the lines of code that a traceback in it quotes."""
-    return _QUOTED_CODE.sub(lambda match: match["place"].rstrip("\n"), text)
+def without_source(text: str, lines: Set[str] = frozenset()) -> str:
+    """Free text without the source that it quotes (a traceback's, TorchScript's, pytest's) and without ``lines``."""
+    for pattern in (_SCRIPT_SOURCE, _TRACEBACK_SOURCE):
+        text = pattern.sub(lambda match: match["place"], text)
+    text = _ASSERTED.sub(r"\1", text)
+    if not lines:
+        return text
+    return "\n".join(line for line in text.split("\n") if line.strip() not in lines)
 
 
 def redact_source(code: str) -> str:

@@ -25,7 +25,7 @@ from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot import privacy
 from reprokit.snapshot.format import Snapshot, load, save
 from reprokit.snapshot.privacy import private
-from reprokit.snapshot.redact import redact_text, shorten_paths
+from reprokit.snapshot.redact import redact_text, shorten_paths, without_source
 from reprokit.snapshot.source import SourceState
 from reprokit.words import quoted, with_code, without_code
 from tests.conftest import import_benchmark, run_python_in
@@ -245,6 +245,70 @@ def test_no_line_of_source_is_printed_or_stored(tmp_path: Path, script: str) -> 
     hidden = everything_of(tmp_path / "hidden", script, "none")
     assert "train.py:" in hidden["capture"]
     assert not [(name, line) for name, text in hidden.items() for line in [*lines, 'recipe["'] if line in text]
+
+
+SCRIPTED = """\
+import torch
+@torch.jit.script
+def scripted(x):
+    secret_a = x.view(
+        7, -1)
+    return secret_a.exp()
+layer = torch.nn.Linear(4, 2)
+scripted(layer(torch.ones(3, 4))).sum().backward()
+"""
+INSPECTED = """\
+import inspect
+import torch
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        secret_b = inspect.getsource(Net)  # on its own line
+        raise ValueError("no rule for\\n" + secret_b + "in step 0")
+Net(4, 2)(torch.ones(3, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "kept"),
+    [
+        (SCRIPTED, ["failed in the TorchScript interpreter", ", line 4, in scripted", "is invalid for"]),
+        (INSPECTED, ["no rule for\nin step 0"]),
+    ],
+    ids=["scripted", "inspected"],
+)
+def test_no_message_of_an_exception_keeps_a_line_of_the_script(tmp_path: Path, script: str, kept: list[str]) -> None:
+    (tmp_path / "train.py").write_text(script)
+    messages = {}
+    for policy in ("traceback", "none"):
+        words = ["capture", "--on", "exception", "--no-cause", "--source", policy, "-o", f"{policy}.pt", "train.py"]
+        done = run_python_in(tmp_path, "-m", "reprokit", *words)
+        assert done.returncode == 3, done.stderr
+        messages[policy] = (load(tmp_path / f"{policy}.pt").failure.exception or ("", ""))[1]
+    assert any(line.strip() in messages["traceback"] for line in script.splitlines() if "secret" in line)
+    left = {line.strip() for line in messages["none"].splitlines()}
+    assert not left & {line.strip() for line in script.splitlines() if line.strip()}
+    assert "secret" not in messages["none"]
+    assert not [words for words in kept if words not in messages["none"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (  # from an archive, whose source is in no file of the run
+            'it failed:\n  File "code/net.py", line 5, in f\ndef f(x):\n  a = g(x)\n   ~ <--- HERE\n  b = a\nError: 6',
+            'it failed:\n  File "code/net.py", line 5, in f\nError: 6',
+        ),
+        (  # of Python 3.13, which shows all lines of a statement
+            'from user code:\n   File "a.py", line 8, in f\n    x = g(\n        y)\n    ^^^^\n\nSet TORCH_LOGS',
+            'from user code:\n   File "a.py", line 8, in f\n\nSet TORCH_LOGS',
+        ),
+        ("too few\nassert 3 == 7\n +  where 3 = len([a, b])", "too few\n"),
+        ("I cannot assert that\n  x < 3", "I cannot assert that\n  x < 3"),
+    ],
+    ids=["script", "traceback", "pytest", "sentence"],
+)
+def test_source_that_a_message_marks_is_left_out(text: str, left: str) -> None:
+    assert without_source(text) == left
 
 
 @pytest.mark.slow
