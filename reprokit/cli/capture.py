@@ -366,7 +366,7 @@ def _pace(context: click.Context, param: click.Parameter, value: str | None) -> 
     "cause",
     flag_value=False,
     default=True,
-    help="Do not play the steps before a failure again with one thing changed, which takes up to 30 s.",
+    help="Do not play the steps before a failure again with one thing changed.",
 )
 @console.source_option("traceback")
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
