@@ -318,7 +318,7 @@ class RetrySession(Session):
         if self._edits is None:
             captured = self._captured
             sites = [call.site for call in captured.program.calls if call.site is not None]
-            self._edits = Edits(captured.code, sites, files_of_run(), self._words)
+            self._edits = Edits(captured.code, sites, files_of_run(self._loop.began_at), self._words)
         return self._edits
 
     def _note_data(self) -> None:

@@ -38,10 +38,11 @@ def main_file() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def files_of_run() -> dict[str, Path]:
+def files_of_run(began_at: float) -> dict[str, Path]:
     """The user's Python files that are imported now, and the files of settings beside the script, by their short names.
 
-    The script comes first.
+    The script comes first. A file that was written after the run ``began_at`` is no setting: a log of numbers that the
+    script writes beside itself has other lines after each run.
     """
     main = main_file()
     named = [main] if main is not None else []
@@ -55,7 +56,8 @@ def files_of_run() -> dict[str, Path]:
         found.setdefault(relative_path(path), Path(path))
     if main is not None:
         for file in _settings_beside(Path(main).resolve().parent):
-            found.setdefault(relative_path(str(file)), file)
+            if file.stat().st_mtime <= began_at:
+                found.setdefault(relative_path(str(file)), file)
     return found
 
 
@@ -95,11 +97,11 @@ def lines_of_run() -> frozenset[str]:
 def digests_of_run(began_at: float) -> dict[str, tuple[int, ...]]:
     """The digests of the lines of `files_of_run`; of as many files as there is room for.
 
-    Of a file that was written after the run ``began_at`` the code that runs is not known: it has no lines.
+    Of a file of Python that was written after the run ``began_at`` the code that runs is not known: it has no lines.
     """
     found: dict[str, tuple[int, ...]] = {}
     num_lines = 0
-    for name, path in files_of_run().items():
+    for name, path in files_of_run(began_at).items():
         text = read_text(path)
         if text is None:
             continue

@@ -89,8 +89,9 @@ class _File:
 class Edits:
     """What was edited in the files of a capture, and what that can act on.
 
-    ``acts_everywhere``: a setting outside of the code was changed, and nothing says what reads it. ``is_known``: there
-    are digests of all lines; of an older capture only the lines of its calls are known, and all others pass for edited.
+    ``acts_everywhere``: a setting outside of the code was changed, and nothing says what reads it. It may be behind
+    another call or number, never behind another tensor. ``is_known``: there are digests of all lines; of an older
+    capture only the lines of its calls are known, and all others pass for edited.
     """
 
     def __init__(
@@ -120,8 +121,7 @@ class Edits:
             text = read_text(path)
             if text is not None and path.suffix == ".py":
                 self._files[name] = _File(name, text, (), is_python=True)
-        is_renamed = words[0][:1] != words[1][:1]
-        self._command = set(_READS_COMMAND) if is_renamed or self.acts_everywhere else set()
+        self._command = set(_READS_COMMAND) if words[0] != words[1] else set()
         self.is_any = bool(self._command) or any(file.is_edited for file in self._files.values())
 
     def line_of(self, site: Site) -> tuple[str, int] | None:

@@ -502,3 +502,45 @@ def test_an_edited_branch_in_front_of_the_line_that_failed(run_reprokit: Run, tm
         (tmp_path / "train.py").write_text(RANKING.replace(line, branch + line))
         done = run_reprokit("retry", "s.pt", "train.py")
         assert done.returncode == code, (what, done.stderr)
+
+
+WRITES_NUMBERS = """
+import json
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), torch.tensor(1.0)
+
+    def forward(self, x):
+        self.scale = self.scale / 2
+        return self.layer(x) / self.scale
+
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.0001)
+for step in range(200):
+    loss = (net(torch.randn(8, 4)) * 1e-6).abs().log().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    with open("metrics.json", "w") as file:
+        json.dump({"step": step}, file)
+"""
+
+
+def test_numbers_that_the_script_writes_beside_itself_are_no_edited_settings(run_reprokit: Run, tmp_path: Path) -> None:
+    """The step of number 2 stands for one far behind; the attribute that halves in every step is not kept."""
+    (tmp_path / "train.py").write_text(WRITES_NUMBERS)
+    (tmp_path / "metrics.json").write_text("{}")
+    assert run_reprokit("capture", "--no-cause", "-o", "s.pt", "train.py").returncode == 3
+    done = run_reprokit("retry", "s.pt", "train.py")
+    assert done.returncode == 2, done.stderr
+    assert "with other bits than the captured step" in done.stderr
