@@ -31,6 +31,7 @@ from reprokit.capture.calls import (
     ZeroGrad,
 )
 from reprokit.capture.mode import StackedMode, is_tracing, unseen, without_functions
+from reprokit.capture.root_call import LeftOut
 from reprokit.capture.roots import RootCalls, generator_states
 from reprokit.capture.stand_ins import OWN, STAND_INS, TORCH, StandIn, stand_in
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 Begun = tuple[Any, ...]  # kind, target, numbered arguments, code, instruction, mode and note of a call that is running
 
 
-class Recorder(StackedMode):
+class Recorder(LeftOut, StackedMode):
     """Notes the loop's outermost calls on the ``tape``; ``roots`` notes those of modules.
 
     The ``loop`` is told of every event of the step. ``has_read_bad`` says whether the loop has read a number that is

@@ -14,7 +14,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from types import FrameType, FunctionType, MethodType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from reprokit import native, torch_private
 from reprokit.capture.attributes import AttributeWatch
 from reprokit.capture.callers import KINDS, first_user_frame
 from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
+from reprokit.capture.root_call import LeftOut, noting_call
 from reprokit.capture.stand_ins import stand_in
 from reprokit.capture.structure import iter_tensors
 from reprokit.errors import drop_own_frames
@@ -34,18 +35,20 @@ if TYPE_CHECKING:
     from reprokit.capture.recorder import Recorder
 
 
-class RootCalls:
+class RootCalls(LeftOut):
     """Notes calls of root modules, with the mode out of the way.
 
     The loop is told of every module but those whose ids are in ``met``.
     """
+
+    drop_own_frames = staticmethod(drop_own_frames)
 
     def __init__(self, recorder: Recorder) -> None:
         self.met: set[int] = set()
         self.attributes = AttributeWatch()
         self._recorder = recorder
         self._patched: dict[type[torch.nn.Module], tuple[Any, Any]] = {}  # each class's own `__call__`, and ours
-        self._original: Any = None
+        self.original: Any = None
         self._watcher: Any = None
         self._known: list[type[torch.nn.Module]] = []
         self._has_settled = False
@@ -60,7 +63,7 @@ class RootCalls:
                 self.meet_class(cls)
             return
         roots, recorder, original = self, self._recorder, torch.nn.Module.__call__
-        self._original = original
+        self.original = original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not roots.is_root_call():
@@ -98,7 +101,7 @@ class RootCalls:
 
     def _take_off(self) -> list[type[torch.nn.Module]]:
         """Give every class its own ``__call__``; the classes, without those on which somebody has put something."""
-        found = [cls for cls, (_, ours) in self._patched.items() if vars(cls).get("__call__") is ours]
+        found = [cls for cls, (_, ours) in self._patched.items() if _is_ours(vars(cls).get("__call__"), ours)]
         for cls in found:
             own = self._patched[cls][0]
             if own is None:
@@ -114,41 +117,23 @@ class RootCalls:
         self.attributes.forget()
 
     def _stop_watching(self) -> None:
-        if self._original is not None and torch.nn.Module.__call__ is self._watcher:
-            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
-        self._original = None
+        if self.original is not None and torch.nn.Module.__call__ is self._watcher:
+            torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
+        self.original = None
 
     def meet_class(self, cls: type[torch.nn.Module]) -> None:
-        """Watch the calls of a class of modules.
-
-        The function that is performed is found anew in each call, where Python would find it without ours: in the
-        class itself, else in the classes behind it in the order of the module's own class.
-        """
+        """Watch the calls of a class of modules."""
         if cls in self._patched:
             return
-        roots, recorder, own = self, self._recorder, vars(cls).get("__call__")
+        own = vars(cls).get("__call__")
         if cls not in self._known:
             self._known.append(cls)
         function: Any = own if own is None or isinstance(own, FunctionType) else _bound_anew(own)
-
-        def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inner: Any = super(cls, self).__call__ if function is None else MethodType(function, self)  # type: ignore[misc]
-            if is_compiling() or (recorder.depth and not recorder.is_stepping) or not roots.is_root_call():
-                return inner(*args, **kwargs)
-            try:
-                known = self, args, kwargs, sys._getframe(1)
-                finish = roots.finish if recorder.loop.generators.looks_left or not recorder.is_claimed else None
-                if roots._original is not None:  # every module is watched
-                    return recorder.whole(roots.begin, known, inner, args, kwargs, finish, around=roots.unwatched)
-                return recorder.whole(roots.begin, known, inner, args, kwargs, finish)
-            except BaseException as error:
-                drop_own_frames(error)
-                raise
-
+        ours = noting_call(cls, function, self, self._recorder)
         found = own if own is not None else cls.__call__
-        functools.update_wrapper(__call__, found)  # names and signature, for whoever looks
-        self._patched[cls] = own, __call__
-        type.__setattr__(cls, "__call__", __call__)  # a metaclass may have a `__setattr__` of its own
+        functools.update_wrapper(ours, self.original if found is self._watcher else found)  # names and signature
+        self._patched[cls] = own, ours
+        type.__setattr__(cls, "__call__", ours)  # a metaclass may have a `__setattr__` of its own
 
     def is_first_called(self, module: torch.nn.Module) -> bool:
         """True if a call of a module comes to the watch first, not through a `__call__` of a class between."""
@@ -172,30 +157,30 @@ class RootCalls:
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
         """In this context modules are called as if nobody watched."""
-        if torch.nn.Module.__call__ is not self._watcher or self._original is None:
+        if torch.nn.Module.__call__ is not self._watcher or self.original is None:
             yield
             return
-        torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
         try:
             yield
         finally:
-            if torch.nn.Module.__call__ is self._original:
+            if torch.nn.Module.__call__ is self.original:
                 torch.nn.Module.__call__ = self._watcher  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """In this context every class of modules has its own ``__call__``."""
-        is_watched = self._original is not None and torch.nn.Module.__call__ is self._watcher
+        is_watched = self.original is not None and torch.nn.Module.__call__ is self._watcher
         found = self._take_off()
         if is_watched:
-            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+            torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
         try:
             yield
         finally:
             for cls in found:
                 if cls in self._patched and vars(cls).get("__call__") is self._patched[cls][0]:
                     type.__setattr__(cls, "__call__", self._patched[cls][1])
-            if is_watched and self._original is not None and torch.nn.Module.__call__ is self._original:
+            if is_watched and self.original is not None and torch.nn.Module.__call__ is self.original:
                 torch.nn.Module.__call__ = self._watcher  # type: ignore[method-assign]
 
     def begin(
@@ -234,6 +219,11 @@ class RootCalls:
         if self._last is None or content != self._last[1]:
             self._last = (state, None), content
         return self._last[0]
+
+
+def _is_ours(found: Any, ours: FunctionType) -> bool:
+    """True for our function and for a copy: cloudpickle loads a class of this process by setting its attributes."""
+    return found is ours or (isinstance(found, FunctionType) and found.__code__ == ours.__code__)
 
 
 def _bound_anew(own: Any) -> Callable[..., Any]:
