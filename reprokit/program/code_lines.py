@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import linecache
 import os
 import re
@@ -38,7 +39,7 @@ def main_file() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def files_of_run(began_at: float) -> dict[str, Path]:
+def files_of_run(began_at: float = math.inf) -> dict[str, Path]:
     """The user's Python files that are imported now, and the files of settings beside the script, by their short names.
 
     The script comes first. A file that was written after the run ``began_at`` is no setting: a log of numbers that the
