@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import linecache
+import math
 import os
 import re
 import sys
