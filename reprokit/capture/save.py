@@ -831,7 +831,8 @@ def why_not_played(error: Exception) -> str:
     if isinstance(error, Stopped):
         return f"another process has stopped going back ({error})"
     pass_on(error)  # of the user's code, which the state of then may not suit
-    return f"playing the steps since the last copy raised {type(error).__name__}: {error}"
+    message = str(error).partition("\n")[0]
+    return f"playing the steps since the last copy raised {type(error).__name__}: {message}"
 
 
 def _seen_by_check(replayed: TracedPlayer, *, is_all: bool) -> Failure | None:
