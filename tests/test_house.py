@@ -41,7 +41,7 @@ def test_no_count_of_the_source_rises(counted: house.Counted, name: str) -> None
 
 
 def test_every_module_is_named_in_the_documents() -> None:
-    """By its path, by its name in the row of its package, or by the name of its package with ``/*``."""
+    """ARCHITECTURE.md or docs/internals.md has the name of its file."""
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "docs/internals.md")]
     missing = [
         str(path.relative_to(ROOT))
