@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -269,7 +270,8 @@ def test_a_step_whose_loss_training_saw_otherwise_is_never_the_answer(name: str,
     snapshot = check_caught(switched(*UNKNOWN[name], []), tmp_path)
     note = str(snapshot.fidelity_note)
     assert snapshot.step == 6 and snapshot.fidelity == "unfaithful"
-    assert "the loss of step 4 was 0." in note and " in training and nan in the replay" in note
+    # The first step that is played again follows the last copy, whose place depends on its cost.
+    assert re.search(r"the loss of step [45] was 0\.\d+ in training and nan in the replay", note), note
 
 
 class Own(torch.optim.Optimizer):
@@ -319,7 +321,7 @@ def captured_with(
 ) -> tuple[Snapshot, dict[str, Any]]:
     """What is in the file, and what is told, when something changes the snapshot on its way to the disk."""
     with pytest.MonkeyPatch.context() as patch, described_once():
-        patch.setattr(written, "private", lambda snapshot, source: change(private(snapshot, source)))
+        patch.setattr(written, "private", lambda snapshot, *how: change(private(snapshot, *how)))
         with Session(directory=folder, watch="every-step", after="continue") as session:
             model, optimizer = plain_training()
             for step, x, y in batches():
