@@ -239,7 +239,12 @@ def complaints(text: str) -> list[str]:
     return [line for line in lines if not EVENT.match(line)]
 
 
-ANNOUNCEMENTS = ("; replaying the step", "; going back to find the step that made it", "; going back to it")
+ANNOUNCEMENTS = (
+    "; replaying the step",
+    "; going back to find the step that made it",
+    "; going back to it",
+    "and the loop skipped it; training goes on (`--on skipped` saves such a step)",
+)
 EVENT = re.compile("reprokit: ((error|warning): [a-z]+ at step [0-9]|something is not learned; saving step [0-9]+$)")
 
 
