@@ -24,13 +24,10 @@ import dis
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from inspect import CO_VARARGS
 from itertools import pairwise
 from pathlib import Path
-from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -63,29 +60,6 @@ def attempt(question: Callable[[], T]) -> T | None:
     with ignored_errors():
         return question()
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _InThread:
-    """In the place of a pattern for modules in a filter of warnings: matches what one thread warns of."""
-
-    thread: int
-
-    def match(self, module: str) -> bool:
-        return get_ident() == self.thread
-
-
-@contextlib.contextmanager
-def ignored_warnings() -> Iterator[None]:
-    """A context in which Python's warnings of this thread are ignored. Behind `warnings.catch_warnings` every warning
-    of the user that was shown once would be shown once more: it forgets which these are."""
-    rule: Any = ("ignore", None, Warning, _InThread(get_ident()), 0)
-    warnings.filters.insert(0, rule)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # code that was run may have reset the filters
-            warnings.filters.remove(rule)  # type: ignore[attr-defined]
 
 
 def has_arrived(error: BaseException) -> bool:

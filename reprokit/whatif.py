@@ -29,9 +29,10 @@ import torch
 from reprokit import torch_private
 from reprokit.compare.compiled import Compiled, CompiledProgram
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, compare, results_of
-from reprokit.errors import UsageError, ignored_warnings
+from reprokit.errors import UsageError
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
+from reprokit.own_work import ignored_warnings
 from reprokit.program.convert import default_dtype, in_dtype, on_device
 from reprokit.program.interpreter import Outcome, Settings, determinism, run
 from reprokit.program.ir import Phase

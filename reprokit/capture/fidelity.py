@@ -28,9 +28,10 @@ from reprokit.compare.compiled import Compiled, run_compiled
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, Reference, compare, first_difference
 from reprokit.compare.quantity import observed
 from reprokit.compare.runs import Run
-from reprokit.errors import SnapshotError, ignored_errors, ignored_warnings, pass_on
+from reprokit.errors import SnapshotError, ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.own_work import ignored_warnings
 from reprokit.program.code_lines import lines_of_run
 from reprokit.program.dataflow import prepared, same_bits
 from reprokit.program.interpreter import Settings, determinism, run

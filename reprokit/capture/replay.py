@@ -36,9 +36,10 @@ from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, ve
 from reprokit.capture.tensor_names import is_unfollowed
 from reprokit.capture.traits import VALUE_READS
 from reprokit.capture.world import CannotGoBack, Contents, Copy, World, give_gradients, owned_by, set_python_generators
-from reprokit.errors import ignored_warnings, pass_on
+from reprokit.errors import pass_on
 from reprokit.limits import CpuLimit
 from reprokit.locate.ways import bad_tensor
+from reprokit.own_work import ignored_warnings
 from reprokit.program.dataflow import copies_of, overlapping, same_bits
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.interpreter import Modes, Tensors

@@ -57,12 +57,13 @@ from reprokit.capture.world import (
     set_python_generators,
 )
 from reprokit.compare.quantity import number_of
-from reprokit.errors import attempt, ignored_errors, ignored_warnings, pass_on
+from reprokit.errors import attempt, ignored_errors, pass_on
 from reprokit.limits import CpuLimit
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
 from reprokit.locate.samples import Samples, with_samples
 from reprokit.locate.ways import NAN, local_part, ways_of
+from reprokit.own_work import ignored_warnings
 from reprokit.program.code_lines import digests_of_run
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import hidden_writes

@@ -44,6 +44,7 @@ from reprokit.capture.world import World
 from reprokit.compare.quantity import number_of
 from reprokit.errors import UsageError, ignored_errors, pass_on
 from reprokit.native import clock
+from reprokit.own_work import ignored_warnings
 from reprokit.series.events import LineLog, Silence, TrainingEvent
 from reprokit.series.story import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.source import Source
@@ -270,7 +271,8 @@ class Session:
         """A context in which a step may be replayed: nobody watches meanwhile; the session is over then if it
         ``ends``."""
         self.is_watching, has_grad = False, native.is_grad_enabled()
-        with self._recorder.paused(), all_generators_restored(self._recorder.tape.arguments()):
+        generators = all_generators_restored(self._recorder.tape.arguments())
+        with self._recorder.paused(), ignored_warnings(), generators:
             try:
                 self._recorder.enabled = False
                 with seen():

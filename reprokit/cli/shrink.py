@@ -15,7 +15,8 @@ import click
 
 from reprokit.capture.failure_text import shown_path
 from reprokit.cli import console
-from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError, ignored_warnings
+from reprokit.errors import Flaky, GivenInput, Interrupted, NotReproduced, ReprokitError, UsageError
+from reprokit.own_work import ignored_warnings
 from reprokit.shrink import View
 from reprokit.shrink.spec import CHECKS, EXECUTORS, check_name, open_executor, parse
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE

@@ -10,8 +10,9 @@ import click
 
 from reprokit.cli import console
 from reprokit.cli.shrink import open_view
-from reprokit.errors import UsageError, ignored_warnings
+from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
+from reprokit.own_work import ignored_warnings
 from reprokit.shrink import View
 from reprokit.snapshot.files import REDUCTION_FILE
 

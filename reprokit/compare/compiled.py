@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from reprokit import native, torch_private
-from reprokit.errors import UsageError, ignored_warnings
+from reprokit.errors import UsageError
+from reprokit.own_work import ignored_warnings
 from reprokit.program.dataflow import copy_of
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Modes, Outcome, assign, bind_arguments, execute, run

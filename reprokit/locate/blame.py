@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from reprokit import native
-from reprokit.errors import ignored_warnings, pass_on
+from reprokit.errors import pass_on
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.flow import Flow
@@ -28,6 +28,7 @@ from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
 from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of, starts_of
 from reprokit.locate.spelling import constant_ways, short_name
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
+from reprokit.own_work import ignored_warnings
 from reprokit.program.dataflow import needed_calls
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name
 from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run

@@ -14,11 +14,11 @@ import torch
 
 from reprokit import native
 from reprokit.compare.quantity import losses_of
-from reprokit.errors import ignored_warnings
 from reprokit.limits import CpuLimit
 from reprokit.locate.blame import outcome_or_failure
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
+from reprokit.own_work import ignored_warnings
 from reprokit.program.interpreter import Outcome, run
 from reprokit.program.ir import Phase, Program, iter_refs
 from reprokit.rules.diagnosis import TriedFix

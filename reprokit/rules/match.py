@@ -12,10 +12,10 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from reprokit.errors import ignored_warnings
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EVENTS, EXCEPTION, SILENT, Failure
 from reprokit.locate.spelling import short_name
+from reprokit.own_work import ignored_warnings
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprokit.compare.compiled import Compiled
-from reprokit.errors import NotReproduced, ReprokitError, ignored_warnings
+from reprokit.errors import NotReproduced, ReprokitError
 from reprokit.locate.failure import Failure
+from reprokit.own_work import ignored_warnings
 from reprokit.program.interpreter import determinism
 from reprokit.program.sites import variables
 from reprokit.program.step import Step

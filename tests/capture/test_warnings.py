@@ -6,12 +6,14 @@ under every way to filter and to show them. The script prints what it is shown; 
 
 from __future__ import annotations
 
+import pickle
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 
-from reprokit.errors import ignored_warnings
+from reprokit.own_work import ignored_warnings
 from tests.conftest import Run
 
 SCRIPT = """
@@ -194,6 +196,116 @@ def test_own_work_forgets_no_warning_that_was_shown() -> None:
             exec(code, space)
         exec(code, space)
     assert len(caught) == 1
+
+
+SHOWN_ONCE = """
+import sys
+import warnings
+
+import torch
+from torch import nn
+
+warnings.simplefilter("default")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        warnings.warn("in forward", stacklevel=1)
+        with warnings.catch_warnings():
+            if not quiet:
+                warnings.simplefilter("always")
+                warnings.warn("always", stacklevel=1)
+        return self.layer(x)
+
+
+class Plain(Net):
+    def forward(self, x):
+        warnings.warn("in forward", stacklevel=1)
+        return self.layer(x)
+
+
+quiet = "quiet" in sys.argv
+net = Plain() if "plain" in sys.argv else Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+before = warnings.filters, warnings.filters[:]
+for step in range(12):
+    x = torch.full((2, 4), float("nan") if step == 9 and "bad" in sys.argv else 1.0)
+    loss = net(x).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    warnings.warn("in the loop", stacklevel=1)
+    registry = {key: value for key, value in __warningregistry__.items() if key != "version"}
+    print(step, sorted(map(str, registry)), warnings.filters is before[0], warnings.filters == before[1])
+"""
+
+
+@pytest.mark.parametrize("words", [("plain",), ("plain", "bad"), ("all", "bad"), ("quiet",)])
+def test_what_was_shown_once_is_not_shown_again(
+    words: tuple[str, ...], run_python: Run, run_reprokit: Run, tmp_path: Path
+) -> None:
+    """A save reads the commit and writes files: Python's `subprocess` uses `catch_warnings` to start a process."""
+    (tmp_path / "train.py").write_text(SHOWN_ONCE)
+    options = ("--at-step", "3,6", "--on", "early", "--on", "silent", "--after-capture", "continue")
+    bare = run_python("train.py", *words)
+    watched = run_reprokit("capture", *options, "train.py", *words)
+    assert bare.returncode == watched.returncode == 0, bare.stderr + watched.stderr
+    assert len(list(tmp_path.glob("*.pt"))) >= 2
+    assert watched.stdout == bare.stdout
+    assert _without_own(watched.stderr) == bare.stderr.splitlines()
+
+
+def test_own_work_is_unseen_by_code_that_reads_the_filters() -> None:
+    filters, copies = warnings.filters, []  # type: ignore[attr-defined]
+    before = list(filters)
+    outer = warnings.catch_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        inside = warnings.filters  # type: ignore[attr-defined]
+        content = list(inside)
+        with ignored_warnings():
+            copies += [warnings.filters[:], warnings.filters]  # type: ignore[attr-defined]
+            assert all(list(copy) == content == copy and len(copy) == len(content) for copy in copies)
+            assert pickle.loads(pickle.dumps(copies[0])) == content
+            outer.__enter__()
+            warnings.simplefilter("always")
+            warnings.warn("of a step that is played again", stacklevel=1)
+            with warnings.catch_warnings(record=True) as recorded:
+                warnings.simplefilter("always")
+                warnings.warn("read by that step", stacklevel=1)
+        assert warnings.filters is inside and content == inside  # type: ignore[attr-defined]
+        outer.__exit__(None, None, None)
+        assert content == warnings.filters  # type: ignore[attr-defined]
+        warnings.warn("shown", stacklevel=1)
+    assert [str(item.message) for item in recorded] == ["read by that step"]
+    assert [str(item.message) for item in caught] == ["shown"]
+    assert warnings.filters is filters and list(filters) == before  # type: ignore[attr-defined]
+
+
+def test_catch_warnings_that_ends_inside_of_own_work_leaves_its_own_filters() -> None:
+    before = list(warnings.filters)  # type: ignore[attr-defined]
+    outer = warnings.catch_warnings()
+    outer.__enter__()
+    warnings.simplefilter("always")
+    with ignored_warnings():
+        outer.__exit__(None, None, None)
+    assert list(warnings.filters) == before and type(warnings.filters) is list  # type: ignore[attr-defined]
+
+
+def test_filters_that_another_thread_sets_meanwhile_stay() -> None:
+    with warnings.catch_warnings():
+        inside = warnings.filters  # type: ignore[attr-defined]
+        with ignored_warnings():
+            warnings.filterwarnings("error", "of this thread")
+            thread = threading.Thread(target=warnings.filterwarnings, args=("error", "of another thread"))
+            thread.start()
+            thread.join()
+        assert warnings.filters is inside  # type: ignore[attr-defined]
+        assert [rule[1].pattern for rule in inside if rule[0] == "error" and rule[1]] == ["of another thread"]
 
 
 def _without_own(text: str) -> list[str]:

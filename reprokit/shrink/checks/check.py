@@ -12,11 +12,11 @@ from typing import Self
 
 import torch
 
-from reprokit.errors import ignored_warnings
 from reprokit.grammar import Later, Line, Name
 from reprokit.locate.failure import EXCEPTION, Failure, wording_of
 from reprokit.locate.spelling import constant_ways
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
+from reprokit.own_work import ignored_warnings
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.shrink.spec import NONFINITE

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from reprokit.errors import ignored_warnings
+from reprokit.own_work import ignored_warnings
 from reprokit.program.dataflow import same_bits
 from reprokit.program.functions import layer_class, symbol_named
 from reprokit.program.interpreter import Modes
