@@ -62,7 +62,7 @@ def is_package(module: str | None) -> bool:
 
 DOCUMENTED = {"_version", "_base", "_indices", "_values"}  # torch's own pages name them: version counters, views, COO
 CALLED = {"_pack_padded_sequence", "_pad_packed_sequence"}  # recorded, and printed by their public names
-OF_PYTHON = {"_getframe", "_exit", "_replace", "_fields", "_run_exitfuncs", "_clear"}
+OF_PYTHON = {"_getframe", "_exit", "_replace", "_fields", "_run_exitfuncs", "_clear", "_showwarnmsg_impl"}
 
 
 def test_private_names_of_torch_stand_in_one_file() -> None:
