@@ -12,8 +12,10 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from threading import RLock, get_ident
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
+PASSED_OVER = " (importlib._bootstrap)"
 _LOCK = RLock()
 _DISPLAYS: dict[int, Any] = {}  # the threads in which work of our own runs: what shows warnings there
 _MUTATED = ("_filters_mutated", "_filters_mutated_lock_held")  # the second one is of Python 3.14
@@ -103,6 +105,17 @@ def ignored_warnings() -> Iterator[None]:
             if not _DISPLAYS:
                 while _UNDO:
                     _UNDO.pop()()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def passed_over(function: Function) -> Function:
+    """Decorates a function that performs a call of the user's code: a warning with a ``stacklevel`` counts no frame of
+    it. Python's warnings leave out the frames of its import system, and know these by the names of their files."""
+    assert isinstance(function, FunctionType)
+    function.__code__ = function.__code__.replace(co_filename=function.__code__.co_filename + PASSED_OVER)
+    return function
 
 
 def _put_in_place() -> None:

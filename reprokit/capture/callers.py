@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from reprokit import torch_private
+from reprokit.own_work import passed_over
 from reprokit.program.sites import is_standard, kind_of_file
 
 
 def applying(original: Any) -> Callable[..., Any]:
     """``Function.apply`` with a frame; ``original`` is the class method, which is written in C from torch 2.14 on."""
 
+    @passed_over
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         return original.__get__(None, cls)(*args, **kwargs)
 

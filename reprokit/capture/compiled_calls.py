@@ -24,13 +24,14 @@ from reprokit.capture.callers import learn_loop
 from reprokit.capture.calls import CompiledNote, CompiledStep
 from reprokit.capture.loop import Loop
 from reprokit.capture.recorder import Begun
-from reprokit.capture.stand_ins import stand_in
+from reprokit.capture.stand_ins import as_called
 from reprokit.capture.structure import is_leaf, iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, version_of
 from reprokit.capture.transformed import begin_call
 from reprokit.capture.variables import names_in, owners_in
 from reprokit.compare.compiled import Compiled, registered
 from reprokit.errors import drop_own_frames
+from reprokit.own_work import passed_over
 from reprokit.program.sites import line_of
 
 
@@ -77,6 +78,7 @@ class CompiledCalls:
         recorder = self._recorder
 
         @functools.wraps(compiled)
+        @passed_over
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return compiled(*args, **kwargs)
@@ -84,7 +86,7 @@ class CompiledCalls:
                 if not recorder.is_outermost:
                     if not recorder.is_installed:
                         recorder.leave_stack()  # a compiler would follow calls into the mode
-                    return stand_in(sys._getframe(1), compiled)(compiled, args, kwargs)
+                    return as_called(compiled, args, kwargs)
                 return self._perform(compiled, original, args, kwargs)
             except BaseException as error:
                 drop_own_frames(error)
@@ -92,6 +94,7 @@ class CompiledCalls:
 
         return call
 
+    @passed_over
     def _perform(self, compiled: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, loop = self._recorder, self._loop
 

@@ -28,13 +28,14 @@ from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import unseen
 from reprokit.capture.recorder import Begun, Recorder
-from reprokit.capture.stand_ins import OF_TORCH, as_called, stand_in
+from reprokit.capture.stand_ins import as_called
 from reprokit.capture.structure import repeatable
 from reprokit.capture.tape import Number
 from reprokit.capture.transformed import MAKES, OPENS, RUNS, TransformCalls
 from reprokit.capture.world import owned_by
 from reprokit.compare.compiled import DEFAULT
 from reprokit.errors import drop_own_frames
+from reprokit.own_work import passed_over
 from reprokit.program.functions import look_up_all
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
@@ -56,6 +57,7 @@ class WholeCalls:
         self._recorder = loop.recorder
         self._tape = loop.tape
 
+    @passed_over
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forget gradients; its note has the parameters that have zeros for them now."""
         if not self._recorder.is_outermost:
@@ -71,6 +73,7 @@ class WholeCalls:
         if self._loop.judge.pending is not None or self._recorder.gaps:
             self._loop.cleared(begun[2][0])
 
+    @passed_over
     def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip gradients; the norm, if there is one, is checked with the gradients."""
         loop, recorder = self._loop, self._recorder
@@ -87,6 +90,7 @@ class WholeCalls:
                 loop.clipped = loop.timeline.grad_norm = native.detach(output)
         return output
 
+    @passed_over
     def scale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Multiply a loss by a grad scaler's scale."""
         scaler = args[0]
@@ -98,6 +102,7 @@ class WholeCalls:
 
         return self._perform(ScaleLoss, target, args, kwargs, finish)
 
+    @passed_over
     def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Divide gradients by a grad scaler's scale; ``target`` is given its inverse."""
         if not self._recorder.enabled or not args[0].is_enabled():
@@ -109,17 +114,20 @@ class WholeCalls:
 
         return self._recorder.whole(_begin, (self._recorder, Unscale, target, (), {}), target, args, kwargs, finish)
 
+    @passed_over
     def quietly(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do something of a grad scaler in which only its own calls of `unscale` are noted."""
         if not self._recorder.enabled or not args[0].is_enabled():
             return as_called(target, args, kwargs)
         return self.unseen(target, args, kwargs)
 
+    @passed_over
     def unseen(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do something of which nothing is noted."""
         with self._recorder.paused():
             return as_called(target, args, kwargs)
 
+    @passed_over
     def collective(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write what all processes have into a tensor: averaged gradients, or a number that is kept as it is then."""
         return self._perform(Collective, target, args, kwargs, self._finish_collective)
@@ -141,6 +149,7 @@ class WholeCalls:
         written = (self._tape.new_number(tensor),)
         self._tape.add(Collective, target, (given["tensor"],), None, written, (code, instruction), mode, note)
 
+    @passed_over
     def _perform(
         self,
         kind: type[Kind],
@@ -265,6 +274,7 @@ class Hooks:
             self.lacking.append(name)
             return
 
+        @passed_over
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
@@ -282,6 +292,7 @@ class Hooks:
         """Note calls of functions that are compiled from now on; of those that are compiled already, that they run."""
         original, recorder = torch.compile, self._recorder
 
+        @passed_over
         def compile(*args: Any, **kwargs: Any) -> Any:
             try:
                 made = as_called(original, args, kwargs)
@@ -328,6 +339,7 @@ class Hooks:
     def _wrap_backward(self) -> None:
         original, recorder = torch.autograd.backward, self._recorder
 
+        @passed_over
         def backward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
@@ -336,10 +348,7 @@ class Hooks:
                 if is_inner or not recorder.is_outermost:
                     if threading.get_ident() != recorder.thread:
                         recorder.miss_backward()
-                    frame = sys._getframe(1)  # of `Tensor.backward` mostly, which the user's code has called
-                    back = frame.f_back or frame
-                    key = id(frame.f_code), frame.f_lasti, id(back.f_code), back.f_lasti
-                    return (OF_TORCH.get(key) or stand_in(frame, original))(original, args, kwargs)
+                    return original(*args, **kwargs)
                 return recorder.differentiate(original, args, kwargs)
             except BaseException as error:
                 drop_own_frames(error)

@@ -43,6 +43,7 @@ from reprokit.compare.compiled import Compiled
 from reprokit.errors import drop_own_frames, pass_on, tb_entries
 from reprokit.locate.ways import NAN, PLUS, bad_tensor, is_bad, is_finite_sum, ways_of
 from reprokit.native import clock
+from reprokit.own_work import passed_over
 from reprokit.program.ir import OPAQUE, Call, Mode
 from reprokit.program.sites import current_site, kind_of_file
 from reprokit.program.trace import current_mode
@@ -495,6 +496,7 @@ class Loop:
         """
         recorder, calls, is_search = self.recorder, 0, _needs_closure(type(optimizer).step)
 
+        @passed_over
         def watched(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
@@ -632,6 +634,7 @@ class Loop:
 
     # -- grad scalers' steps -------------------------------------------------------------------------------------
 
+    @passed_over
     def scaler_step(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
         recorder, scaler = self.recorder, args[0]

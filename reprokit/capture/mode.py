@@ -16,6 +16,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from reprokit import torch_private
+from reprokit.own_work import PASSED_OVER
 
 
 class CaptureStop(SystemExit):
@@ -188,7 +189,7 @@ class StackedMode(TorchFunctionMode):
         ``frame`` is the innermost one of what is running: an exception may arrive where `step_back` begins.
         """
         while frame is not None:
-            if frame.f_code.co_filename in _CALLERS:
+            if frame.f_code.co_filename.removesuffix(PASSED_OVER) in _CALLERS:
                 return False
             frame = frame.f_back
         self.depth = 0

@@ -35,6 +35,7 @@ from reprokit.capture.stand_ins import as_called
 from reprokit.capture.tape import MOST_BYTES
 from reprokit.capture.world import gathered
 from reprokit.native import clock
+from reprokit.own_work import passed_over
 from reprokit.words import counted
 
 if TYPE_CHECKING:
@@ -334,6 +335,7 @@ class Ranks:
         own = Vote(place, is_state_bad, *wanted, world.takes_copies, digest, is_bad)
         return [Vote(*json.loads(text)) for text in self._others.exchange(what, json.dumps(own), patience)]
 
+    @passed_over
     def before_parting(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The process group is about to be destroyed: the last moment for going back together."""
         recorder, group = self._loop.recorder, args[0] if args else kwargs.get("group")

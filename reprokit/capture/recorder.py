@@ -33,12 +33,13 @@ from reprokit.capture.calls import (
 from reprokit.capture.mode import StackedMode, is_tracing, unseen, without_functions
 from reprokit.capture.root_call import LeftOut
 from reprokit.capture.roots import RootCalls, generator_states
-from reprokit.capture.stand_ins import OWN, STAND_INS, TORCH, StandIn, stand_in
+from reprokit.capture.stand_ins import OWN, STAND_INS, TORCH, StandIn, directly, has_frame, stand_in, with_callers
 from reprokit.capture.structure import ATOMS, TENSORS, is_leaf, iter_tensors, repeatable, tensors_in, with_own_index
 from reprokit.capture.tape import Number, Op, Tape
 from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.traits import FACTS, OPERATORS, UNKNOWN, Traits, facts_of
 from reprokit.errors import drop_own_frames, has_arrived, ignored_errors
+from reprokit.own_work import passed_over
 from reprokit.program import functions
 from reprokit.program.ir import Mode
 from reprokit.program.sites import find_frames
@@ -88,6 +89,7 @@ class Recorder(LeftOut, StackedMode):
 
     # -- functions the loop calls --------------------------------------------------------------------------------
 
+    @passed_over
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -124,6 +126,7 @@ class Recorder(LeftOut, StackedMode):
                 user = user or (walker if kind == "user" else None)
                 walker = walker.f_back
             if facts.is_differentiation:
+                perform = with_callers(frame, func)
                 return self.differentiate(facts.function, args, dict(kwargs or {}), perform)
             if not facts.is_plain or self.is_hand_updated or walker is None or kind not in ("loop", "top"):
                 return self._perform(facts, func, args, dict(kwargs or {}), perform)
@@ -182,6 +185,7 @@ class Recorder(LeftOut, StackedMode):
         if next(iter_tensors(out), None) is not None and next(iter_tensors((args, kwargs)), None) is not None:
             self.finish(self._begun(facts, args, kwargs, user), out)
 
+    @passed_over
     def _perform(
         self, facts: Traits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], perform: StandIn
     ) -> Any:
@@ -275,6 +279,7 @@ class Recorder(LeftOut, StackedMode):
 
     # -- backward passes -----------------------------------------------------------------------------------------
 
+    @passed_over
     def differentiate(
         self,
         function: Callable[..., Any],
@@ -307,6 +312,7 @@ class Recorder(LeftOut, StackedMode):
 
     # -- every kind of call --------------------------------------------------------------------------------------
 
+    @passed_over
     def whole(
         self,
         begin: Callable[..., Begun | None],
@@ -325,6 +331,8 @@ class Recorder(LeftOut, StackedMode):
         it when it is over. The call is made in the context ``around``, if there is one, by ``perform``: the stand-in
         for whoever calls.
         """
+        if perform is None and has_frame(target):
+            perform = directly
         if perform is None:
             frame: Any = sys._getframe(1)
             while frame.f_code.co_filename.startswith(OWN):

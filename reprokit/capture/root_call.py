@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
+from reprokit.own_work import passed_over
+
 if TYPE_CHECKING:
     from reprokit.capture.recorder import Recorder
     from reprokit.capture.roots import RootCalls
@@ -42,7 +44,7 @@ def noting_call(cls: type[torch.nn.Module], function: Any, roots: RootCalls | No
             raise
 
     needed = {name: value for name, value in globals().items() if name in {"__name__", *__call__.__code__.co_names}}
-    return FunctionType(__call__.__code__, needed, "__call__", closure=__call__.__closure__)
+    return FunctionType(passed_over(__call__).__code__, needed, "__call__", closure=__call__.__closure__)
 
 
 class LeftOut:

@@ -25,9 +25,9 @@ from reprokit.capture.attributes import AttributeWatch
 from reprokit.capture.callers import KINDS, first_user_frame
 from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
 from reprokit.capture.root_call import LeftOut, noting_call
-from reprokit.capture.stand_ins import stand_in
 from reprokit.capture.structure import iter_tensors
 from reprokit.errors import drop_own_frames
+from reprokit.own_work import passed_over
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
 
@@ -65,6 +65,7 @@ class RootCalls(LeftOut):
         roots, recorder, original = self, self._recorder, torch.nn.Module.__call__
         self.original = original
 
+        @passed_over
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not roots.is_root_call():
                 return original(self, *args, **kwargs)
@@ -75,7 +76,7 @@ class RootCalls(LeftOut):
                     # has done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
                     recorder.guard(recorder.loop.meet_module, self)
                     with roots.unwatched():
-                        return stand_in(sys._getframe(1), original)(original, (self, *args), kwargs)
+                        return original(self, *args, **kwargs)
                 known, given = (self, args, kwargs, sys._getframe(1)), (self, *args)
                 return recorder.whole(roots.begin, known, original, given, kwargs, roots.finish, around=roots.unwatched)
             except BaseException as error:

@@ -22,6 +22,7 @@ from reprokit.capture.stand_ins import as_called
 from reprokit.capture.structure import tensors_in
 from reprokit.capture.tape import Number, Op, Tape, version_of
 from reprokit.locate.samples import KEEP_ROWS, Samples
+from reprokit.own_work import passed_over
 from reprokit.program.sites import kind_of_file, relative_path
 
 _PARTS = ("dataset", "collate_fn", "sampler", "batch_sampler", "worker_init_fn")
@@ -57,6 +58,7 @@ class SampleWatch:
         self.parts.clear()
         self._known.clear()
 
+    @passed_over
     def begin(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An iterator begins an epoch of a loader."""
         with self._guarded():
@@ -69,6 +71,7 @@ class SampleWatch:
                 self._iterators[iterator] = are_rows, deque()
         return as_called(target, args, kwargs)
 
+    @passed_over
     def draw(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An iterator draws an index batch."""
         index = as_called(target, args, kwargs)
@@ -78,6 +81,7 @@ class SampleWatch:
                 waiting.append(_batch_of(index, are_rows))
         return index
 
+    @passed_over
     def arrive(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An iterator gives a batch."""
         try:

@@ -10,15 +10,17 @@ leave stand-ins out (`reprokit.errors.is_own`).
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 from reprokit import torch_private
 from reprokit.capture.callers import KINDS
 from reprokit.errors import STAND_IN, attempt
+from reprokit.own_work import passed_over
 
 StandIn = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any] | None], Any]
 
@@ -28,10 +30,10 @@ exec(f"def _around({STAND_IN}, args, kwargs, inner): return inner({STAND_IN}, ar
 _TEMPLATE: CodeType = globals()["_stand_in"].__code__
 _OUTER_TEMPLATE: CodeType = globals()["_around"].__code__
 _MOST_FRAMES = 6  # between a function of torch that warns and the user's line: those of a layer's call are four
+_MOST_CALLERS = 8  # around a backward call: three frames of torch's are between it and a `Function.backward`
 _MOST = 10_000  # code that is made anew all the time, such as that of notebooks, would fill the table
 STAND_INS: dict[tuple[int, int], StandIn] = {}  # by the ``id`` of the calling code and the offset of its instruction
 _OUTER: dict[tuple[int, int, int], StandIn] = {}  # the same with the ``id`` of the one that it calls
-OF_TORCH: dict[tuple[int, int, int, int], StandIn] = {}  # of torch's code that the user's calls: with the user's call
 _MADE: dict[tuple[int, int, int], CodeType] = {}  # of stand-ins: by calling code, offset and the template's ``id``
 _CODES: dict[int, CodeType] = {}  # kept, so that each ``id`` stays its own
 
@@ -43,7 +45,7 @@ def stand_in(frame: FrameType, function: Callable[..., Any]) -> StandIn:
     Where torch calls, it may attribute a warning to whoever has called it (`nn.Softmax` to its fifth frame): then there
     is one more for each frame of torch's, and for the first around these.
     """
-    return attempt(lambda: _found(frame, function)) or _plain
+    return attempt(lambda: _found(frame, function)) or directly
 
 
 def _found(frame: FrameType, function: Callable[..., Any]) -> StandIn:
@@ -59,17 +61,20 @@ def _found(frame: FrameType, function: Callable[..., Any]) -> StandIn:
             STAND_INS[key] = found
     if not frame.f_code.co_filename.startswith(TORCH):
         return found  # type: ignore[no-any-return]
-    made, is_kept = _with_outer(frame, found, is_kept)
-    back = frame.f_back
-    if is_kept and back is not None and not back.f_code.co_filename.startswith((TORCH, OWN)):
-        OF_TORCH[*key, id(back.f_code), back.f_lasti] = made
-        _CODES[id(back.f_code)] = back.f_code
-    return made
+    return _with_outer(frame, found, _MOST_FRAMES, is_of_torch=True)
 
 
-def _with_outer(frame: FrameType, inner: Any, is_kept: bool) -> tuple[StandIn, bool]:
-    """The outermost of the stand-ins around ``inner``, and whether all of them are of modules, and so may be kept."""
-    for _ in range(_MOST_FRAMES):
+def with_callers(frame: FrameType, function: Callable[..., Any]) -> StandIn:
+    """The stand-in for whoever calls ``function``, which runs code of the user's, in those for the frames around it."""
+    inner = stand_in(frame, function)
+    return attempt(lambda: _with_outer(_calling(frame, function), inner, _MOST_CALLERS, is_of_torch=False)) or inner
+
+
+def _with_outer(frame: FrameType, inner: Any, most: int, *, is_of_torch: bool) -> StandIn:
+    """The outermost of the stand-ins around ``inner``: up to the first frame that is not of torch if ``inner``
+    ``is_of_torch``, else as many as ``most``."""
+    is_kept = _is_of_module(frame)
+    for _ in range(most):
         back = frame.f_back
         while back is not None and back.f_code.co_filename.startswith(OWN):
             back = back.f_back
@@ -83,9 +88,9 @@ def _with_outer(frame: FrameType, inner: Any, is_kept: bool) -> tuple[StandIn, b
             if is_kept:
                 _OUTER[key] = outer
         frame, inner = back, outer
-        if not frame.f_code.co_filename.startswith(TORCH):
+        if is_of_torch and not frame.f_code.co_filename.startswith(TORCH):
             break
-    return inner, is_kept
+    return inner  # type: ignore[no-any-return]
 
 
 def _is_of_module(frame: FrameType) -> bool:
@@ -94,7 +99,8 @@ def _is_of_module(frame: FrameType) -> bool:
     return module is not None and module.__dict__ is frame.f_globals
 
 
-def _plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+@passed_over
+def directly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
     return function(*args, **(kwargs or {}))
 
 
@@ -115,16 +121,26 @@ def _code_of(template: CodeType, frame: FrameType) -> CodeType:
     return code
 
 
+@passed_over
 def as_called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a function as whoever has called the hook would."""
+    if has_frame(function):
+        return function(*args, **kwargs)
     return stand_in(sys._getframe(1), function)(function, args, kwargs)
+
+
+def has_frame(function: Any) -> bool:
+    """True for a function that is written in Python: it has a frame of its own, which a warning in it is counted from,
+    and needs no stand-in where `passed_over` functions call it."""
+    if type(function) is functools.partial:
+        function = function.func
+    return type(function) is FunctionType or (type(function) is MethodType and type(function.__func__) is FunctionType)
 
 
 def forget() -> None:
     """Let go of the user's code and globals."""
     STAND_INS.clear()
     _OUTER.clear()
-    OF_TORCH.clear()
     _MADE.clear()
     for number, code in list(_CODES.items()):
         if code.co_varnames[:1] == (STAND_IN,):

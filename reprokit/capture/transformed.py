@@ -23,6 +23,7 @@ from reprokit.capture.stand_ins import as_called
 from reprokit.capture.tensor_names import note_unfollowed
 from reprokit.capture.variables import owners_in, read_by
 from reprokit.errors import drop_own_frames
+from reprokit.own_work import passed_over
 from reprokit.program.trace import current_mode
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class TransformCalls:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
+    @passed_over
     def run(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what runs a transform: torch's ``target``, given a function and its arguments."""
         recorder, name, is_noted = self._recorder, target.__name__, self._is_noted
@@ -61,11 +63,13 @@ class TransformCalls:
                 recorder.loop.timeline.loss = recorder.guard(lambda: native.clone(native.detach(value)))
         return output
 
+    @passed_over
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a transformed function whose calls are noted."""
         made = as_called(target, args, kwargs)
 
         @functools.wraps(made)
+        @passed_over
         def transformed(*args: Any, **kwargs: Any) -> Any:
             try:
                 self._recorder.has_transform = True
@@ -76,6 +80,7 @@ class TransformCalls:
 
         return transformed
 
+    @passed_over
     def open(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what returns a function, whose calls a replay could not make: what comes out of them is no data."""
         is_noted, recorder = self._is_noted, self._recorder
@@ -86,6 +91,7 @@ class TransformCalls:
         recorder.guard(note_unfollowed, result)
 
         @functools.wraps(function)
+        @passed_over
         def derivative(*args: Any, **kwargs: Any) -> Any:
             is_outermost = recorder.is_outermost
             try:
@@ -100,6 +106,7 @@ class TransformCalls:
 
         return result, derivative, *rest
 
+    @passed_over
     def run_scripted(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what `torch.jit` has compiled: torch's ``target``, given a function or method and its arguments."""
         function, *given = args
@@ -110,6 +117,7 @@ class TransformCalls:
     def _is_noted(self) -> bool:
         return self._recorder.is_outermost and _peek_transforms() is None
 
+    @passed_over
     def _perform(self, again: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``target`` and note it; a replay calls ``again``."""
         if not self._is_noted:
@@ -133,5 +141,6 @@ def begin_call(recorder: Recorder, again: Any, target: Any, args: tuple[Any, ...
     return Transform, again, given, None, user.f_code, user.f_lasti, current_mode(), note
 
 
+@passed_over
 def _latest(owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(owner, name)(*args, **kwargs)

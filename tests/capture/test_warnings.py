@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from reprokit.own_work import ignored_warnings
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 
 SCRIPT = """
 import sys
@@ -168,6 +168,19 @@ def test_options_of_python_hold(words: tuple[str, ...], start_python: Run, tmp_p
     assert watched.returncode == bare.returncode
     if how == "default" and bare.returncode == 0:
         assert _without_own(watched.stderr) == bare.stderr.splitlines()
+
+
+@pytest.mark.parametrize("options", [(), ("--watch", "every-step", "--on", "early", "--at-step", "2")])
+@pytest.mark.parametrize("words", [(), ("scaled",)])
+def test_warnings_name_the_same_frame_at_every_level(
+    options: tuple[str, ...], words: tuple[str, ...], run_python: Run, run_reprokit: Run
+) -> None:
+    script = str(ROOT / "tests" / "harmless" / "warning_levels.py")
+    bare = run_python(script, *words)
+    watched = run_reprokit("capture", "--after-capture", "continue", *options, script, *words)
+    assert bare.returncode == watched.returncode == 0, watched.stderr
+    assert len(bare.stdout.splitlines()) > 300
+    assert watched.stdout.splitlines() == bare.stdout.splitlines()
 
 
 def test_own_work_hides_no_warning_of_another_thread() -> None:
