@@ -1,12 +1,13 @@
 """Every field of a file filled at random with values of its type, and the file given to each command.
 
-    OMP_NUM_THREADS=1 python benchmarks/strangers.py [--files N] [--seed N] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/strangers.py [--files N] [--forged N] [--seed N] [--json FILE]
 
 The fields and their types are those of the grammar (`reprokit.grammar`), so that a new field is filled too. Numbers are
 those at which something ends, texts those that commands read something out of, names those of the file. The files to
 begin with are of each kind: a NaN forward, backward and in an optimizer, an exception, an event, a healthy step, one
-that is not learned, a result that differs, ranks that differ, a check of the user's own, and reductions. A child with
-2 GiB more than it needs tries each file: a traceback, a hang or more memory is a finding. Exit code 1 on any.
+that is not learned, a result that differs, ranks that differ, a check of the user's own, and reductions. **Forged**
+files are damaged in each way of `forged.py` in turn. A child with 2 GiB more than it needs tries each file: a
+traceback, a hang, more memory or a control character on the screen is a finding. Exit code 1 on any.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest import mock
 
+import forged
 import hostile
 import torch
 from command import JSON, new_parser, print_json
@@ -51,6 +53,9 @@ from reprokit.snapshot.format import Snapshot
 MEMORY = 2 * 2**30  # bytes beyond those of a process that has imported everything
 SECONDS = 40  # for one command, whose own limit is below
 NUM_COMMANDS = 3  # of each file that is opened
+FORGED = "forged-"  # before the number of a file of `forged.py`
+WAYS = (*forged.FORGERIES, *forged.ARCHIVES)
+_REFUSED = re.compile(r"is damaged|was not written by|holds more than|is cut off|is empty|has more than|format version")
 COUNTS = (0, 1, 2, 3, 7, 40, 10**6, 2**31, 2**62)
 NUMBERS = (0, 1, -1, 2, 5, 99, 10**9, -(2**62))
 FLOATS = (0.0, 1.0, -1.0, 0.5, 1e300, float("inf"), float("-inf"), float("nan"))
@@ -323,6 +328,21 @@ def filled(seeds: Mapping[str, JSON], seed: str) -> tuple[str, JSON]:
     return name, Filling(draw, copy.deepcopy(dict(seeds[name]))).fill()
 
 
+def write_file(seeds: Mapping[str, JSON], number: str, file: Callable[[str], Path]) -> tuple[str, Path, str]:
+    """Write the file of a number: the name of the one that it began with, its path, and the way of a forged one."""
+    if not number.startswith(FORGED):
+        name, content = filled(seeds, number)
+        path = file(name)
+        torch.save(content, path)
+        return name, path, ""
+    way = WAYS[int(number.rpartition("-")[2]) % len(WAYS)]
+    draw = random.Random(number)
+    name = draw.choice(sorted(seeds))
+    path = file(name)
+    path.write_bytes(forged.forge(copy.deepcopy(dict(seeds[name])), way, draw))
+    return name, path, way
+
+
 # -- trying them ------------------------------------------------------------------------------------------------------
 
 
@@ -421,11 +441,9 @@ def _too_late(*_: object) -> None:
 
 def _try(seeds: Mapping[str, JSON], number: str, tell: Callable[[str], object]) -> JSON:
     """Fill a file and give it to commands: to all that open it if one does."""
-    name, content = filled(seeds, number)
     draw, found = random.Random(number), list[tuple[str, str]]()
-    file = Path("x/reduction.pt" if "/" in name else "x.repro.pt")
-    file.parent.mkdir(exist_ok=True)
-    torch.save(content, file)
+    name, file, way = write_file(seeds, number, _place)
+    number = f"{number} ({way})" if way else number
     known = [
         words for words in COMMANDS if "/" not in name or words.split()[0] in ("render", "verify", "shrink", "whatif")
     ]
@@ -437,10 +455,17 @@ def _try(seeds: Mapping[str, JSON], number: str, tell: Callable[[str], object]) 
         done += 1
         if kind:
             found.append((kind, f"{words} of {name}, file {number}: {said[-1500:]}"))
-        is_accepted = is_accepted or "is damaged" not in said
+        is_accepted = is_accepted or not _REFUSED.search(said)
         if not is_accepted:
             break
     return {"files": 1, "accepted": is_accepted, "commands": done, "found": found}
+
+
+def _place(name: str) -> Path:
+    file = Path("x/reduction.pt" if "/" in name else "x.repro.pt")
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    return file
 
 
 def _run(words: str, file: Path, name: str) -> tuple[str, str]:
@@ -463,6 +488,8 @@ def _run(words: str, file: Path, name: str) -> tuple[str, str]:
     if error is not None:
         said += "".join(traceback.format_exception(error))
     is_wrong = error is not None or "this is an error in reprokit itself" in said or code not in (0, 1, 2, 4, 5)
+    if not is_wrong and not hostile.is_visible(said):
+        return f"control characters on the screen of {words}", said
     return _kind(said) if is_wrong else "", said
 
 
@@ -477,6 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Try files; exit code 0 without findings."""
     parser = new_parser(__doc__)
     parser.add_argument("--files", type=int, default=3000)
+    parser.add_argument("--forged", type=int, default=1000, help="files of forged.py (default 1,000)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -484,6 +512,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="strangers-") as scratch:
         seeds = make_seeds(Path(scratch) / "seeds")
         numbers = [f"{options.seed}-{number}" for number in range(options.files)]
+        numbers += [f"{FORGED}{options.seed}-{number}" for number in range(options.forged)]
         found = try_all(seeds, numbers, Path(scratch))
     for kind, count in found.kinds.most_common():
         print(f"{count} x {kind}\n{found.first[kind]}\n", file=sys.stderr)

@@ -526,7 +526,7 @@ class _Walk:
             mine, others = made[0].get(before, []), made[1].get(index, [])
             given = zip(one.given([before]).values(), other.given([index]).values(), strict=False)
             pairs = [*zip(mine, others, strict=False), *given]
-            is_alike = all(one.marks[p].shape == other.marks[v].shape for p, v in pairs) and len(mine) == len(others)
+            is_alike = len(mine) == len(others) and all(self._has_same_shape(p, v) for p, v in pairs)
             if index in starts[1] and len(starts[0]) != len(starts[1]):
                 is_alike = False  # one backward pass of a sum beside those of its parts
             if not is_alike and not self._shares(before, index):
@@ -555,6 +555,11 @@ class _Walk:
         """True if all that two calls are given is the same in both programs."""
         pairs = zip(self.one.calls[before].input_refs(), self.other.calls[index].input_refs(), strict=False)
         return all(self.one.last(v, before) == self.partner.get(self.other.last(w, index)) for v, w in pairs)
+
+    def _has_same_shape(self, mine: Version, other: Version) -> bool:
+        """False for what one of the runs has not made, because a call in front of it raised."""
+        marks = self.one.marks.get(mine), self.other.marks.get(other)
+        return marks[0] is not None and marks[1] is not None and marks[0].shape == marks[1].shape
 
     def _pair_operands(self, inputs: Mapping[int, int]) -> None:
         """What an aligned call is given is paired too, where calls that only one program has have made it, and what

@@ -55,6 +55,8 @@ def recorded_inputs(program: Program, tensors: Tensors) -> list[int]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """True if the contents tell nothing: a power of ten, zero, infinity, a number the reducer chose."""
+    if tensor.is_quantized:
+        return False  # its scale is a recorded number as well
     number = constant_of(tensor) if tensor.numel() else 0
     if number is None:
         found = literal(tensor, max_literals=0)

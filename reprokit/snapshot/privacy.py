@@ -16,9 +16,14 @@ from typing import Any, TypeVar
 from reprokit import grammar
 from reprokit.grammar import Kind, mapped
 from reprokit.program.ir import OPAQUE, Call, Program, Site
-from reprokit.snapshot.redact import redact_argv, redact_source, redact_text, without_source
+from reprokit.snapshot.redact import (
+    redact_argv,
+    redact_sentence,
+    redact_source,
+    redact_text,
+    without_source,
+)
 from reprokit.snapshot.source import Source, SourceState
-from reprokit.words import change_quotations, without_code
 
 T = TypeVar("T")
 # A name that is an expression is a piece of source: `x[:, 0]`, `scale(x)`, `a - b`. `layers.0.weight`, `<Net>` and a
@@ -98,8 +103,9 @@ def _changed(kind: Kind, text: str, source: Source, lines: frozenset[str]) -> st
         return redact_source(text) if source == "all" else ""
     if kind in (grammar.code, grammar.statement):
         return redact_source(text) if source != "none" else ""
-    if kind in (grammar.text, grammar.line) and source == "none":
-        return redact_text(without_source(without_code(text), lines))
+    if kind in (grammar.text, grammar.line):
+        return redact_sentence(text) if source != "none" else redact_text(without_source(text, lines))
     if kind is grammar.name and source == "none" and _EXPRESSION.search(text):
+        # a name has no marks: it is a key of other fields, and stands in inline code
         return f"name_{zlib.crc32(text.encode('utf-8', 'replace')):08x}"  # alike wherever the step has it
-    return change_quotations(text, redact_text, redact_source)
+    return redact_text(text)

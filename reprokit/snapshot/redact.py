@@ -23,6 +23,8 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from reprokit.words import change_quotations, quoted, with_code, without_code
+
 _LONG = re.compile(r"[A-Za-z0-9_+/=.-]{14}")  # the shortest shape, a Slack token, has 15
 _REST = re.compile(r"[A-Za-z0-9_-]*={0,2}")
 _CANDIDATE = re.compile(r"[A-Za-z0-9_+/-]{20,}={0,2}")
@@ -106,6 +108,12 @@ _USERINFO = re.compile(
     r"(?<=://)(?:[^\s/:@'\"<>]{0,64}:"  # a password may have @ and / in it, but a number there is a port
     r"(?!\d{1,5}(?:[/,?#]|$))[^\s'\"<>]{1,256}@(?=[\w.-]+(?::\d+)?(?:[^\w.:@-]|$))|[^\s/@'\"]{0,256}@)"
 )
+# An address with a login that is neither a page nor a repository is a connection string. Its host and its database are
+# as private as the password: `postgres://ada:pw@db.example.org:5432/sales`.
+_CONNECTION = re.compile(
+    rf"(?i)(?P<scheme>(?<![\w+.-])(?!https?:|(?:git\+|hg\+|svn\+)?(?:ssh|https?):|git:|s?ftp:)[a-z][a-z0-9+.-]{{1,30}}://)"
+    rf"{re.escape(REDACTED)}@[^\s'\"<>`\\]*[^\s'\"<>`\\.,:;!?)\]}}]"
+)
 _AUTHORIZATION = re.compile(
     r"(?i)(?:\b(?P<named>authorization)\\*[\"']?\s*[:=,]\s*\\*[\"']?(?:(?:basic|bearer|token|digest|(?:api)?key)\s+)?|\b(?:bearer|basic)\s+)"
     r"(?P<value>(?!(?:basic|bearer|token|digest|(?:api)?key)\b)[A-Za-z0-9._~+/=:-]{6,})"
@@ -121,10 +129,10 @@ _KEY_OWNERS = (
 )
 _PASS_OWNERS = "admin|db|ftp|http|login|mongo|mysql|pg|postgres|proxy|redis|smtp|ssh|sudo|user"
 _STRONG_WORDS = (
-    rf"password|passwd|passphrase|passcode|secret|credentials?|(?:{_KEY_OWNERS})[_-]?key"
+    rf"(?<![A-Za-z])dsn(?![A-Za-z])|password|passwd|passphrase|passcode|secret|credentials?|(?:{_KEY_OWNERS})[_-]?key"
     rf"|(?:{_PASS_OWNERS})[_-]?pass(?![A-Za-z])|(?<![A-Za-z])(?:pwd|pswd|pw)"
 )
-_WEAK_WORDS = "token|authorization|auth|signature|sig|pat|pass|jwt|bearer|dsn|cookie|session(?:[_-]?id)?|sid"
+_WEAK_WORDS = "token|authorization|auth|signature|sig|pat|pass|jwt|bearer|cookie|session(?:[_-]?id)?|sid"
 _BARE_WORD = "key"  # of a dictionary as often as of a service
 _KEY = (
     rf"(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS}|(?P<bare>{_BARE_WORD}))"
@@ -157,7 +165,6 @@ _LITERAL = re.compile(
     r"""(?P<ticks>\"{3}|'{3}).*?(?:(?P=ticks)|\Z) | "(?:\\.|[^"\\\n])*"? | '(?:\\.|[^'\\\n])*'? | \#[^\n]*""",
     re.DOTALL | re.VERBOSE,
 )
-_QUOTED_CODE = re.compile(r"(?m)^(?P<place>[ \t]*File \"[^\"\n]*\", line [0-9]+.*\n)(?P<code>[ \t]+\S.*)$")
 # What a message marks as source. A traceback indents it below its place, Dynamo's `from user code:` too. TorchScript
 # puts `~~~ <--- HERE` into a function that it quotes from the first column, and indented lines follow.
 _PLACE = r"(?m)^(?P<place>(?P<indent>[ \t|]*)File \"[^\"\n]*\", line [0-9]+.*)"
@@ -165,7 +172,7 @@ _TRACEBACK_SOURCE = re.compile(_PLACE + r"(?:\n(?P=indent)[ \t]+(?!File \")\S.*)
 _SCRIPT_SOURCE = re.compile(_PLACE + r"\n(?:(?![ \t]*File \").*\n)*?[ \t]*~+ <--- HERE(?:\n[ \t]+(?!File \")\S.*)*")
 # pytest makes a message of an asserted expression: `assert 3 == f(7)`, and ` +  where 3 = a.shape[0]` below.
 # `cannot assert that` in a sentence stays.
-_ASSERTED = re.compile(r"(?m)(^|\bAssertionError: )assert\b.*(?:\n[ \t]+.*)*")
+_ASSERTED = re.compile(r"(?m)(^|\bAssertionError: )(?P<code>assert\b.*(?:\n[ \t]+.*)*)")
 
 _LIBRARIES = re.compile(r"(?<![\w.~/\\-])(?:[A-Za-z]:)?[/\\][^\s\"':;,)>\]]*[/\\](?:site|dist)-packages[/\\]")
 _ABSOLUTE = re.compile(r"(?<![\w.~:/*%<)\]-])/(?:[\w.+@-]+/)+(?P<last>[\w.+@-]+)")
@@ -178,21 +185,39 @@ _HOMES = re.compile(r"(?<![\w.~-])(?:/home/|/Users/|[A-Za-z]:[/\\]+Users[/\\]+)(
 
 def redact_text(text: str) -> str:
     """Free text without credentials, home folders and this machine's name; lines of code in a traceback are source."""
-    pieces, end = [], 0
-    for match in _QUOTED_CODE.finditer(text):
-        pieces += [_redact_words(text[end : match.start("code")]), redact_source(match["code"])]
-        end = match.end("code")
-    return "".join((*pieces, _redact_words(text[end:])))
+    return with_code(redact_sentence(text))
+
+
+def redact_sentence(text: str) -> str:
+    """The same, with the marks of `quoted` around all source in it: in files, where it may be cut out later."""
+    return change_quotations(quote_source(text), _redact_words, redact_source)
 
 
 def without_source(text: str, lines: Set[str] = frozenset()) -> str:
     """Free text without the source that it quotes (a traceback's, TorchScript's, pytest's) and without ``lines``."""
-    for pattern in (_SCRIPT_SOURCE, _TRACEBACK_SOURCE):
-        text = pattern.sub(lambda match: match["place"], text)
-    text = _ASSERTED.sub(r"\1", text)
+    text = without_code(quote_source(text))
     if not lines:
         return text
     return "\n".join(line for line in text.split("\n") if line.strip() not in lines)
+
+
+def quote_source(text: str) -> str:
+    """A message of Python, torch or pytest with marks around the source in it, as sentences of our own have them.
+
+    A message that has such marks keeps them.
+    """
+    return change_quotations(text, _quote_source, lambda code: code)
+
+
+def _quote_source(message: str) -> str:
+    for pattern in (_SCRIPT_SOURCE, _TRACEBACK_SOURCE):
+        message = pattern.sub(_quoted_behind_place, message)
+    # an asserted expression has values in it, so that a secret may stand there without a name
+    return _ASSERTED.sub(lambda found: found[1] + quoted(_redact_words(found["code"])), message)
+
+
+def _quoted_behind_place(found: re.Match[str]) -> str:
+    return found["place"] + quoted(found[0][len(found["place"]) :])
 
 
 def redact_source(code: str) -> str:
@@ -219,6 +244,7 @@ def _redact_words(text: str) -> str:
 def _hide_known(text: str) -> str:
     """Hide what its place gives away."""
     text = _USERINFO.sub(f"{REDACTED}@", _PRIVATE_KEY.sub(REDACTED, text))
+    text = _CONNECTION.sub(rf"\g<scheme>{REDACTED}", text)
     return _AUTHORIZATION.sub(_hide_authorization, text)
 
 

@@ -256,6 +256,16 @@ def test_steps_that_raise_and_steps_of_other_programs(runs: Path, capsys: pytest
     assert code == 2 and "the two files have no input in common" in text
 
 
+def test_a_step_that_raises_in_front_of_the_calls_of_the_other(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = torch.load(runs / "plain-step0.pt", weights_only=True)
+    for number, *_ in content["program"]["inputs"]:
+        content["tensors"][number] = content["tensors"][number].flatten()
+    torch.save(content, runs / "flat.pt")
+    for words in (("plain-step0.pt", "flat.pt"), ("flat.pt", "plain-step0.pt")):
+        code, text = diff(runs, capsys, *words)
+        assert code in (1, 2) and "this is an error in reprokit itself" not in text, text
+
+
 def test_numbers_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs_of: dict[str, list[dict[str, Any]]] = {
         "one": [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0}],

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprokit.render.literals import as_given, is_same, literal
+from reprokit.render.sources import is_plain
 
 INF, NAN = float("inf"), float("nan")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -110,3 +111,8 @@ def test_every_small_tensor_comes_back_exactly(tensor: torch.Tensor) -> None:
     assert found is not None
     made = build(found.text)
     assert is_same(made, as_given(tensor)), found.text
+
+
+def test_the_scale_of_a_quantized_tensor_tells_something() -> None:
+    assert is_plain(torch.ones(3)) and is_plain(torch.full((2,), 100)) and not is_plain(torch.full((2,), 0.3))
+    assert not is_plain(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
