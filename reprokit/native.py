@@ -79,6 +79,7 @@ narrow = torch.Tensor.narrow
 new_empty = torch.Tensor.new_empty
 nonzero = torch.Tensor.nonzero
 numel = torch.Tensor.numel
+qscheme = torch.Tensor.qscheme
 register_hook = torch.Tensor.register_hook
 requires_grad_ = torch.Tensor.requires_grad_
 reshape = torch.Tensor.reshape

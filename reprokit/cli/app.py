@@ -96,9 +96,21 @@ def _execute(plan: Plan) -> int:
                 hint="make room, or choose another place with -o",
                 note=f"it was about `{error.filename}`" if error.filename else None,
             ) from None
+        if _is_out_of_memory(error):
+            raise ReprokitError(
+                "not enough memory for this step",
+                hint="try it on a machine that has more",
+                note=(str(error).splitlines() or [""])[0] or None,
+            ) from None
         traceback.print_exc()
         say(f"this is an error in reprokit itself; please report the lines above at {ISSUES}")
         return 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """True for an allocation that Python, or torch on any device, could not make: on the CPU a plain `RuntimeError`."""
+    is_of_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or is_of_torch
 
 
 def read_settings(folder: Path) -> dict[str, dict[str, Any]]:

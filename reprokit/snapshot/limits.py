@@ -21,6 +21,7 @@ from reprokit.errors import SnapshotError, UsageError
 VARIABLE = "REPROKIT_LIMITS"
 _TYPES = frozenset({dict, list, tuple, str, int, float, bool, type(None)})
 _DEEPEST = 200  # what the recursion of all readers has room for
+_COPIED_SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine)  # `clone` refuses the others
 _SHARED = 8  # how often tensors may hold what is stored once
 
 
@@ -140,6 +141,8 @@ def _require_plain(tensor: torch.Tensor) -> None:
     """Raise for a tensor with attributes (they may hide its methods), of no fixed shape, or with indices beyond it."""
     if vars(tensor) or tensor.is_nested:
         raise ValueError("it holds a tensor that is not plain")
+    if tensor.is_quantized and native.qscheme(tensor) not in _COPIED_SCHEMES:
+        raise ValueError("it holds a tensor that is quantized in a way that torch cannot copy")
     if tensor.layout is torch.sparse_coo:
         given = native._indices(tensor), native._values(tensor), tensor.shape
         native.sparse_coo_tensor(*given, is_coalesced=native.is_coalesced(tensor), check_invariants=True)

@@ -306,6 +306,16 @@ def test_a_disk_that_is_full(
     assert result.stderr.splitlines()[2] == "note: it was about `x.py`"
 
 
+def test_a_memory_that_is_full(
+    captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(captured[0] / "train-step3.repro.pt")
+    for allocate in (lambda _: torch.empty(2**50), lambda _: bytearray(2**60)):
+        monkeypatch.setattr(os, "fsync", allocate)
+        result = run_here("render", path, "-o", "x.py")
+        assert_one_error(result, "not enough memory for this step", exit_code=1)
+
+
 def test_verify_takes_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "repro.py").write_text("print('out'); assert False, 'bad'")

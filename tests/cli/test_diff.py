@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from reprokit.cli import main
 from reprokit.compare import runs as comparison
 from reprokit.compare.runs import digest_of
 from reprokit.program.interpreter import run
+from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.step import Step
 from reprokit.shrink.checks.mismatch import OtherWay, structure_of
-from reprokit.snapshot.format import load
+from reprokit.snapshot.format import load, save
 from tests.conftest import run_python_in
+from tests.render.programs import snapshot_of
 
 SCRIPT = """\
 import sys
@@ -256,13 +259,22 @@ def test_steps_that_raise_and_steps_of_other_programs(runs: Path, capsys: pytest
     assert code == 2 and "the two files have no input in common" in text
 
 
-def test_a_step_that_raises_in_front_of_the_calls_of_the_other(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = torch.load(runs / "plain-step0.pt", weights_only=True)
-    for number, *_ in content["program"]["inputs"]:
-        content["tensors"][number] = content["tensors"][number].flatten()
-    torch.save(content, runs / "flat.pt")
-    for words in (("plain-step0.pt", "flat.pt"), ("flat.pt", "plain-step0.pt")):
-        code, text = diff(runs, capsys, *words)
+def test_one_of_two_steps_raises_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = Program(
+        (
+            Call("torch.nn.functional.embedding", (Ref(1), Ref(0)), {}, Ref(2)),
+            Call("torch.Tensor.mul", (Ref(2), 2.0), {}, Ref(3)),
+            Call("torch.log", (Ref(3),), {}, Ref(4)),
+        ),
+        (Input(0, "table", "parameter"), Input(1, "index", "batch")),
+        (Ref(4),),
+    )
+    tensors = {0: -torch.ones(3, 2), 1: torch.tensor([0, 2])}
+    snapshot = snapshot_of((program, tensors))
+    save(snapshot, tmp_path / "a.pt")
+    save(replace(snapshot, tensors={**tensors, 1: torch.tensor([0, 99])}), tmp_path / "b.pt")
+    for words in (("a.pt", "b.pt"), ("b.pt", "a.pt")):
+        code, text = diff(tmp_path, capsys, *words)
         assert code in (1, 2) and "this is an error in reprokit itself" not in text, text
 
 

@@ -113,6 +113,7 @@ def test_every_small_tensor_comes_back_exactly(tensor: torch.Tensor) -> None:
     assert is_same(made, as_given(tensor)), found.text
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_the_scale_of_a_quantized_tensor_tells_something() -> None:
     assert is_plain(torch.ones(3)) and is_plain(torch.full((2,), 100)) and not is_plain(torch.full((2,), 0.3))
     assert not is_plain(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))

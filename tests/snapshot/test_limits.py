@@ -55,6 +55,19 @@ def test_what_a_few_bytes_can_ask_for(file: Path, change: dict[str, Any], limit:
     assert VARIABLE in str(raised.value.hint)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:TypedStorage:UserWarning")
+def test_a_quantized_tensor_is_one_that_torch_copies(file: Path) -> None:
+    content, ones = read_file(file, "snapshot"), torch.ones(2)
+    for zero_points, is_copied in ((torch.zeros(2, dtype=torch.int64), True), (torch.zeros(2), False)):
+        odd = torch.quantize_per_channel(torch.eye(2), ones, zero_points, 0, torch.qint8)
+        torch.save({**content, "tensors": {**content["tensors"], 999: odd}}, file)
+        try:
+            load(file)
+            assert is_copied
+        except SnapshotError as error:
+            assert not is_copied and "quantized in a way that torch cannot copy" in str(error), error
+
+
 def test_a_limit_can_be_raised(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = read_file(file, "snapshot")
     monkeypatch.setenv(VARIABLE, "calls=0")

@@ -24,6 +24,7 @@ from reprokit.compare.difference import results_of
 from reprokit.compare.quantity import observed
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
+from reprokit.program.dataflow import contents
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Phase, Program
 from reprokit.program.step import Step
@@ -113,7 +114,7 @@ def _rates(program: Program) -> set[float]:
 
 
 def _rows_of(tensor: torch.Tensor) -> _Rows:
-    return [row.detach().to_dense().flatten().tolist() for row in (tensor if tensor.dim() else [tensor])]
+    return [contents(row).tolist() for row in (tensor if tensor.dim() else [tensor])]
 
 
 FUNCTION = "function"
