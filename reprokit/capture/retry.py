@@ -43,6 +43,7 @@ from reprokit.locate.failure import HEALTHY
 from reprokit.native import clock
 from reprokit.program.code_lines import files_of_run
 from reprokit.program.edits import Edits, Spans
+from reprokit.program.executed import ExecutedLines
 from reprokit.program.functions import called_function, is_factory
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
@@ -50,13 +51,14 @@ from reprokit.program.sites import make_site
 from reprokit.program.step import HasProgram, Step
 from reprokit.series.cause import usual_limits
 from reprokit.series.story import StepNumbers, failing_series
+from reprokit.series.timeline import parameters_of
 from reprokit.snapshot.format import OptimizerGroup, Snapshot, StateBefore, load
 from reprokit.snapshot.redact import redact_argv
 from reprokit.snapshot.rng import set_rng_state
 from reprokit.words import number_words
 
-_MOST_WAITED = 100  # steps, or so many seconds, until that with the number of the captured one
-_SECONDS = 60.0
+_MOST_WAITED = 100  # steps until that with the captured number; one step stands for all with a higher number
+_STAND_IN = 2  # the step that does: the first may prepare what the others read
 _MOST_STEPS = 32  # after these: trainings that take turns between models repeat themselves sooner
 _MOST_RECORDED = 8  # of the steps before it, once one of them fits
 _OTHERS = 2  # further updates after which a step with the captured number may end: those of other optimizers
@@ -173,6 +175,7 @@ class Slot(NamedTuple):
     position: int  # among the tensors that the call is given
     own: Given
     captured: Given
+    parameter: torch.Tensor | None = None  # of an optimizer, and of no model that the step calls
 
 
 def _where_of(op: Op) -> tuple[object, ...]:
@@ -227,9 +230,9 @@ class RetrySession(Session):
         self.grad_norm: float | None = None
         self.still, self.is_unusual = "", False  # what is wrong in it all the same; if that is the captured event
         self._captured, self._before = captured, _state_of(captured)
-        # The first step may prepare what the others read.
-        self._target = captured.step if 1 < captured.step <= _MOST_WAITED else 2
-        self._until = clock.perf_counter() + _SECONDS
+        self._has_stand_in = captured.step > _MOST_WAITED
+        is_too_early = captured.step < _STAND_IN
+        self._target = _STAND_IN if is_too_early or self._has_stand_in else captured.step
         self._slots: list[Slot] = []
         self._modules: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, list[OptimizerGroup]]] = []
@@ -240,11 +243,20 @@ class RetrySession(Session):
         self._words = list(captured.source.command or captured.command), redact_argv(command)
         self._data: Spans = {}  # the lines of the code of data sets
         self._edits: Edits | None = None
+        self._executed = ExecutedLines(captured.code)
         # The running step may be the captured one by itself. So is the first: it has no state to be put back.
         self.is_own = captured.step == 0
         self._loop.matter, self._loop.last_step = self.is_own, -1
         recorder: Any = self._recorder
         recorder.hand = self._hand
+
+    def __enter__(self) -> Session:
+        self._executed.start()
+        return super().__enter__()
+
+    def leave(self) -> None:
+        self._executed.stop()
+        super().leave()
 
     @property
     def has_begun(self) -> bool:
@@ -288,7 +300,7 @@ class RetrySession(Session):
                 self._look_at(*self._recorded())
             except OtherStep as reason:
                 self.why = str(reason)
-        self._is_due = bool(self._slots) and (num_own >= self._target or clock.perf_counter() > self._until)
+        self._is_due = bool(self._slots) and num_own >= self._target
         first = self._captured.step
         if not self._is_due and first <= num_own < first + _OTHERS:
             self._begin_own()
@@ -318,7 +330,8 @@ class RetrySession(Session):
         if self._edits is None:
             captured = self._captured
             sites = [call.site for call in captured.program.calls if call.site is not None]
-            self._edits = Edits(captured.code, sites, files_of_run(self._loop.began_at), self._words)
+            files = files_of_run(self._loop.began_at)
+            self._edits = Edits(captured.code, sites, files, self._words, self._executed.by_name())
         return self._edits
 
     def _note_data(self) -> None:
@@ -335,20 +348,24 @@ class RetrySession(Session):
 
     def read_by(self, step: HasProgram) -> StepReading:
         """What a step has read, beside what the captured one has."""
-        return StepReading(Step.of(self._captured), Step(step.program, step.tensors), self.edits)
+        failure = self._captured.failure
+        origin = failure.call_index if failure.phase == Phase.FORWARD else None
+        return StepReading(Step.of(self._captured), Step(step.program, step.tensors), self.edits, origin)
 
     def _why_other(self, step: HasProgram) -> str:
         """Why a step is not the captured one with edited code; empty if it is."""
         captured, edits, reading = self._captured, self.edits, self.read_by(step)
-        found = reading.unexplained
+        found = [one for one in reading.differences if not one.is_explained or (one.is_bits and self._has_stand_in)]
         if found and all(one.is_number for one in found):  # the captured step may fail with these numbers as well
             others = _other_numbers(captured.program, step.program)
             found = [] if others and _fails(_with_numbers(captured.program, others)[0], captured) else found
         if found:
-            return f"{found[0].words}, and no edit explains that"
+            return f"{found[0].words}, and {found[0].reason}"
+        moved = [one for one in reading.differences if one.is_random]
         is_failure = captured.failure.kind != HEALTHY
         if is_failure and not (edits.is_any and reading.differences):
             return "nothing that the step reads or runs was edited since the capture"
+        self.notes.extend(f"an edited line draws random numbers, so {one.words}" for one in moved[:1])
         return ""
 
     def _recorded(self) -> tuple[TracedPlayer, list[Op]]:
@@ -376,20 +393,33 @@ class RetrySession(Session):
             calls = [(one.call, other.call) for one, other in pairs if is_alike(one, other, "reader")]
             moved = {reader_of(one) for one, other in calls if _constants(one) != _constants(other)}
         state = self._paired_state()
+        if self._slots and self._goes_on_with(ops):
+            return
         num_alike = sum(is_alike(*pair, "reader") or is_alike(*pair, "name") for pair in pairs)
         if num_alike < self._num_alike:
             return
         self._num_alike, self._own_numbers, self._slots = num_alike, _with_numbers(own, {})[1], []
         self._modules, self._optimizers = state
         waiting = {own.value: (own, captured) for captured, own in pairs}
+        updated = {id(one) for optimizer in self._loop.world.optimizers for one in parameters_of(optimizer)}
+        parameters = {number: one for number, one in self._loop.tape.alive().items() if id(one) in updated}
         for order, op in enumerate(ops):
             name = name_of(op) if op.kind is Function else ""
             for position, number in enumerate(op.ins if not hands_on(name) else ()):
                 tensor = player.env.get(number)
                 value = player.tracer.value_of(tensor) if tensor is not None else None
                 if value in waiting:
-                    self._slots.append(Slot(order, _where_of(op), position, *waiting.pop(value)))
+                    slot = Slot(order, _where_of(op), position, *waiting.pop(value))
+                    self._slots.append(slot._replace(parameter=parameters.get(number)))
         self._num_begins = [_where_of(op) for op in ops].count(self._slots[0].where) if self._slots else 0
+
+    def _goes_on_with(self, ops: list[Op]) -> bool:
+        """True if calls of the step before are among those of a step: a log behind the update prints their results.
+
+        A running step makes them no more, so they are no places where it reads an input.
+        """
+        own = {op.outs for op in self._loop.tape.segments()[-1].ops}
+        return any(op.outs not in own for op in ops)
 
     def _paired_state(self) -> tuple[list[Any], list[Any]]:
         """Models and optimizers of the script, each with the captured state for it. Raises `OtherStep`."""
@@ -453,6 +483,8 @@ class RetrySession(Session):
             loop.end_step(None)
 
     def _give(self, tensor: torch.Tensor, slot: Slot) -> None:
+        if slot.parameter is not None:  # `_begin` has put it back
+            return
         value = slot.captured.tensor
         if (tensor.dtype, native.dim(tensor)) != slot.captured.kind:
             self.refuse(f"what the script reads changes from step to step: {slot.own.words}")
@@ -464,11 +496,17 @@ class RetrySession(Session):
     def _begin(self) -> None:
         """Put the state into what it was before the captured step."""
         loop = self._loop
+        if self._has_stand_in:
+            own, step = loop.iterations.completed, self._captured.step
+            self.notes.append(f"step {own} of the script stands for step {step}, with the captured state and inputs")
         with native.no_grad():
             for module, state in self._modules:
                 live = module.state_dict()
                 for key, value in state.items():
                     native.copy_(live[key], value)
+            for slot in self._slots:
+                if slot.parameter is not None:
+                    native.copy_(slot.parameter, slot.captured.tensor)
             for optimizer, groups in self._optimizers:
                 self._put_back(optimizer, groups)
         loop.tape.forget()

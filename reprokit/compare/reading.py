@@ -17,6 +17,7 @@ from reprokit.program.functions import display_name
 from reprokit.program.ir import Call, iter_refs
 from reprokit.program.step import Step
 
+_OF_STEP_BEFORE = "it is behind the update of the step before, whose state is the captured one"
 _GIVEN = -1  # the number of what an input was before any call, as in `Version`
 
 
@@ -26,14 +27,19 @@ class ReadDifference:
 
     words: str
     is_explained: bool
-    is_number: bool = False  # that a call is given, where the calls are the same
+    is_number: bool = False  # an argument of a call that both steps make
+    is_bits: bool = False  # other bits of an input that both steps read
+    is_random: bool = False  # numbers from a generator that an edited line has drawn from before
+    reason: str = "no edit explains that"
 
 
 class StepReading:
     """The differences between the captured step and the one that was made in its place."""
 
-    def __init__(self, captured: Step, made: Step, edits: Edits) -> None:
+    def __init__(self, captured: Step, made: Step, edits: Edits, origin: int | None = None) -> None:
+        """``origin`` is the index of the captured call that failed in the forward pass."""
         self._edits = edits
+        self._origin = origin
         self._one, self._other = Run.of(captured), Run.of(made)
         self._pairs = aligned([(self._keys_of_then(), self._keys_of_now())])  # calls of then by those of now
         inputs = {place.value for place in self._other.marks if place.number == _GIVEN and not place.start}
@@ -97,7 +103,31 @@ class StepReading:
             if not is_new or call.site is None:
                 continue
             what = f"the step comes to `{call.name}` in {_place(call)}, which the captured one did not"
-            yield index, ReadDifference(what, self._edits.acts_on(call.site))
+            if index < self._num_before:
+                yield index, ReadDifference(what, False, reason=_OF_STEP_BEFORE)
+            else:
+                yield index, ReadDifference(what, self._edits.acts_on(call.site))
+
+    @functools.cached_property
+    def _num_before(self) -> int:
+        """The number of leading calls that belong to the iteration before.
+
+        The loop makes them behind its update, such as `carried = state.detach().clamp(max=2.0)` in its last line. They
+        read what the captured iteration before has left, so an edit of them would have acted on many steps.
+        """
+        calls = self._other.calls
+        update = next((call.site for call in reversed(calls) if call.is_optimizer_step), None)
+        if update is None:
+            return 0
+        num_behind = 0
+        for index, call in enumerate(calls):
+            site = call.site
+            if site is None or (site.file, site.function) != (update.file, update.function):
+                continue
+            if site.line <= update.line:
+                break
+            num_behind = index + 1
+        return num_behind
 
     def _time(self, before: int) -> int:
         """A place among the calls of now for a call of then."""
@@ -133,9 +163,34 @@ class StepReading:
                 continue
             what = f"`{now.name}` in {_place(now)} reads {self._name_of(second)} with other bits than the captured step"
             is_explained = is_acted_on
+            is_random = self._is_moved_by_edit(second.value, index)
             if all(is_given):  # an edit does not act on data, but on what a tensor is made of
-                is_explained = self._is_made(second.value, now)
-            yield index, ReadDifference(what, is_explained)
+                is_explained = is_random or self._is_made(second.value, now)
+            yield index, ReadDifference(what, is_explained, is_bits=all(is_given), is_random=is_random)
+
+    def _is_moved_by_edit(self, value: int, index: int) -> bool:
+        """True for random numbers behind the origin, of a generator that an edited line has drawn from before.
+
+        Up to the origin the generators are where they were, so other numbers cannot be why the origin has not failed.
+        """
+        if value not in self._random or self._origin is None:
+            return False
+        is_behind = index > self._time(self._origin)
+        return is_behind and any(place < index for place in self._draws_of_edits)
+
+    @functools.cached_property
+    def _random(self) -> set[int]:
+        return {item.value for item in self._other.step.program.inputs if item.role == "random"}
+
+    @functools.cached_property
+    def _draws_of_edits(self) -> list[int]:
+        """The calls in edited lines that read random numbers and that the captured step has not made."""
+        found = []
+        for index, call in enumerate(self._other.calls):
+            is_new = index not in self._pairs and call.site is not None and self._edits.is_edited(call.site)
+            if is_new and not self._random.isdisjoint(_operands(call)):
+                found.append(index)
+        return found
 
     def _has_same_bits(self, first: Version, second: Version) -> bool:
         mine, others = self._one.marks.get(first), self._other.marks.get(second)
@@ -174,7 +229,9 @@ class StepReading:
                 if item is None or place.number != _GIVEN or self._other.marks[place].digest in known:
                     continue
                 is_edited = call.site is not None and self._edits.is_edited(call.site)
-                is_own = (is_edited and item.name not in names) or self._is_made(value, call)
+                is_drawn = item.role == "random"  # numbered, so its name says nothing
+                has_own_name = is_drawn or item.name not in names
+                is_own = (is_edited and has_own_name) or self._is_made(value, call)
                 reads = f"`{call.name}` in {_place(call)} reads `{item.name}`"
                 what = f"{reads} with bits that the captured step does not have"
                 yield index, ReadDifference(what, is_own)

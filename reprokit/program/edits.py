@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -22,7 +22,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _CALLS_MODULE = frozenset({"forward", "__call__"})
-_READS_COMMAND = ("argv", "parse_args", "parse_known_args")  # what a word of the command line comes through
 # What makes a tensor of numbers of Python or NumPy: an input of the step, as a batch is.
 _MAKES_TENSOR = frozenset({"tensor", "as_tensor", "asarray", "from_numpy", "Tensor", "FloatTensor", "LongTensor"})
 _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -100,9 +99,14 @@ class Edits:
         sites: Collection[Site],
         files: Mapping[str, Path],
         words: tuple[Sequence[str], Sequence[str]],
+        executed: Mapping[str, Set[int]] | None = None,
     ) -> None:
-        """``sites`` are those of the captured calls, ``files`` those of the script that runs now, itself first, and
-        ``words`` the command lines of then and now."""
+        """``sites`` are those of the captured calls, ``files`` those of the script that runs now, itself first.
+
+        ``words`` are the command lines of then and now. ``executed`` are the lines of edited files that have run, if
+        they are known.
+        """
+        self._executed = executed
         self.is_known = captured is not None
         known: Mapping[str, Sequence[int | str]] = captured if captured is not None else _lines_of(sites)
         self._files: dict[str, _File] = {}
@@ -121,8 +125,7 @@ class Edits:
             text = read_text(path)
             if text is not None and path.suffix == ".py":
                 self._files[name] = _File(name, text, (), is_python=True)
-        self._command = set(_READS_COMMAND) if words[0] != words[1] else set()
-        self.is_any = bool(self._command) or any(file.is_edited for file in self._files.values())
+        self.is_any = self.acts_everywhere or any(file.is_edited for file in self._files.values())
 
     def line_of(self, site: Site) -> tuple[str, int] | None:
         """Where a line of then is now; ``None`` if it was edited or taken out."""
@@ -141,10 +144,6 @@ class Edits:
             return False
         lines = statement.lines if statement is not None else range(site.line, site.line + 1)
         return not file.edited.isdisjoint(lines)
-
-    def is_removed(self, site: Site) -> bool:
-        """True if the line of a site of then is not there any more."""
-        return self.line_of(site) is None
 
     def acts_on(self, site: Site | None) -> bool:
         """True if an edit may act on the statement of a site of now: on what it reads, or on whether it runs."""
@@ -217,7 +216,7 @@ class Edits:
 
     @functools.cached_property
     def _acting(self) -> _Acting:
-        return _Acting(self._files, self._command)
+        return _Acting(self._files, self._executed)
 
 
 def _lines_of(sites: Collection[Site]) -> dict[str, list[int | str]]:
@@ -349,12 +348,14 @@ def _note_effects(node: ast.stmt, statement: _Statement, scope: _Scope) -> None:
             given = [*node.value.args, *(called.value for called in [called] if isinstance(called, ast.Attribute))]
             for one in given:
                 statement.writes |= set(_roots(one, scope))
-    values = [part for part in ast.walk(node) if not isinstance(node, (*_FUNCTIONS, ast.ClassDef))]
-    for part in values:
+    is_effect = isinstance(node, (ast.Expr, *_FUNCTIONS))
+    decorated = getattr(node, "decorator_list", None)  # of a definition these run, its body runs later
+    parts = [node] if decorated is None else decorated
+    for part in (inner for one in parts for inner in ast.walk(one)):
         if isinstance(part, ast.Call):
             statement.writes |= {f".{one.arg}" for one in part.keywords if one.arg and isinstance(node, ast.Assign)}
-            is_option = isinstance(part.func, ast.Attribute) and part.func.attr in ("add_argument", "setdefault")
-            words = [one.value for one in part.args if isinstance(one, ast.Constant)] if is_option else []
+            # `parser.add_argument("--rate")`, `options.setdefault("rate", 1)`, `@click.option("--rate")`
+            words = [one.value for one in part.args if isinstance(one, ast.Constant)] if is_effect else []
             names = (word.lstrip("-").replace("-", "_") for word in words if isinstance(word, str))
             statement.writes |= {f".{name}" for name in names}
         elif isinstance(part, ast.Dict) and isinstance(node, (ast.Assign, ast.AnnAssign, ast.Return)):
@@ -381,11 +382,20 @@ def _roots(node: ast.AST, scope: _Scope) -> Iterator[str]:
 
 
 class _Acting:
-    """Finds the statements that edits act on, by going round until nothing new is found."""
+    """Finds the statements that edits act on, until nothing new is found.
 
-    def __init__(self, files: Mapping[str, _File], command: Collection[str]) -> None:
+    Only an edited statement that has run acts on others, and it does so through statements that have run. What an
+    edited condition decides about is acted on also if it has not run.
+    """
+
+    def __init__(self, files: Mapping[str, _File], executed: Mapping[str, Set[int]] | None) -> None:
         self.found: set[int] = set()
-        self._written = {f".{name}" for name in command} | {f"{name}()" for name in command}
+        self._written = set[str]()
+        self._idle = set[int]()  # statements that have not run
+        for file in files.values():
+            lines = executed.get(file.name) if executed is not None else None
+            if lines is not None:
+                self._idle.update(id(one) for one in file.statements if lines.isdisjoint(one.lines))
         self._statements = [one for file in files.values() for one in file.statements]
         self._functions: dict[str, list[_Statement]] = {}
         self._members: dict[int, list[_Statement]] = {}
@@ -400,7 +410,8 @@ class _Acting:
                 one.reads.add("forward()")
         edited = [one for file in files.values() for one in self._edited_in(file)]
         for statement in edited:
-            self._act_on(statement, is_anew=True)
+            if id(statement) not in self._idle:
+                self._act_on(statement, is_anew=True)
         self._go_round()
 
     @staticmethod
@@ -444,9 +455,11 @@ class _Acting:
             if is_known and not is_new:
                 continue
             self.found.add(id(one))
-            self._written |= one.writes
             if not is_known:
                 stack += [(inner, True) for inner in self.controlled_by(one)]
+            if id(one) in self._idle and not is_new:  # one behind an edited condition may have run then
+                continue
+            self._written |= one.writes
             for called in one.calls:
                 known = self._functions.get(called) or self._functions.get("forward()", [])
                 for function in known:

@@ -113,6 +113,8 @@ def test_the_step_of_a_healthy_file_is_that_of_training_bit_for_bit(
     assert result["loss"] == row.loss and result["verdict"] == "finite" and result["grad_norm"] > 0
     assert ("the learning rate is 0.0025, as a schedule had set it" in done.stderr) == (step == 126)
     assert done.stdout.count("own") == (6 if step == 6 else 2)
+    note = "step 2 of the script stands for step 126, with the captured state and inputs"
+    assert (note in result["notes"]) == (step == 126)
 
 
 def test_inputs_are_matched_in_another_order(captured: Path, run_reprokit: Run) -> None:
@@ -544,3 +546,166 @@ def test_numbers_that_the_script_writes_beside_itself_are_no_edited_settings(run
     done = run_reprokit("retry", "s.pt", "train.py")
     assert done.returncode == 2, done.stderr
     assert "with other bits than the captured step" in done.stderr
+
+
+IDLE = """\
+import os
+
+import torch
+
+
+class Net(torch.nn.Linear):
+    scale = 1.0
+
+
+def unused():
+    net.scale = 1.0
+
+
+torch.manual_seed(0)
+net = Net(4, 1)
+if os.path.exists("unlucky"):
+    net.scale = 0.0
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+for step in range(6):
+    x = torch.randn(8, 4)
+    gap = net(x) - 0.5
+    if step == 4:
+        gap = gap * net.scale / net.scale
+    loss = gap.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_an_edited_line_that_has_not_run_explains_nothing(run_reprokit: Run, tmp_path: Path) -> None:
+    """The number is another one because a file is gone; the edited function writes its name, and nobody calls it."""
+    (tmp_path / "train.py").write_text(IDLE)
+    (tmp_path / "unlucky").write_text("")
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    (tmp_path / "unlucky").unlink()
+    edits = {
+        "a function that is not called": ("    net.scale = 1.0", "    net.scale = 2.0", 2),
+        "the condition": ('if os.path.exists("unlucky"):', 'if os.path.exists("lucky"):', 0),
+    }
+    for what, (old, new, code) in edits.items():
+        (tmp_path / "train.py").write_text(IDLE.replace(old, new))
+        done = run_reprokit("retry", "s.pt", "train.py")
+        assert done.returncode == code, (what, done.stderr)
+
+
+CARRIED = """\
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+carried = torch.ones(8, 4)
+for step in range(12):
+    x = torch.randn(8, 4)
+    state = carried * 30 + net(x).sigmoid()
+    loss = (1e-3 * state).exp().mean().log()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    carried = state.detach()
+"""
+
+
+def test_an_edit_behind_the_update_acts_on_the_steps_before(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CARRIED)
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    (tmp_path / "train.py").write_text(CARRIED.replace("state.detach()", "state.detach().clamp(max=2)"))
+    done = run_reprokit("retry", "s.pt", "train.py")
+    assert done.returncode == 2 and "behind the update of the step before" in done.stderr, done.stderr
+    (tmp_path / "train.py").write_text(CARRIED.replace("carried * 30", "carried.clamp(max=2) * 30"))
+    done = run_reprokit("retry", "s.pt", "train.py")
+    assert done.returncode == 0, done.stderr
+
+
+DRAWS = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        chosen = x[x[:, 0] > 0]
+        centre = chosen.mean(0)
+        noise = torch.rand(8, 4)
+        return self.layer(x - centre + noise)
+
+
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+for step in range(8):
+    x = torch.randn(8, 4)
+    if step == STEP:
+        x = -x.abs()
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_mended_line_that_draws_moves_the_numbers_behind_it(step: int, run_reprokit: Run, tmp_path: Path) -> None:
+    text = DRAWS.replace("STEP", str(step))
+    (tmp_path / "train.py").write_text(text)
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    mended = "chosen.mean(0) if len(chosen) else x[torch.randint(8, (1,))].mean(0)"
+    (tmp_path / "train.py").write_text(text.replace("chosen.mean(0)", mended))
+    done = run_reprokit("retry", "s.pt", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "an edited line draws random numbers, so" in done.stderr
+
+
+METHODS = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Curve(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.points = nn.Linear(4, 3), nn.Parameter(torch.ones(2, 4))
+
+    def at(self, x):
+        known = self.layer(self.points)
+        rows = self.layer(x / x.norm(dim=1, keepdim=True))
+        return rows @ known.T
+
+
+curve = Curve()
+optimizer = torch.optim.Adam(curve.parameters(), lr=1e-2)
+for step in range(12):
+    x = torch.randn(8, 4)
+    if step == 9:
+        x = x * 0
+    out = curve.at(x)
+    loss = out.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 3 == 1:
+        print(out.mean().item())
+"""
+
+
+def test_parameters_of_a_model_that_is_never_called(run_reprokit: Run, tmp_path: Path) -> None:
+    """They are the captured ones. A log behind the update, which reads the step before, is no part of the step."""
+    (tmp_path / "train.py").write_text(METHODS)
+    assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "train.py").returncode == 3
+    assert run_reprokit("retry", "s.pt", "train.py").returncode == 1
+    (tmp_path / "train.py").write_text(METHODS.replace("keepdim=True)", "keepdim=True).clamp(min=1e-6)"))
+    done = run_reprokit("retry", "s.pt", "train.py")
+    assert done.returncode == 0, done.stderr
