@@ -349,7 +349,7 @@ class RetrySession(Session):
     def read_by(self, step: HasProgram) -> StepReading:
         """What a step has read, beside what the captured one has."""
         failure = self._captured.failure
-        origin = failure.call_index if failure.phase == Phase.FORWARD else None
+        origin = None if failure.is_derivative else failure.call_index
         return StepReading(Step.of(self._captured), Step(step.program, step.tensors), self.edits, origin)
 
     def _why_other(self, step: HasProgram) -> str:

@@ -678,11 +678,13 @@ class Curve(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.points = nn.Linear(4, 3), nn.Parameter(torch.ones(2, 4))
+        self.weight = nn.Parameter(torch.zeros(3))
 
     def at(self, x):
         known = self.layer(self.points)
+        weight = self.weight.exp()
         rows = self.layer(x / x.norm(dim=1, keepdim=True))
-        return rows @ known.T
+        return rows @ known.T, rows * weight
 
 
 curve = Curve()
@@ -691,8 +693,8 @@ for step in range(12):
     x = torch.randn(8, 4)
     if step == 9:
         x = x * 0
-    out = curve.at(x)
-    loss = out.square().mean()
+    out, size = curve.at(x)
+    loss = out.square().mean() + size.square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
