@@ -152,7 +152,8 @@ def _places_of(func: Callable[..., Any]) -> Iterator[_Place]:
 @functools.cache
 def _names_of_torch() -> dict[Callable[..., Any], tuple[Any, str]]:
     """The functions that torch looks up by their names to pass them to a mode: the owner and the name of each."""
-    modules = (torch.nn.init, torch, torch.functional, torch.nn.functional)
+    # those whose functions are Python and call `handle_torch_function` with their own name
+    modules = (torch.nn.init, torch.autograd, torch, torch.functional, torch.nn.functional)
     found: list[tuple[Any, tuple[Any, str]]] = []
     found += [(function, (module, name)) for module in modules for name, function in vars(module).items()]
     found += [(getattr(torch.Tensor, name), (torch.Tensor, name)) for name in dir(torch.Tensor)]

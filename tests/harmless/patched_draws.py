@@ -34,11 +34,13 @@ for name in ("isfinite", "isnan", "stack", "zeros_like", "where", "is_grad_enabl
 for name in ("cross_entropy", "gelu", "linear", "layer_norm", "softmax"):
     drawing(F, name)
 drawing(torch.linalg, "vector_norm")
+drawing(torch.autograd, "grad")
 for step in range(60):
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
     logits = model(x.to(torch.float32))
     weights = F.softmax(x.detach().abs().sum(1).clone(), 0)
     loss = (F.cross_entropy(logits, y, reduction="none") * weights).sum() + logits.reshape(-1).abs().max()
+    torch.autograd.grad(logits.sum(), model[0].bias, retain_graph=True)
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
