@@ -7,6 +7,7 @@ runs more often than without us, nor changes what we compute. A replay of the us
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from typing import Any
@@ -50,6 +51,7 @@ dequantize = torch.Tensor.dequantize
 detach = torch.Tensor.detach
 diagonal = torch.Tensor.diagonal
 dim = torch.Tensor.dim
+div = torch.Tensor.div
 double = torch.Tensor.double
 element_size = torch.Tensor.element_size
 expand = torch.Tensor.expand
@@ -93,6 +95,7 @@ size = torch.Tensor.size
 square_ = torch.Tensor.square_
 storage_offset = torch.Tensor.storage_offset
 stride = torch.Tensor.stride
+sub = torch.Tensor.sub
 sum = torch.Tensor.sum
 sum_to_size = torch.Tensor.sum_to_size
 to = torch.Tensor.to
@@ -114,6 +117,7 @@ as_tensor = torch.as_tensor
 bincount = torch.bincount
 dot = torch.dot
 empty = torch.empty
+eq = torch.Tensor.eq
 equal = torch.equal
 eye = torch.eye
 frexp = torch.frexp
@@ -222,3 +226,56 @@ class clock:
     sleep = staticmethod(time.sleep)
     thread_time = staticmethod(time.thread_time)
     time = staticmethod(time.time)
+
+
+# The operators of tensors. Code calls them by what it writes, `a == b`, and so do functions of torch, such as `save`.
+_OF_CLASSES = {"__class__", "__del__", "__delattr__", "__getattribute__", "__init__", "__init_subclass__", "__new__"}
+_OF_CLASSES |= {"__setattr__", "__subclasshook__", "__torch_dispatch__", "__torch_function__"}
+_ABSENT = object()  # the operator is that of a base class
+_OPERATORS: dict[str, Any] = {
+    name: vars(torch.Tensor).get(name, _ABSENT)
+    for name in dir(torch.Tensor)
+    if name.startswith("__") and name not in _OF_CLASSES and callable(getattr(torch.Tensor, name))
+}
+_replaced: list[dict[str, Any]] = []  # by the script, in the contexts that are entered
+
+
+def _put(operators: dict[str, Any]) -> dict[str, Any]:
+    """Put operators in place; those that were there, where they were others."""
+    space: Any = vars(torch.Tensor)
+    others = {name: now for name, new in operators.items() if (now := space.get(name, _ABSENT)) is not new}
+    for name in others:
+        if operators[name] is _ABSENT:
+            delattr(torch.Tensor, name)
+        else:
+            setattr(torch.Tensor, name, operators[name])
+    return others
+
+
+class own_operators(contextlib.ContextDecorator):
+    """In this context tensors have the operators of before, for a replay, a look or a save: not for each step, since
+    to find replaced ones takes some microseconds. They are those of every thread."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        is_inside = len(_replaced) > 0 and not _replaced[-1]  # of a context at whose beginning none was replaced
+        _replaced.append({} if is_inside else _put(_OPERATORS))
+
+    def __exit__(self, *exception: object) -> None:
+        if theirs := _replaced.pop():
+            _put(theirs)
+
+
+class their_operators:
+    """Inside of `own_operators`, a context for code of the user's, with the operators that the script has replaced."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        if _replaced and _replaced[-1]:
+            _put(_replaced[-1])
+
+    def __exit__(self, *exception: object) -> None:
+        if _replaced and _replaced[-1]:
+            _replaced[-1].update(_put(_OPERATORS))

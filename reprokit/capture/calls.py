@@ -460,6 +460,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer, args: Any = (), kwargs:
     step(optimizer, *args, **(kwargs or {}))
 
 
+@native.own_operators()
 def optimizer_call(recording: TracedPlayer, optimizer: torch.optim.Optimizer) -> Call:
     """The call of an optimizer's step, with its options and states as they are now."""
     tracer = recording.tracer

@@ -342,7 +342,7 @@ class EarlyWarning:
             self._session.complain(f"could not write `{self._log.path.name}`", error)
         if self._on_event is not None:
             try:
-                with seen():
+                with seen(), native.their_operators():
                     self._on_event(event)
             except Exception as error:
                 self._session.complain("`on_event` raised", error)

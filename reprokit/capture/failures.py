@@ -233,7 +233,7 @@ class Failures:
         op = raised[1] if raised is not None and known is not None else loop.raising_step(error)
         if op is not None:
             loop.recorder.raised = (known or error, op)
-        with loop.recorder.paused():
+        with loop.recorder.paused(), native.own_operators():
             described = describe(known or error, op, loop)
         if op is not None:
             loop.tape.add(op.kind, op.target, op.args, op.kwargs, (), (op.code, op.instruction), op.mode, op.note)

@@ -113,7 +113,9 @@ class NormMeter:
             weights = norms_of([local_part(native.detach(p)) for p in named.values()])
             changed = {id(p): local_part(native.detach(p)) for p in parameters if id(p) in old}
             sizes = dict(zip(old, norms_of(list(old.values())), strict=True))
-            changes = dict(zip(changed, norms_of([new - old[key] for key, new in changed.items()]), strict=True))
+            changes = dict(
+                zip(changed, norms_of([native.sub(new, old[key]) for key, new in changed.items()]), strict=True)
+            )
         size = math.hypot(*(sizes[key] for key in changes))
         ended = clock.perf_counter()
         self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step

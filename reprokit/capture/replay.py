@@ -87,7 +87,9 @@ class Player:
     def play(self, op: Op) -> Any:
         """Do what a call did."""
         self._check_versions(op)
-        result = op.kind.play(self, op, *self.given(op))
+        args, kwargs = self.given(op)
+        with native.their_operators():
+            result = op.kind.play(self, op, args, kwargs)
         self.bind(op, result)
         return result
 
@@ -373,7 +375,8 @@ class TracedPlayer(Player):
         with native.DisableTorchFunction():  # our own work is not part of the step
             self._check_versions(op)
             args, kwargs = self.given(op)
-        result = op.kind.trace(self, op, args, kwargs)
+        with native.their_operators():
+            result = op.kind.trace(self, op, args, kwargs)
         self.bind(op, result)
         for number in op.outs if op.kind is Function else ():
             tensor = self.env.get(number)

@@ -219,4 +219,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
 def _count_of(optimizer: torch.optim.Optimizer) -> float:
     """The steps in the state of an optimizer; infinity where it has none, or a device would have to be waited for."""
     count = next((one for one in optimizer.state.values() if isinstance(one, dict)), {}).get("step", math.inf)
-    return float(count) if not isinstance(count, torch.Tensor) or count.is_cpu else math.inf
+    if isinstance(count, torch.Tensor):
+        return float(native.item(count)) if count.is_cpu else math.inf
+    return float(count)

@@ -139,7 +139,8 @@ def number_of(value: Any) -> float | None:
     if value.__class__ is float:
         return float(value)
     if isinstance(value, torch.Tensor):
-        return float(native.detach(value)) if native.numel(value) == 1 and not native.is_complex(value) else None
+        is_number = native.numel(value) == 1 and not native.is_complex(value)
+        return float(native.item(native.detach(value))) if is_number else None
     return float(value) if isinstance(value, (int, float)) else None
 
 

@@ -111,11 +111,13 @@ def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = Fal
     magnitudes = native.abs(numbers)
     low, high = _extremes(magnitudes)
     if not (math.isfinite(low) and math.isfinite(high)):
-        num_nan = int(native.count_nonzero(native.isnan(numbers)))
+        num_nan = int(native.item(native.count_nonzero(native.isnan(numbers))))
         is_finite = native.isfinite(numbers)
-        num_inf = native.numel(numbers) - num_nan - int(native.count_nonzero(is_finite))
+        num_inf = native.numel(numbers) - num_nan - int(native.item(native.count_nonzero(is_finite)))
         num_negative = (
-            int(native.count_nonzero(native.isneginf(numbers))) if num_inf and not native.is_complex(numbers) else 0
+            int(native.item(native.count_nonzero(native.isneginf(numbers))))
+            if num_inf and not native.is_complex(numbers)
+            else 0
         )
         if num_nan + num_inf == native.numel(numbers):
             return Range(dtype, shape, None, None, num_nan, num_inf, num_negative_inf=num_negative, zeros=0.0)
@@ -178,15 +180,18 @@ def _moments(numbers: torch.Tensor, high: float) -> dict[str, float]:
     if native.element_size(numbers) < torch.float32.itemsize:
         numbers = native.float(numbers)
     unit = 1.0 if _PLAIN[0] < high < _PLAIN[1] or not high else high
-    scaled = numbers if unit == 1.0 else numbers / unit
-    mean = float(native.mean(scaled))
-    centred = native.flatten(scaled) - mean
-    std = math.sqrt(float(native.dot(centred, centred)) / native.numel(centred))  # a ninth of the time of `torch.std`
+    scaled = numbers if unit == 1.0 else native.div(numbers, unit)
+    mean = float(native.item(native.mean(scaled)))
+    centred = native.sub(native.flatten(scaled), mean)
+    std = math.sqrt(
+        float(native.item(native.dot(centred, centred))) / native.numel(centred)
+    )  # a ninth of the time of `torch.std`
     norm = max(high, math.hypot(mean, std) * math.sqrt(native.numel(centred)) * unit)
     known = {"mean": max(-high, min(high, mean * unit)), "std": min(high, std * unit)}
     return known if math.isinf(norm) else {**known, "norm": norm}
 
 
+@native.own_operators()
 def _histogram(numbers: torch.Tensor) -> Histogram:
     """The histogram of finite numbers."""
     numbers = numbers[numbers != 0]
@@ -207,9 +212,10 @@ def _histogram(numbers: torch.Tensor) -> Histogram:
 
 def _extremes(magnitudes: torch.Tensor) -> tuple[float, float]:
     low, high = native.aminmax(magnitudes)
-    return float(low), float(high)
+    return float(native.item(low)), float(native.item(high))
 
 
+@native.own_operators()
 def _least(magnitudes: torch.Tensor) -> float | None:
     least = float(native.min(native.where(magnitudes > 0, magnitudes, math.inf)))
     return least if math.isfinite(least) else None

@@ -44,9 +44,10 @@ def ways_of(tensor: torch.Tensor) -> Ways:
     times = native.numel(whole) // native.numel(values)
     for way in (NAN, PLUS, MINUS):
         mask = bad_mask(values, way)
-        number = int(native.count_nonzero(mask))
+        number = int(native.item(native.count_nonzero(mask)))
         if number:
-            place = place_of(int(native.argmax(native.to(native.reshape(mask, -1), torch.uint8))), mask.shape)
+            first_bad = native.argmax(native.to(native.reshape(mask, -1), torch.uint8))
+            place = place_of(int(native.item(first_bad)), mask.shape)
             first[way] = place[: native.dim(tensor)]
             count[way] = number * times
     return Ways.of(first, count, native.numel(tensor))
@@ -105,7 +106,7 @@ def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:
     """A mask of the elements that are bad in this way."""
     if way == NAN:
         return native.isnan(values)
-    return values == (float("inf") if way == PLUS else float("-inf"))
+    return native.eq(values, float("inf") if way == PLUS else float("-inf"))
 
 
 def is_finite_sum(values: torch.Tensor) -> bool:

@@ -41,6 +41,8 @@ NAMESPACES = {
     "numpy.random": numpy.random,
 }
 CONTEXTS = ["no_grad", "enable_grad", "inference_mode", "set_grad_enabled"]
+OF_CLASSES = {"__init__", "__new__", "__getattribute__", "__setattr__", "__delattr__", "__class__", "__del__"}
+SLOTS = type(object.__eq__)  # of operators that are written in C
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type(torch.Tensor.add))
 calls = collections.Counter()
 of_ours = collections.Counter()
@@ -74,13 +76,14 @@ def write_report():
 
 
 def patch_everything():
-    """Replace all of them, also the names that start with an underscore in no way."""
+    """Replace all of them, the operators of tensors too, other names that start with an underscore not."""
     for title, owner in NAMESPACES.items():
         for name in dir(owner):
             found = inspect.getattr_static(owner, name, None)
-            if name.startswith("_") or isinstance(found, (staticmethod, classmethod)):
+            is_operator = owner is torch.Tensor and name.startswith("__") and name not in OF_CLASSES
+            if isinstance(found, (staticmethod, classmethod)) or (name.startswith("_") and not is_operator):
                 continue
-            if isinstance(found, FUNCTIONS) or (owner is torch and name in CONTEXTS):
+            if isinstance(found, (*FUNCTIONS, SLOTS)) or (owner is torch and name in CONTEXTS):
                 setattr(owner, name, watched(f"{title}.{name}", found))
 
 
