@@ -113,6 +113,8 @@ def preserve_versions(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 # Code of torch that is looked for in the stack.
 _MODULES = "modules that a library calls are recorded as calls of the loop"
 call_impl_code = _look_up("torch.nn.Module._call_impl.__code__", _MODULES, None)
+wrapped_call_code = _look_up("torch.nn.Module._wrapped_call_impl.__code__", "", torch.nn.Module.__call__.__code__)
+CALL = "self._call_impl if self._compiled_call_impl is None else self._compiled_call_impl"  # what that code calls
 handle_code = _look_up("torch.overrides.handle_torch_function.__code__", "", None)  # where a mode is put back
 functional_call_code = _look_up("torch.nn.utils.stateless._functional_call.__code__", _MODULES, None)
 _HOOKED = "modules with full backward hooks are recorded with an identity function around them"

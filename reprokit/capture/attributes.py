@@ -18,14 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from reprokit import native, torch_private
 from reprokit.capture.generators import own_restored
-from reprokit.capture.structure import ATOMS, iter_tensors
+from reprokit.capture.structure import ATOMS, is_a, iter_tensors, space_of
 from reprokit.program.dataflow import node_of
 from reprokit.program.sites import kind_of_file
 
@@ -197,7 +197,7 @@ def _containers_of(owners: Iterable[Any], most_items: float = math.inf) -> list[
     """The ``__dict__`` of owners, and of the settings and optimizers they hold, and every container in one of them
     that has at most ``most_items``."""
     found: dict[int, Any] = {}
-    waiting: list[Any] = [vars(owner) for owner in owners]
+    waiting: list[Any] = [space_of(owner) for owner in owners]
     while waiting:
         container = waiting.pop()
         if id(container) not in found and len(container) <= most_items:
@@ -226,7 +226,7 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_of_user(value: Any) -> bool:
     """True for an object of a class in the user's code; one of a library may have threads that change it meanwhile."""
-    if type(getattr(value, "__dict__", None)) is not dict or isinstance(value, type):
+    if not type(value).__dictoffset__ or is_a(value, (type, ModuleType)):
         return False
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
     return isinstance(file, str) and kind_of_file(file) == "user"
@@ -235,7 +235,7 @@ def _is_of_user(value: Any) -> bool:
 def _tensors_in(containers: Iterable[Any], found: set[int]) -> Iterator[torch.Tensor]:
     """The tensors without a graph in containers and in tuples there; not those ``found`` already."""
     for value in chain.from_iterable(map(_values, containers)):
-        for tensor in iter_tensors(value) if isinstance(value, (torch.Tensor, tuple)) else ():
+        for tensor in iter_tensors(value) if is_a(value, (torch.Tensor, tuple)) else ():
             if id(tensor) not in found and node_of(tensor) is None and not native.is_inference(tensor):
                 found.add(id(tensor))
                 yield tensor
@@ -258,12 +258,12 @@ def _set_flags(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
 
 def _fields_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object that holds settings, such as a dataclass; ``None`` for any other."""
-    is_settings = isinstance(value, (SimpleNamespace, Namespace)) or is_dataclass(type(value))
-    return getattr(value, "__dict__", None) if is_settings else None
+    is_settings = is_a(value, (SimpleNamespace, Namespace)) or is_dataclass(type(value))
+    return space_of(value) if is_settings else None
 
 
 def _is_plain(value: Any) -> bool:
     """True for values that cannot change themselves and hold no memory."""
     if type(value) is tuple or type(value) is torch.Size:
         return len(value) <= _LONGEST and all(type(item) in ATOMS for item in value)
-    return type(value) in ATOMS or isinstance(value, _IMMUTABLE)
+    return type(value) in ATOMS or is_a(value, _IMMUTABLE)

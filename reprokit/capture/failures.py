@@ -212,7 +212,7 @@ class Failures:
         if found is not None:
             number, code, instruction = found
             is_loss = (code, instruction) in loop.loss_sites
-            is_scalar = any(loop.tape.known(tensor) == number for tensor, _, _ in loop.tape.scalars)
+            is_scalar = any(scalar() is number() for scalar, _, _ in loop.tape.scalars)
             is_given_up = has_raised and not is_of_torch and not is_mistake
             if is_given_up or (is_scalar and (is_loss or not loop.loss_sites)):
                 where = "loss" if is_loss or (is_scalar and not loop.loss_sites and not has_raised) else "output"
@@ -500,9 +500,10 @@ def is_inside_step(tape: Tape) -> bool:
 def bad_value(tape: Tape) -> tuple[Number, Any, int] | None:
     """The last bad scalar that the loop computed with gradients in this step, and where."""
     running = tape.running()
-    for tensor, code, instruction in reversed(tape.scalars):
-        number = tape.known(tensor)
-        if number is not None and is_bad(native.detach(tensor)):
+    for scalar, code, instruction in reversed(tape.scalars):
+        tensor = scalar()
+        number = None if tensor is None else tape.known(tensor)
+        if tensor is not None and number is not None and is_bad(native.detach(tensor)):
             made = next((n for n, op in enumerate(running) if number in op.outs), len(running))
             is_passed = any(op.kind is Root and op.mode.grad for op in running[made + 1 :])  # the loop went on
             return None if is_passed else (number, code, instruction)

@@ -28,6 +28,7 @@ from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import unseen
 from reprokit.capture.recorder import Begun, Recorder
+from reprokit.capture.posing import POSING
 from reprokit.capture.stand_ins import as_called
 from reprokit.capture.structure import repeatable
 from reprokit.capture.tape import Number
@@ -375,9 +376,10 @@ def _keep_from_compiling() -> None:
     owners += [vars(value) for names in list(owners) for value in names.values() if isinstance(value, type)]
     functions = [_function_of(value) for names in owners for value in list(names.values())]
     waiting = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    waiting.append(POSING)
     while waiting and skip is not None:
         code = waiting.pop()
-        if code.co_filename.startswith(_OWN):
+        if code is POSING or code.co_filename.startswith(_OWN):
             skip(code)
             waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
 

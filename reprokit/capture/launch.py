@@ -16,12 +16,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reprokit.capture.failure_text import captured_lines
 from reprokit.capture.options import Options, current_folder
-from reprokit.errors import UsageError, is_own, tb_entries
+from reprokit.errors import STAND_IN, UsageError, drop_own_frames, is_own, tb_entries
 from reprokit.words import print_line
 
 if TYPE_CHECKING:
@@ -69,6 +69,16 @@ def capture(output: str | os.PathLike[str] | None = None, **options: Unpack[Opti
                     print_line(line)
 
 
+# Python attributes a warning to line 1 of `sys` when its ``stacklevel`` leads out of the script. A model that the
+# script calls from outside of functions is four frames inside of it: these do for a ``stacklevel`` of eight.
+exec(f"def _beyond({STAND_IN}, code, names, inner): inner({STAND_IN}, code, names)")
+exec(f"def _inside({STAND_IN}, code, names): {STAND_IN}(code, names)")
+_execute: Any = None
+for _code in (globals()["_inside"].__code__, *[globals()["_beyond"].__code__] * 3):
+    _code = _code.replace(co_filename="sys", co_firstlineno=1)
+    _execute = FunctionType(_code, vars(sys), argdefs=(_execute,) if _execute else None)
+
+
 def run_script(path: str, argv: Sequence[str]) -> None:
     """Run ``python path *argv``; returns when the script ends and raises what it raises, `SystemExit` included."""
     source = read_script(path)
@@ -76,7 +86,7 @@ def run_script(path: str, argv: Sequence[str]) -> None:
     sys.argv[:] = [path, *argv]
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     module = _new_main(filename, SourceFileLoader("__main__", filename), spec=None, package=None)
-    exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
+    _execute(exec, compile(source, filename, "exec", dont_inherit=True), module.__dict__)
 
 
 def run_module(name: str, argv: Sequence[str]) -> None:
@@ -87,7 +97,7 @@ def run_module(name: str, argv: Sequence[str]) -> None:
     filename = spec.origin or name
     sys.argv[0] = filename
     module = _new_main(filename, spec.loader, spec=spec, package=spec.parent)
-    exec(code, module.__dict__)
+    _execute(exec, code, module.__dict__)
 
 
 def read_script(path: str) -> bytes:
@@ -122,7 +132,11 @@ def hide_own_frames() -> Iterator[None]:
             if value is ending:
                 peel(value)
                 traceback = value.__traceback__
-            shown_by(kind, value, traceback)
+            try:
+                shown_by(kind, value, traceback)
+            except BaseException as error:  # which the interpreter prints, too
+                drop_own_frames(error)
+                raise
 
         sys.excepthook = show
         raise

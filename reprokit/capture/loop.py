@@ -151,6 +151,7 @@ class Loop:
                 self.world.buffers.refresh()
         if native.is_grad_enabled():
             self._has_forward = True
+            self.tape.recent.clear()  # `bad_value` takes those before for passed
         return drawn
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from reprokit import torch_private
+from reprokit.capture.posing import POSING
 from reprokit.own_work import PASSED_OVER
 
 
@@ -160,28 +161,39 @@ class StackedMode(TorchFunctionMode):
         """Leave torch's stack now and for good, also if what is running has been called by this mode.
 
         Torch takes a mode off the stack while it asks it, and puts it back when the call is over. So in that case a
-        profile function waits until then: it runs at the next call or return, and takes itself away.
+        profile function, or a trace function beside a profiler of the user's, waits until the asking frame has
+        returned: at the next event it takes the mode off the stack, and itself away.
         """
         self.leave_stack()
-        if sys.getprofile() is not None or not self._is_asked(sys._getframe(1)):
+        asking = self._asking_frame(sys._getframe(1))
+        hooks: Any = ((sys.getprofile, sys.setprofile), (sys.gettrace, sys.settrace))
+        put = next((put for read, put in hooks if read() is None), None)
+        if asking is None or put is None:
             return
+        is_over = False
 
         def look(frame: FrameType, event: str, argument: object) -> None:
-            if not self.is_installed:
-                self.leave_stack()
-            if self.is_installed or not self._is_asked(frame):
-                sys.setprofile(None)
+            nonlocal is_over
+            if is_over:
+                if not self.is_installed:
+                    self.leave_stack()
+                put(None)
+            elif event == "return" and frame is asking:
+                is_over = True
 
-        sys.setprofile(look)
+        if put is sys.settrace:
+            asking.f_trace = look  # a trace function hears of a frame that runs already only from there
+        put(look)
 
-    def _is_asked(self, frame: FrameType | None) -> bool:
-        """True if this mode is asked about a function in ``frame`` or around it, or is about to be put back there."""
+    def _asking_frame(self, frame: FrameType | None) -> FrameType | None:
+        """The outermost frame in which this mode is asked about a function, or is about to be put back."""
+        found = None
         while frame is not None:
             is_own = frame.f_code.co_name == "__torch_function__" and frame.f_locals.get("self") is self
             if is_own or frame.f_code is torch_private.handle_code:
-                return True
+                found = frame
             frame = frame.f_back
-        return False
+        return found
 
     def recover(self, frame: FrameType | None) -> bool:
         """Step back if nothing that `step_aside` was called for is running; true if an exception had prevented that.
@@ -189,7 +201,8 @@ class StackedMode(TorchFunctionMode):
         ``frame`` is the innermost one of what is running: an exception may arrive where `step_back` begins.
         """
         while frame is not None:
-            if frame.f_code.co_filename.removesuffix(PASSED_OVER) in _CALLERS:
+            is_caller = frame.f_code.co_filename.removesuffix(PASSED_OVER) in _CALLERS
+            if is_caller or frame.f_code is POSING:
                 return False
             frame = frame.f_back
         self.depth = 0

@@ -157,7 +157,8 @@ class Recorder(LeftOut, StackedMode):
                 code, place = user.f_code, user.f_lasti
                 tape.log += (Function, facts.function, given, kwargs or None, number, code, place, mode, None)
                 if out.requires_grad and not native.dim(out):
-                    tape.scalars.append((out, code, place))
+                    tape.scalars.append((number, code, place))
+                    tape.recent.append(out)
                 if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
                     tape.sweep()
             except BaseException as error:
@@ -386,9 +387,12 @@ class Recorder(LeftOut, StackedMode):
         outs = []
         for tensor in tensors:
             number = tape.values.get(id(tensor))
-            outs.append(number if number is not None and number() is tensor else tape.new_number(tensor))
+            if number is None or number() is not tensor:
+                number = tape.new_number(tensor)
+            outs.append(number)
             if kind is not Backward and tensor.requires_grad and not native.dim(tensor):
-                tape.scalars.append((tensor, code, instruction))
+                tape.scalars.append((number, code, instruction))
+                tape.recent.append(tensor)
         tape.log += (kind, target, given, named, tuple(outs), code, instruction, mode, note)
         if len(tape.log) > tape.sweep_at or tape.num_bytes > tape.sweep_bytes:
             tape.sweep()

@@ -15,16 +15,16 @@ import sys
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
 from reprokit import native, torch_private
 from reprokit.capture.attributes import AttributeWatch
 from reprokit.capture.callers import KINDS, first_user_frame
 from reprokit.capture.calls import Function, FunctionNote, Root, RootNote
-from reprokit.capture.root_call import LeftOut, noting_call
+from reprokit.capture.mode import unseen, without_functions
+from reprokit.capture.root_call import LeftOut, behind, noting_call, noting_own_call
 from reprokit.capture.structure import iter_tensors
 from reprokit.errors import drop_own_frames
 from reprokit.own_work import passed_over
@@ -35,13 +35,22 @@ if TYPE_CHECKING:
     from reprokit.capture.recorder import Recorder
 
 
+class Opened(NamedTuple):
+    """A call of a root that runs: whether the mode was on the stack (``None``: it still is), the data of the call, and
+    whether the watch of all modules was taken away for it."""
+
+    popped: bool | None
+    begun: tuple[Any, ...] | None
+    is_unwatched: bool
+
+
 class RootCalls(LeftOut):
     """Notes calls of root modules, with the mode out of the way.
 
     The loop is told of every module but those whose ids are in ``met``.
     """
 
-    drop_own_frames = staticmethod(drop_own_frames)
+    drop_own_frames, behind = staticmethod(drop_own_frames), staticmethod(behind)
 
     def __init__(self, recorder: Recorder) -> None:
         self.met: set[int] = set()
@@ -49,7 +58,7 @@ class RootCalls(LeftOut):
         self._recorder = recorder
         self._patched: dict[type[torch.nn.Module], tuple[Any, Any]] = {}  # each class's own `__call__`, and ours
         self.original: Any = None
-        self._watcher: Any = None
+        self.watcher: Any = None
         self._known: list[type[torch.nn.Module]] = []
         self._has_settled = False
         self._last: tuple[tuple[torch.Tensor, None], bytes] | None = None  # the state of the generator
@@ -62,30 +71,10 @@ class RootCalls(LeftOut):
             for cls in self._known:
                 self.meet_class(cls)
             return
-        roots, recorder, original = self, self._recorder, torch.nn.Module.__call__
-        self.original = original
-
-        @passed_over
-        def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not roots.is_root_call():
-                return original(self, *args, **kwargs)
-            try:
-                recorder.guard(roots.meet_class, type(self))
-                if not roots.is_first_called(self):
-                    # A class between has a `__call__` of its own, which is running and has called this one: what it
-                    # has done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
-                    recorder.guard(recorder.loop.meet_module, self)
-                    with roots.unwatched():
-                        return original(self, *args, **kwargs)
-                known, given = (self, args, kwargs, sys._getframe(1)), (self, *args)
-                return recorder.whole(roots.begin, known, original, given, kwargs, roots.finish, around=roots.unwatched)
-            except BaseException as error:
-                drop_own_frames(error)
-                raise
-
-        functools.update_wrapper(__call__, original)
-        self._watcher = __call__
-        torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
+        self.original = torch.nn.Module.__call__
+        self.watcher = noting_call(None, self.original, self, self._recorder)
+        functools.update_wrapper(self.watcher, self.original)
+        torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
 
     def settle(self) -> None:
         """The roots are known: stop watching every module."""
@@ -118,7 +107,7 @@ class RootCalls(LeftOut):
         self.attributes.forget()
 
     def _stop_watching(self) -> None:
-        if self.original is not None and torch.nn.Module.__call__ is self._watcher:
+        if self.original is not None and torch.nn.Module.__call__ is self.watcher:
             torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
         self.original = None
 
@@ -129,10 +118,13 @@ class RootCalls(LeftOut):
         own = vars(cls).get("__call__")
         if cls not in self._known:
             self._known.append(cls)
-        function: Any = own if own is None or isinstance(own, FunctionType) else _bound_anew(own)
-        ours = noting_call(cls, function, self, self._recorder)
+        if own is None:
+            ours = noting_call(cls, None, self, self._recorder)
+        else:
+            function: Any = own if isinstance(own, FunctionType) else _bound_anew(own)
+            ours = noting_own_call(function, self, self._recorder)
         found = own if own is not None else cls.__call__
-        functools.update_wrapper(ours, self.original if found is self._watcher else found)  # names and signature
+        functools.update_wrapper(ours, self.original if found is self.watcher else found)  # names and signature
         self._patched[cls] = own, ours
         type.__setattr__(cls, "__call__", ours)  # a metaclass may have a `__setattr__` of its own
 
@@ -158,31 +150,92 @@ class RootCalls(LeftOut):
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
         """In this context modules are called as if nobody watched."""
-        if torch.nn.Module.__call__ is not self._watcher or self.original is None:
-            yield
-            return
-        torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
+        is_watched = self._stop_for_now()
         try:
             yield
         finally:
-            if torch.nn.Module.__call__ is self.original:
-                torch.nn.Module.__call__ = self._watcher  # type: ignore[method-assign]
+            if is_watched:
+                self._go_on()
+
+    def _stop_for_now(self) -> bool:
+        """Take the watch of all modules away until `_go_on`; false if it is not there."""
+        if self.original is None or torch.nn.Module.__call__ is not self.watcher:
+            return False
+        torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
+        return True
+
+    def _go_on(self) -> None:
+        if self.original is not None and torch.nn.Module.__call__ is self.original:
+            torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """In this context every class of modules has its own ``__call__``."""
-        is_watched = self.original is not None and torch.nn.Module.__call__ is self._watcher
-        found = self._take_off()
-        if is_watched:
-            torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
+        found, is_watched = self._take_off(), self._stop_for_now()
         try:
             yield
         finally:
             for cls in found:
                 if cls in self._patched and vars(cls).get("__call__") is self._patched[cls][0]:
                     type.__setattr__(cls, "__call__", self._patched[cls][1])
-            if is_watched and self.original is not None and torch.nn.Module.__call__ is self.original:
-                torch.nn.Module.__call__ = self._watcher  # type: ignore[method-assign]
+            if is_watched:
+                self._go_on()
+
+    def open(self, cls: type | None, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Opened | None:
+        """A module is called, which the watch of its class or that of all modules meets: what `close` needs, ``None``
+        if there is nothing to note or to put back."""
+        recorder = self._recorder
+        if not self.is_root_call():
+            return None
+        if cls is None:
+            recorder.guard(self.meet_class, type(module))
+            if not self.is_first_called(module):
+                # A class between has a `__call__` of its own, which is running and has called this one: what it
+                # has done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
+                recorder.guard(recorder.loop.meet_module, module)
+                return Opened(None, None, self._stop_for_now())
+        popped, begun = recorder.step_aside(), None
+        try:
+            # `unseen` is a Python call, `without_functions` is none: the calls of every step come here.
+            with unseen() if _num_dispatch_modes() else without_functions():
+                begun = self.begin(module, args, kwargs, sys._getframe(2))
+        except RecursionError:  # the call itself may still fit
+            pass
+        except BaseException as error:
+            try:
+                recorder.switch_off(error)
+            except BaseException:
+                recorder.step_back(popped)
+                raise
+        return Opened(popped, begun, self.original is not None and self._stop_for_now())
+
+    def close(self, opened: Opened, output: Any) -> None:
+        """The call is over."""
+        recorder, begun = self._recorder, opened.begun
+        if opened.is_unwatched:
+            self._go_on()
+        try:
+            if begun is not None and recorder.enabled:
+                looks = recorder.loop.generators.looks_left or not recorder.is_claimed
+                with unseen() if _num_dispatch_modes() else without_functions():
+                    (self.finish if looks else recorder.finish)(begun, output)
+        except BaseException as error:
+            recorder.switch_off(error)
+        finally:
+            if opened.popped is not None:
+                recorder.step_back(opened.popped)
+
+    def fail(self, opened: Opened, error: BaseException) -> None:
+        """An exception has ended the call."""
+        if opened.is_unwatched:
+            self._go_on()
+        try:
+            if opened.begun is not None:
+                with unseen():
+                    self._recorder.fail(error, opened.begun)
+        finally:
+            if opened.popped is not None:
+                self._recorder.step_back(opened.popped)
 
     def begin(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType

@@ -3,11 +3,22 @@ and any other object with attributes."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +48,8 @@ _LEAVES = (
     torch.device,
     torch.Generator,
     Enum,
+    slice,
+    weakref.ref,  # such as a `Number`
 )
 
 
@@ -65,62 +78,127 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def iter_leaves(value: Any, kind: type[Leaf], depth: int = 0) -> Iterator[Leaf]:
     """Every object of a ``kind`` in ``value``, in an order that depends on its structure only."""
-    if isinstance(value, kind):
+    cls = type(value)
+    if issubclass(cls, kind):
         yield value
-    elif type(value) in ATOMS or isinstance(value, _LEAVES) or depth > _MAX_DEPTH:
-        return
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            if isinstance(item, kind):
+    elif cls not in ATOMS and depth <= _MAX_DEPTH and not issubclass(cls, _LEAVES):
+        for item in value if cls in _PLAIN else dict.values(value) if cls is dict else _parts(value):
+            if issubclass(type(item), kind):
                 yield item
             elif type(item) not in ATOMS:
                 yield from iter_leaves(item, kind, depth + 1)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iter_leaves(item, kind, depth + 1)
-    elif hasattr(value, "__dict__"):
-        for item in list(vars(value).values()):
-            yield from iter_leaves(item, kind, depth + 1)
 
 
 def map_leaves(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any], depth: int = 0) -> Any:
     """``value`` with every object of a ``kind`` changed; containers that hold a changed one are copied, everything else
     is shared."""
-    if isinstance(value, kind):
+    cls = type(value)
+    if issubclass(cls, kind):
         return change(value)
-    if type(value) in ATOMS or isinstance(value, _LEAVES) or depth > _MAX_DEPTH:
+    if cls in ATOMS or depth > _MAX_DEPTH or issubclass(cls, _LEAVES):
         return value
-    if isinstance(value, (list, tuple)):
-        new = [
-            change(item)
-            if isinstance(item, kind)
-            else item
-            if type(item) in ATOMS
-            else map_leaves(item, kind, change, depth + 1)
-            for item in value
-        ]
-        if all(map(operator.is_, new, value)):
-            return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            made: Any = tuple.__new__  # a `PackedSequence` looks at its items when it is made
-            return made(type(value), new)
-        return type(value)(new)
-    is_mapping = isinstance(value, Mapping)
-    if not is_mapping and not hasattr(value, "__dict__"):
+    parts = value if cls in _PLAIN else _parts(value)
+    new = [
+        change(item)
+        if issubclass(type(item), kind)
+        else item
+        if type(item) in ATOMS
+        else map_leaves(item, kind, change, depth + 1)
+        for item in parts
+    ]
+    if all(map(operator.is_, new, parts)):
         return value
-    items: Any = value if is_mapping else vars(value)
-    changed = {key: map_leaves(item, kind, change, depth + 1) for key, item in items.items()}
-    if all(changed[key] is items[key] for key in changed):
-        return value
+    if cls in _PLAIN:
+        return cls(new)
+    return _with_parts(value, dict(zip(map(id, parts), new, strict=True)))
+
+
+# -- what an object stores: read and written without its own methods, which may load a field, count calls, or draw ----
+
+
+def _parts(value: Any) -> list[Any]:
+    """The items of a list, tuple or dict, and the attributes of it or of another object that are no items.
+
+    Outputs of transformers store each field as an item and as an attribute. An object made by other C code than
+    Python's own containers has no parts: nothing of it can be copied here.
+    """
     if type(value) is dict:
-        return changed
-    duplicate: Any = copy.copy(value)
-    if is_mapping:
-        for key, item in changed.items():
-            duplicate[key] = item
-    else:
-        vars(duplicate).update(changed)
-    return duplicate
+        return list(value.values())
+    if _maker(type(value)) is None:
+        return []
+    items, fields = _items(value), [field for _, field in _fields(value)]
+    stored = set(map(id, items))
+    return items + [field for field in fields if id(field) not in stored]
+
+
+def _with_parts(value: Any, changed: dict[int, Any]) -> Any:
+    """A copy of an object with others of the `_parts`, by the ``id`` of the old ones."""
+    cls, items = type(value), [changed[id(item)] for item in _items(value)]
+    make: Any = _maker(cls)
+    new = make(cls, items) if issubclass(cls, tuple) else make(cls)
+    if issubclass(cls, list):
+        list.extend(new, items)
+    elif issubclass(cls, dict):
+        if any(map(_has_own_hash, dict.keys(value))):
+            return value
+        put: Any = OrderedDict.__setitem__ if issubclass(cls, OrderedDict) else dict.__setitem__
+        for key, item in zip(dict.keys(value), items, strict=True):
+            put(new, key, item)
+    for name, field in _fields(value):
+        if isinstance(name, str):
+            space_of(new)[name] = changed[id(field)]
+        else:
+            name.__set__(new, changed[id(field)])
+    return new
+
+
+def _items(value: Any) -> list[Any]:
+    for kind, read in ((dict, dict.values), (list, list.__iter__), (tuple, tuple.__iter__)):
+        if issubclass(type(value), kind):
+            return list(read(value))
+    return []
+
+
+def _fields(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The attributes of an object: their names, or the descriptors of its slots, and values."""
+    yield from list(dict.items(space_of(value)))
+    for base in _classes(type(value)):
+        for slot in _namespace(base).values():
+            if type(slot) is MemberDescriptorType and slot.__name__ != "__dict__":
+                with contextlib.suppress(AttributeError):  # one that has no value yet
+                    yield slot, slot.__get__(value)
+
+
+def space_of(value: Any) -> dict[str, Any]:
+    """The ``__dict__`` of an object, empty if it has none; not what a class of the user's says that it is."""
+    for base in _classes(type(value)):
+        found = _namespace(base).get("__dict__")
+        if type(found) is GetSetDescriptorType or type(found) is MemberDescriptorType:
+            space: dict[str, Any] = found.__get__(value)
+            return space
+    return {}
+
+
+def _maker(cls: type) -> Any:
+    """The function in C that makes objects of a class, ``None`` unless it is one of Python's containers."""
+    for base in _classes(cls):
+        made_by = _namespace(base).get("__new__")
+        if type(made_by) is BuiltinFunctionType:
+            return made_by if base in _MADE_HERE else None
+    return None
+
+
+def _has_own_hash(key: Any) -> bool:
+    """True for a key of a dict that cannot be copied without a call of a ``__hash__`` of the user's."""
+    if type(key) is tuple:
+        return any(map(_has_own_hash, key))
+    return type(type(key).__hash__) is FunctionType and not issubclass(type(key), (Enum, torch.Tensor))
+
+
+_MADE_HERE = (object, dict, list, tuple, SimpleNamespace)
+_PLAIN = frozenset({list, tuple, *(kind for kind in vars(torch.return_types).values() if isinstance(kind, type))})
+_classes: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
+_namespace: Callable[[type], dict[str, Any]] = vars(type)["__dict__"].__get__
 
 
 def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -159,9 +237,10 @@ def with_own_index(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _own_index(index: Any) -> Any:
-    if isinstance(index, tuple):
+    if type(index) is tuple:
         return tuple(_own_index(item) for item in index)
-    return copy.copy(index) if isinstance(index, list) or type(index).__module__ == "numpy" else index
+    is_array = type(index).__module__ == "numpy"
+    return list(list.__iter__(index)) if issubclass(type(index), list) else copy.copy(index) if is_array else index
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:

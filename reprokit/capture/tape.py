@@ -33,7 +33,7 @@ SLOTS = 9  # values in the list for each call
 SMALL = 65_536  # elements that are always worth saving before a write
 SWEEP_OPS = 4096  # calls of a step after which those that nobody needs are looked for
 _SWEEP_ALL = 65_536  # calls of all steps, which take some 20 MB
-SWEEP_BYTES = 2**26
+SWEEP_BYTES = 2**23
 MOST_BYTES = 256 * 2**20  # of tensors from outside that a step may hold
 MOST_OPS = 16_384  # of a step whose data are made by calls of their own; a noted call takes a kilobyte
 _SINGLE = ATOMS | {slice, type(...), torch.Size}  # have no tensors in them
@@ -118,7 +118,8 @@ class Tape:
         self.carried: list[Op] = []
         self.before: dict[Number, torch.Tensor] = {}
         self._early: set[Number] = set()  # made before the copy and not used since
-        self.scalars: deque[tuple[torch.Tensor, CodeType, int]] = deque(maxlen=4)
+        self.scalars: deque[tuple[Number, CodeType, int]] = deque(maxlen=4)
+        self.recent: deque[torch.Tensor] = deque(maxlen=4)  # these scalars, until a root is called: each holds a graph
         self.on_lost: Callable[[], None] = lambda: None  # calls were let go of that may have changed something
         self.step = 0
         self.begin = 0
@@ -317,6 +318,7 @@ class Tape:
         self.step += 1
         self.held = {}
         self.scalars.clear()
+        self.recent.clear()
         self.sweep_at = len(self.log) + SWEEP_OPS * SLOTS
         if len(self.log) > self._sweep_all_at:
             self.sweep()
@@ -326,6 +328,7 @@ class Tape:
         ops = self.running()
         self._drop({self.begin + n for n in set(range(len(ops))) - set(without_gradients(ops))})
         self.scalars.clear()
+        self.recent.clear()
 
     def running(self) -> list[Op]:
         """The calls of the running step."""

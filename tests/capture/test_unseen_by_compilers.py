@@ -165,3 +165,27 @@ def test_after_a_capture_the_mode_is_gone(end: str, run_python: Run, run_reproki
     assert (tmp_path / "f.pt").exists(), watched.stderr
     assert "0 None" in watched.stdout
     assert watched.stdout == bare.stdout
+
+
+PROFILED = """
+import sys
+
+seen = 0
+
+def profile(frame, event, argument):
+    global seen
+    seen += event == "call"
+
+sys.setprofile(profile)
+{}
+print(torch._C._len_torch_function_stack(), sys.getprofile() is profile, sys.gettrace(), seen > 100)
+sys.setprofile(None)
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_beside_a_profiler_the_mode_is_gone_after_a_capture(end: str, run_reprokit: Run, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "train.py").write_text(HEAD + PROFILED.format(ENDS[end]))
+    run = run_reprokit("capture", "--after-capture", "continue", "--on", "skipped", "-o", "f.pt", "train.py")
+    assert run.returncode == 0 and (tmp_path / "f.pt").exists(), run.stderr
+    assert "0 True None True" in run.stdout
