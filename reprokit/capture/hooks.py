@@ -27,8 +27,8 @@ from reprokit.capture.calls import Clip, Collective, CollectiveNote, Kind, Scale
 from reprokit.capture.compiled_calls import CompiledCalls
 from reprokit.capture.loop import Loop
 from reprokit.capture.mode import unseen
-from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.posing import POSING
+from reprokit.capture.recorder import Begun, Recorder
 from reprokit.capture.stand_ins import as_called
 from reprokit.capture.structure import repeatable
 from reprokit.capture.tape import Number

@@ -27,7 +27,6 @@ from reprokit.capture.mode import unseen, without_functions
 from reprokit.capture.root_call import LeftOut, behind, noting_call, noting_own_call
 from reprokit.capture.structure import iter_tensors
 from reprokit.errors import drop_own_frames
-from reprokit.own_work import passed_over
 from reprokit.program.ir import Mode
 from reprokit.program.trace import current_mode
 
