@@ -31,7 +31,7 @@ from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
 from reprokit.own_work import ignored_warnings
 from reprokit.program.dataflow import needed_calls
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name
-from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
+from reprokit.program.interpreter import Observer, Outcome, Tensors, bind_arguments, execute, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Call, Input, Phase, Program, Ref, Scope, iter_refs
 from reprokit.program.observe import Trace, copied
 from reprokit.progress import Progress
@@ -128,6 +128,7 @@ def locate(
     looks_into_backward: bool = False,
     through: int | None = None,
     progress: Progress | None = None,
+    observer: Observer | None = None,
 ) -> Failure | None:
     """Run ``program`` and name the origin of its failure, or ``None`` when nothing goes wrong.
 
@@ -135,10 +136,11 @@ def locate(
     inputs; later writes into these; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for
     a program that names a function it may not name. ``looks_into_backward``: every gradient of the last backward call
     is examined, so that no second run is needed if one is bad. ``through`` is a value that lets something bad in an
-    input through: then the call that made it is the origin.
+    input through: then the call that made it is the origin. ``observer`` sees the same run, up to the failure.
     """
     inner = _last_backward(program) if looks_into_backward else None
-    return _located(program, tensors, Notes(program, watch=_watch, inner=inner, progress=progress), through)
+    notes = Notes(program, watch=_watch, inner=inner, progress=progress, observer=observer)
+    return _located(program, tensors, notes, through)
 
 
 def outcome_or_failure(

@@ -70,7 +70,8 @@ class Notes(Trace[Ways]):
     run.
 
     The run goes on, without notes, until each loss in ``wanted`` (value numbers) has started a backward call; copies
-    of them are in ``losses``. ``inner`` observes the same run. ``leaves`` are the inputs that get gradients.
+    of them are in ``losses``. ``inner`` and ``observer`` see the same run. ``leaves`` are the inputs that get
+    gradients.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class Notes(Trace[Ways]):
         wanted: Set[int] = frozenset(),
         inner: Observer | None = None,
         progress: Progress | None = None,
+        observer: Observer | None = None,
     ) -> None:
         super().__init__(program, lambda tensor: ways_of(tensor) or None)
         self.losses: dict[int, torch.Tensor] = {}
         self.leaves: dict[int, torch.Tensor] = {}
         self.found: BadValue | None = None
         self.inner = inner
+        self._observers = [one for one in (inner, observer) if one is not None]
         self._progress = progress
         self._watch, self._wanted = watch, wanted
         self._inputs = {item.value for item in program.inputs}
@@ -110,8 +113,8 @@ class Notes(Trace[Ways]):
         if self.found is not None:
             self._end()
             return
-        if self.inner is not None:
-            self.inner.before(index, call, values)
+        for observer in self._observers:
+            observer.before(index, call, values)
         super().before(index, call, values)
         for value in call.input_refs():
             if value in self._inputs and value in values and values[value].requires_grad and values[value].is_leaf:
@@ -122,8 +125,8 @@ class Notes(Trace[Ways]):
         """Note the ways of what the call wrote, and ask the watch."""
         if self.found is not None:
             return
-        if self.inner is not None:
-            self.inner.after(index, call, values)
+        for observer in self._observers:
+            observer.after(index, call, values)
         super().after(index, call, values)
         self._ask(index, call, values, after=True)
 

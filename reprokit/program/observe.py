@@ -20,6 +20,7 @@ from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import Call, Program, iter_refs
 
 T = TypeVar("T")
+MOST_COPIED = 1 << 22  # elements, 16 MiB of float32: a search has several processes that copy
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,6 +136,28 @@ class Trace(Generic[T]):
         if value not in self._known or self._known[value][0] != tensor._version:
             self._known[value] = tensor._version, self.measure(tensor)
         return self._known[value][1]
+
+
+class Copies(Trace[torch.Tensor]):
+    """Copies of what some calls read and wrote, for questions that come after the run.
+
+    Not all calls that may be asked about are: ``is_complete`` becomes False, and nothing more is copied, where they
+    hold more than ``MOST_COPIED`` elements.
+    """
+
+    def __init__(self, program: Program, calls: Container[int]) -> None:
+        super().__init__(program, self._copied_within_limit, calls)
+        self._num_left = MOST_COPIED
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all calls were copied that the run came to."""
+        return self._num_left >= 0
+
+    def _copied_within_limit(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self._num_left >= 0:
+            self._num_left -= native.numel(tensor)
+        return copied(tensor) if self._num_left >= 0 else None
 
 
 def _memory(tensor: torch.Tensor) -> int:

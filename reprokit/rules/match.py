@@ -12,17 +12,17 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from reprokit.locate.blame import locate
 from reprokit.locate.failure import EVENTS, EXCEPTION, SILENT, Failure
 from reprokit.locate.spelling import short_name
 from reprokit.own_work import ignored_warnings
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Phase
+from reprokit.program.observe import Copies
 from reprokit.program.step import Step
 from reprokit.rules.diagnosis import UNKNOWN, Also, Diagnosis, TriedFix
 from reprokit.rules.fix import TrialBudget, WriteCode, attempt
 from reprokit.rules.rule import CONFIDENCES, TIERS, Fix, Numbers, Rule, asked
-from reprokit.rules.scene import Scene, observe, observe_origin
+from reprokit.rules.scene import Scene, observe, observe_failing, observe_origin
 from reprokit.rules.table import RULES
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def diagnose(step: Snapshot | Scene, *, budget: TrialBudget | None = None, write
     if not is_silent and step.failure.kind not in ("nan", "inf", EXCEPTION, *EVENTS):
         return Diagnosis(UNKNOWN, "No known mechanism", "There is no origin to look at.")
     with determinism(step.settings), ignored_warnings():
-        scene = observe(step)
+        is_event = step.failure.event is not None  # no change of one call ends it
+        scene, is_failing = (observe(step), True) if is_event else observe_failing(step)
         if step.failure.cause is not None and step.failure.cause.call_index is not None:
             # An exception may be about a bad value that an earlier call returned.
             made = observe(replace(scene, failure=step.failure.cause))
@@ -53,8 +54,9 @@ def diagnose(step: Snapshot | Scene, *, budget: TrialBudget | None = None, write
         if not found:
             why = "None of the known causes fits the values that the call was given."
             return Diagnosis(UNKNOWN, "No known mechanism", why)
-        is_event = scene.failure.event is not None  # no change of one call ends it
-        note, tried = (None, []) if is_event else _try_all(scene, found, budget or TrialBudget(), write)
+        note, tried = None, list[TriedFix]()
+        if not is_event:
+            note, tried = _try_all(scene, found, is_failing, budget or TrialBudget(), write)
     (rule, numbers), *others = found
     helped = [item for item in tried if item.helped]
     fix = next((item for item in helped if item.is_plausible), helped[0] if helped else None)
@@ -90,6 +92,13 @@ def with_rule(failure: Failure, step: Step, first: str | None = None) -> Failure
         scene = observe_origin(step, failure)
         rules = sorted(filter(attrgetter("is_local"), RULES), key=lambda rule: (rule.name != first, _rank(rule)))
         return replace(failure, rule=next((rule.name for rule in rules if numbers_of(rule, scene) is not None), None))
+
+
+def rule_fits(name: str, failure: Failure, step: Step, trace: Copies) -> bool:
+    """True if a local rule fits a failure; ``trace`` is of the run that located it."""
+    with ignored_warnings():
+        scene = observe_origin(step, failure, trace)
+        return any(numbers_of(rule, scene) is not None for rule in RULES if rule.name == name)
 
 
 def _rank(rule: Rule) -> tuple[Any, ...]:
@@ -146,13 +155,13 @@ def _said(line: str, numbers: Numbers) -> str:
 
 
 def _try_all(
-    scene: Scene, found: Found, budget: TrialBudget, write: WriteCode | None
+    scene: Scene, found: Found, is_failing: bool, budget: TrialBudget, write: WriteCode | None
 ) -> tuple[str | None, list[TriedFix]]:
     """All fixes of the rules in order, until one helps and leaves a usual loss; and why none was tried."""
     fixes = _fixes_of(found)
     if not fixes:
         return "No change of the step itself is known that would help.", []
-    if locate(scene.program, scene.tensors) is None:
+    if not is_failing:
         return "The step did not fail when it was run again, so no fix could be tried.", []
     tried: list[TriedFix] = []
     for fix in fixes:

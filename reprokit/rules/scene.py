@@ -6,7 +6,7 @@ Only the calls near the origin keep their tensors (copies, without gradient).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reprokit import native
+from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.locate.samples import SamplesByValue, row_text
 from reprokit.locate.spelling import VIEWS, Slot, argument_at, default_of, short_name, slot_of
@@ -21,7 +22,7 @@ from reprokit.program.convert import exact_results
 from reprokit.program.dataflow import needed_calls, values_behind, writer_of
 from reprokit.program.interpreter import Settings, bind_arguments
 from reprokit.program.ir import Call, Phase, Program, Ref, iter_refs
-from reprokit.program.observe import Trace, copied
+from reprokit.program.observe import Copies, Trace, copied
 from reprokit.program.step import Step
 from reprokit.series.story import StepNumbers, failing_series
 
@@ -113,6 +114,21 @@ class Scene:
         if self.failure.call_index is None:
             raise KeyError("origin")
         return self.failure.call_index
+
+    @property
+    def near(self) -> Set[int]:
+        """The origin, and the two calls before it on each of its operands' ways."""
+        if self.call is None:
+            return set()
+        if self.call.is_optimizer_step:
+            return {self.index}
+        makers = self.makers_of((self.call.args, dict(self.call.kwargs)), self.index, 2)
+        return {self.index, *(number for number, _ in makers)}
+
+    def see(self, trace: Trace[torch.Tensor]) -> None:
+        """Take the copies of a run's trace."""
+        calls = self.program.calls
+        self.seen = {n: ObservedCall(calls[n], given, trace.writes.get(n, {})) for n, given in trace.reads.items()}
 
     @property
     def origin(self) -> ObservedCall:
@@ -232,28 +248,48 @@ class Scene:
 
 def observe(content: Snapshot | Scene) -> Scene:
     """The scene of a step's failure, from one run of the calls that lead to it."""
+    scene = scene_of(content)
+    return _observed(scene, scene.near) if scene.call is not None else scene
+
+
+def observe_failing(content: Snapshot | Scene) -> tuple[Scene, bool]:
+    """The scene of a step's failure, and whether the step fails again in this one run of all its calls."""
+    scene = scene_of(content)
+    trace = Trace(scene.program, copied, scene.near)
+    is_failing = locate(scene.program, scene.tensors, observer=trace) is not None
+    scene.see(trace)
+    # A step that fails in another way now may have ended before the origin.
+    is_seen = scene.call is None or scene.index in scene.seen
+    return scene if is_seen else _observed(scene, scene.near), is_failing
+
+
+def scene_of(content: Snapshot | Scene) -> Scene:
+    """The scene of a step's failure before the step was run."""
     step = content.step if isinstance(content, Scene) else Step.of(content)
     scene = Scene(step, content.failure, failing_series(content.timeline), content.settings)
     scene.samples = content.samples or {}
-    scene.number = content.number if isinstance(content, Scene) else None if content.micro_step else content.step
-    near = set[int]()
-    if scene.call is not None and not scene.call.is_optimizer_step:
-        near = {number for number, _ in scene.makers_of((scene.call.args, dict(scene.call.kwargs)), scene.index, 2)}
-    return _observed(scene, near)
+    if isinstance(content, Scene):
+        scene.number = content.number
+    elif not content.micro_step:
+        scene.number = content.step
+    return scene
 
 
-def observe_origin(step: Step, failure: Failure) -> Scene:
-    """A scene of the origin alone."""
-    return _observed(Scene(step, failure), set())
+def observe_origin(step: Step, failure: Failure, trace: Copies | None = None) -> Scene:
+    """A scene of the origin alone: from the ``trace`` of the run that located the failure, where that has copied it."""
+    scene = Scene(step, failure)
+    if trace is not None and trace.is_complete and scene.index in trace.reads:
+        scene.see(trace)
+        return scene
+    return _observed(scene, {scene.index})
 
 
-def _observed(scene: Scene, near: set[int]) -> Scene:
-    if scene.call is not None:
-        calls, wanted = scene.program.calls, near | {scene.index}
-        only = needed_calls(calls, wanted)
-        trace = Trace(scene.program, copied, wanted)
-        trace.run(scene.tensors, only=range(scene.index + 1) if only is None else only)
-        scene.seen = {n: ObservedCall(calls[n], trace.reads[n], trace.writes.get(n, {})) for n in trace.reads}
+def _observed(scene: Scene, near: Set[int]) -> Scene:
+    """The scene with copies around the calls ``near`` the origin, from a run of the calls that they need."""
+    only = needed_calls(scene.program.calls, near)
+    trace = Trace(scene.program, copied, near)
+    trace.run(scene.tensors, only=range(scene.index + 1) if only is None else only)
+    scene.see(trace)
     return scene
 
 

@@ -14,10 +14,12 @@ from reprokit.locate.blame import exception_failure, locate, locate_exception
 from reprokit.locate.failure import EXCEPTION, Failure, is_vacuous
 from reprokit.locate.notes import operand_of
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
+from reprokit.program.functions import display_name
 from reprokit.program.interpreter import run
 from reprokit.program.ir import OPAQUE, Phase, Program
+from reprokit.program.observe import Copies
 from reprokit.program.step import Step
-from reprokit.rules.match import with_rule
+from reprokit.rules.match import rule_fits, with_rule
 from reprokit.shrink.checks.check import Check, given_by
 from reprokit.shrink.given import given_input
 from reprokit.shrink.recording import record
@@ -45,12 +47,26 @@ class NonfiniteCheck(Check):
     def observe(self, step: Step) -> Failure | None:
         """Follow what is bad to its origin; a program that is only given a bad value to start from shows nothing."""
         wanted = self.wanted
-        through = wanted.through if wanted is not None else None
-        is_gradient = wanted is not None and wanted.backward_node is not None
-        found = locate(step.program, step.tensors, looks_into_backward=is_gradient, through=through)
+        if wanted is None:
+            found = locate(step.program, step.tensors)
+            return None if found is None or is_vacuous(found, step.program) else found
+        # The rule is of the origin's operands, and the origin has to be such a call: they are copied in the same run.
+        names = [display_name(call.target) for call in step.program.calls]
+        trace = Copies(step.program, {number for number, name in enumerate(names) if name == wanted.call})
+        found = locate(
+            step.program,
+            step.tensors,
+            looks_into_backward=wanted.backward_node is not None,
+            through=wanted.through,
+            observer=trace,
+        )
         if found is None or is_vacuous(found, step.program):
             return None
-        return with_rule(found, step, wanted.rule) if wanted is not None and wanted.rule is not None else found
+        if wanted.rule is None:
+            return found
+        alike = replace(found, rule=wanted.rule)
+        is_alike = alike.key() == wanted.key() and rule_fits(wanted.rule, found, step, trace)
+        return alike if is_alike else found
 
     def adopted(self, failure: Failure, whole: Step) -> Self:
         """This check for the failure of a whole step; `NotReproduced` if no call of it computes that.
