@@ -26,8 +26,8 @@ from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import TracedPlayer, describe_mismatch, is_close, is_same
 from reprokit.compare.compiled import Compiled, run_compiled
 from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, Reference, compare, first_difference
+from reprokit.compare.imprints import Run
 from reprokit.compare.quantity import observed
-from reprokit.compare.runs import Run
 from reprokit.errors import SnapshotError, ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure

@@ -42,8 +42,7 @@ def command(file: Path, to: Format, output: Path | None, force: bool, json: bool
     from reprokit.snapshot.files import write_text
     from reprokit.snapshot.format import load
 
-    is_log = file.name.removesuffix(".1").endswith(".jsonl")  # of `capture --numbers`; `.1` is the older one
-    rows = rows_in(file) if is_log else list(steps_of(load(file)))
+    rows = rows_in(file) if is_log(file) else list(steps_of(load(file)))
     if to == "tensorboard":
         return _write_events(rows, output or file.with_name(f"{file.stem}-timeline"), force, verbosity)
     if to == "html":
@@ -87,6 +86,11 @@ def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
     for numbers in snapshot.timeline:
         named = {"optimizer": numbers.optimizer} if numbers.optimizer is not None else {}
         yield {**flat(numbers, recorded.pop(numbers.step, None)), **named}
+
+
+def is_log(file: Path) -> bool:
+    """True for a file of `capture --numbers`; ``.1`` is the older one."""
+    return file.name.removesuffix(".1").endswith(".jsonl")
 
 
 def rows_in(file: Path) -> list[Numbers]:

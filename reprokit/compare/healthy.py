@@ -12,16 +12,15 @@ there (`let_through`).
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 from typing import Any
 
 import torch
 
 from reprokit import native
+from reprokit.compare.alignment import Alignment
 from reprokit.compare.quantity import at_call, at_optimizer, loss_of, measured
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
@@ -31,7 +30,7 @@ from reprokit.locate.ways import largest_finite, ways_of
 from reprokit.program.dataflow import calls_behind, values_behind, writer_of, written_by
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import run
-from reprokit.program.ir import Call, Input, Phase, Program, Ref, Site
+from reprokit.program.ir import Call, Input, Phase, Program, Ref
 from reprokit.program.observe import Trace
 from reprokit.program.step import Step
 from reprokit.words import number_words, row_words
@@ -114,7 +113,9 @@ class _Comparison:
 
     def __post_init__(self) -> None:
         self.sizes, self.healthy = _Sizes(self.step), _Sizes(self.other)
-        self.partner = _partners(self.step.program, self.other.program)
+        calls, others = self.step.program.calls, self.other.program.calls
+        keys = [_key(call) for call in calls], [_key(call) for call in others]
+        self.partner = Alignment.in_order(calls, others, keys).values
         loss = loss_of(self.step.program)
         self.way = calls_behind(self.step.program.calls, [loss] if loss is not None else [])
 
@@ -375,11 +376,10 @@ def let_through(failure: Failure, failing: Step, healthy: Step) -> Failure | Non
     notes, then = Notes(failing.program), Notes(healthy.program)
     notes.run(failing.tensors)
     then.run(healthy.tensors)
-    counterparts = {place: index for index, place in _places(healthy.program)}
-    for index, place in _places(failing.program):
-        other = counterparts.get(place)
+    # Two steps need not make all the same calls.
+    for index, other in Alignment.by_line(healthy.program.calls, failing.program.calls).calls.items():
         bad = [value for value, ways in notes.writes.get(index, {}).items() if failure.way in ways]
-        if other is None or not bad or not _drops(then, other, failure.way):
+        if not bad or not _drops(then, other, failure.way):
             continue
         found = locate(failing.program, failing.tensors, through=bad[0])
         if found is not None and found.call_index == index:
@@ -387,14 +387,6 @@ def let_through(failure: Failure, failing: Step, healthy: Step) -> Failure | Non
     given = (item.value for item in healthy.program.inputs if item.name == failure.input_name)
     is_marker = any(failure.way in ways_of(healthy.tensors[value]) for value in given)
     return replace(failure, marker=failure.input_name) if is_marker else None
-
-
-def _places(program: Program) -> Iterator[tuple[int, tuple[str, Site | None, int]]]:
-    """The calls by function, line, and how often these came before: two steps need not make all the same calls."""
-    seen = Counter[tuple[str, Site | None]]()
-    for index, call in enumerate(program.calls):
-        yield index, (call.target, call.site, seen[call.target, call.site])
-        seen[call.target, call.site] += 1
 
 
 def _drops(notes: Notes, index: int, way: str) -> bool:
@@ -406,20 +398,6 @@ def _is_masking(step: Step, index: int) -> bool:
     """True unless a call only takes rows of the data, as ``data[i : i + 32]`` does for every batch."""
     operands = run(step.program, step.tensors, keep=frozenset(step.program.calls[index].input_refs())).values.values()
     return any(tensor.dtype == torch.bool or tensor.requires_grad for tensor in operands)
-
-
-def _partners(program: Program, other: Program) -> dict[int, int]:
-    """The values of one step beside those of another: results of like calls, and inputs that like calls read."""
-    keys, theirs = ([_key(call) for call in one.calls] for one in (program, other))
-    found: dict[int, int] = {}
-    for start, start_other, length in SequenceMatcher(None, keys, theirs, autojunk=False).get_matching_blocks():
-        for offset in range(length):
-            call, partner = program.calls[start + offset], other.calls[start_other + offset]
-            for mine, its in ((call.input_refs(), partner.input_refs()), (call.output_refs(), partner.output_refs())):
-                if len(mine) == len(its):
-                    for value, value_other in zip(mine, its, strict=True):
-                        found.setdefault(value, value_other)
-    return found
 
 
 def _key(call: Call) -> tuple[object, ...]:

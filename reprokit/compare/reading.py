@@ -11,14 +11,15 @@ import functools
 from collections.abc import Hashable, Iterator, Set
 from dataclasses import dataclass, replace
 
-from reprokit.compare.runs import ABSENT, Run, Version, aligned, changed_settings
+from reprokit.compare.alignment import Alignment
+from reprokit.compare.imprints import GIVEN, Run, Version
+from reprokit.compare.settings import ABSENT, changed_settings
 from reprokit.program.edits import Edits
 from reprokit.program.functions import display_name
 from reprokit.program.ir import Call, iter_refs
 from reprokit.program.step import Step
 
 _OF_STEP_BEFORE = "it is behind the update of the step before, whose state is the captured one"
-_GIVEN = -1  # the number of what an input was before any call, as in `Version`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,10 @@ class StepReading:
         self._edits = edits
         self._origin = origin
         self._one, self._other = Run.of(captured), Run.of(made)
-        self._pairs = aligned([(self._keys_of_then(), self._keys_of_now())])  # calls of then by those of now
-        inputs = {place.value for place in self._other.marks if place.number == _GIVEN and not place.start}
-        given = {self._other.marks[Version(value, _GIVEN)].digest for value in inputs}
+        keys = self._keys_of_then(), self._keys_of_now()
+        self._pairs = Alignment.in_order(self._one.calls, self._other.calls, keys).calls  # of then by those of now
+        inputs = {place.value for place in self._other.marks if place.number == GIVEN and not place.start}
+        given = {self._other.marks[Version(value, GIVEN)].digest for value in inputs}
         self._needed_then = _needed(self._one, given)
         self._needed_now = _needed(self._other, set())
 
@@ -158,7 +160,7 @@ class StepReading:
             return
         for value, value_other in zip(mine, others, strict=True):
             first, second = self._one.last(value, before), self._other.last(value_other, index)
-            is_given = first.number == _GIVEN, second.number == _GIVEN
+            is_given = first.number == GIVEN, second.number == GIVEN
             if not any(is_given) or self._has_same_bits(first, second):
                 continue
             what = f"`{now.name}` in {_place(now)} reads {self._name_of(second)} with other bits than the captured step"
@@ -226,7 +228,7 @@ class StepReading:
             for value in _operands(call):
                 place = self._other.last(value, index)
                 item = items.get(value)
-                if item is None or place.number != _GIVEN or self._other.marks[place].digest in known:
+                if item is None or place.number != GIVEN or self._other.marks[place].digest in known:
                     continue
                 is_edited = call.site is not None and self._edits.is_edited(call.site)
                 is_drawn = item.role == "random"  # numbered, so its name says nothing

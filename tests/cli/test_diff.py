@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprokit.cli import main
-from reprokit.compare import runs as comparison
-from reprokit.compare.runs import digest_of
+from reprokit.compare import imprints
+from reprokit.compare.imprints import digest_of
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.step import Step
@@ -201,7 +201,7 @@ def test_gradients_are_those_of_one_backward_pass(
     code, text = diff(passes, capsys, "plain-step1.pt", f"{way}-step1.pt")
     assert code == int(way not in ("parts", "attached")), text
     assert all(words in text for words in OF_PASSES[way]), text
-    monkeypatch.setattr(comparison, "MOST_ELEMENTS", 25)
+    monkeypatch.setattr(imprints, "MOST_ELEMENTS", 25)
     again, cut = diff(passes, capsys, "plain-step1.pt", f"{way}-step1.pt")
     assert again == code
     named = [[line for line in lines.splitlines() if "first different call" in line] for lines in (text, cut)]

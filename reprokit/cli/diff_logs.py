@@ -1,0 +1,64 @@
+"""``reprokit diff`` of two files of `capture --numbers`: the first step whose loss or norm differs in any bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from reprokit.cli.diff_rows import DIFFERENT, EQUAL, Row
+from reprokit.cli.timeline import Numbers, rows_in
+from reprokit.errors import UsageError
+from reprokit.words import counted, listed
+
+_COMPARED = ("loss", "grad_norm", "update", "weight_norm")
+Pair = tuple[Numbers, Numbers]
+
+
+def of_logs(first: Path, second: Path) -> Row:
+    """The row of two runs by their numbers."""
+    one, other = (_by_step(file) for file in (first, second))
+    shared = [(one[key], row) for key, row in other.items() if key in one]
+    names, names_other = ({name for pair in shared for name in pair[n] if name.startswith(_COMPARED)} for n in (0, 1))
+    compared = names & names_other
+    if not compared:
+        what = "loss and no norm" if shared else "step"
+        raise UsageError(f"the two files have no {what} in common", hint="measure the same steps, with `--record N`")
+    steps = counted(len(shared), "step")
+    more = [
+        f"only the {which} has {listed(sorted(only))}"
+        for which, only in (("first", names - compared), ("second", names_other - compared))
+        if only
+    ]
+    more += [
+        f"the {which} has {len(rows):,} steps, {steps} are in both"
+        for which, rows in (("first", one), ("second", other))
+        if len(rows) > len(shared)
+    ]
+    for pair in shared:
+        for name in pair[1]:
+            if name in compared and name in pair[0] and not _is_same(pair[0][name], pair[1][name]):
+                lines = [*_difference_lines(name, pair, (first, second)), *more]
+                return Row("", DIFFERENT, lines, {"step": int(pair[1]["step"]), "number": name})
+    return Row("", EQUAL, [f"{listed(sorted(compared))} of {steps} agree in all bits", *more])
+
+
+def _by_step(file: Path) -> dict[tuple[int, str | None], Numbers]:
+    """The rows of a file by step, and by optimizer where several take turns."""
+    return {(row["step"], row.get("optimizer")): row for row in rows_in(file)}
+
+
+def _difference_lines(name: str, pair: Pair, files: tuple[Path, Path]) -> Iterator[str]:
+    """The first number that differs, and the commands that compare its step."""
+    before, row = pair
+    step = int(row["step"])
+    yield f"step {step} is the first that differs: {name} {before[name]!r} and {row[name]!r}"
+    at = f"{step - 1},{step}" if step else "0"
+    stems = [str(path).removesuffix(".1").removesuffix(".jsonl") for path in files]
+    for stem in stems:
+        yield f"reprokit capture --at-step {at} -o {stem}.pt train.py ARGS of that run"
+    yield f"reprokit diff {' '.join(f'{stem}-step{step}.pt' for stem in stems)}"
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
