@@ -1,7 +1,7 @@
 """``reprokit diff``: two runs that should agree, and the first call that was given the same and made something else.
 
 What is compared has a module of its own: two snapshots (`diff_steps`), one step run in other ways (`diff_ways`), two
-logs of numbers (`diff_logs`). Each makes a `Row` (`diff_rows`), which the command prints.
+logs of numbers (`diff_logs`). Each makes a `DiffRow` (`diff_rows`), which the command prints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reprokit.cli.timeline import is_log
 from reprokit.errors import UsageError
 
 if TYPE_CHECKING:
-    from reprokit.cli.diff_rows import Row
+    from reprokit.cli.diff_rows import DiffRow
 
 DEFAULT_SECONDS = 600.0
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -89,7 +89,7 @@ def _are_logs(first: Path, second: Path | None, output: Path | None) -> bool:
     raise UsageError("numbers of a run are compared with those of another, and hold no step", hint=hint)
 
 
-def _rows_of_steps(first: Path, second: Path | None, ways: list[tuple[str, str]], output: Path | None) -> list[Row]:
+def _rows_of_steps(first: Path, second: Path | None, ways: list[tuple[str, str]], output: Path | None) -> list[DiffRow]:
     """The rows of one or two snapshots; the first difference is saved as ``output``."""
     from reprokit.cli.diff_steps import as_recorded, as_trained, of_files, save_difference
     from reprokit.snapshot.format import load

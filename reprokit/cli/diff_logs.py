@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from reprokit.cli.diff_rows import DIFFERENT, EQUAL, Row
+from reprokit.cli.diff_rows import DIFFERENT, EQUAL, DiffRow
 from reprokit.cli.timeline import Numbers, rows_in
 from reprokit.errors import UsageError
 from reprokit.words import counted, listed
@@ -15,7 +15,7 @@ _COMPARED = ("loss", "grad_norm", "update", "weight_norm")
 Pair = tuple[Numbers, Numbers]
 
 
-def of_logs(first: Path, second: Path) -> Row:
+def of_logs(first: Path, second: Path) -> DiffRow:
     """The row of two runs by their numbers."""
     one, other = (_by_step(file) for file in (first, second))
     shared = [(one[key], row) for key, row in other.items() if key in one]
@@ -39,8 +39,8 @@ def of_logs(first: Path, second: Path) -> Row:
         for name in pair[1]:
             if name in compared and name in pair[0] and not _is_same(pair[0][name], pair[1][name]):
                 lines = [*_difference_lines(name, pair, (first, second)), *more]
-                return Row("", DIFFERENT, lines, {"step": int(pair[1]["step"]), "number": name})
-    return Row("", EQUAL, [f"{listed(sorted(compared))} of {steps} agree in all bits", *more])
+                return DiffRow("", DIFFERENT, lines, {"step": int(pair[1]["step"]), "number": name})
+    return DiffRow("", EQUAL, [f"{listed(sorted(compared))} of {steps} agree in all bits", *more])
 
 
 def _by_step(file: Path) -> dict[tuple[int, str | None], Numbers]:

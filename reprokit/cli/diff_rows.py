@@ -35,7 +35,7 @@ MOST_NAMED = 5  # inputs, or calls of a part of a program
 
 
 @dataclass
-class Row:
+class DiffRow:
     """Two runs beside each other."""
 
     name: str  # how the second was run; empty for a file
@@ -54,7 +54,7 @@ class Row:
         return {"with": self.name, "verdict": self.verdict, "lines": self.lines, **self.more}
 
 
-def exit_code(rows: list[Row]) -> int:
+def exit_code(rows: list[DiffRow]) -> int:
     """1 if runs differ by more than rounding, 2 if that is not known of all."""
     verdicts = {row.verdict for row in rows}
     if DIFFERENT in verdicts:
@@ -62,12 +62,12 @@ def exit_code(rows: list[Row]) -> int:
     return 2 if verdicts & {IMPOSSIBLE, UNSEEN} else 0
 
 
-def described(name: str, found: Comparison) -> Row:
+def described(name: str, found: Comparison) -> DiffRow:
     """The row of a comparison whose inputs agree."""
     raised = list(_raised(found))
     has_other_error = found.one.error != found.other.error
     if has_other_error and name:
-        return Row(name, IMPOSSIBLE, raised)
+        return DiffRow(name, IMPOSSIBLE, raised)
     changes, is_other_state = _changed_inputs(found)
     if found.one.error and not has_other_error:
         raised = [f"both raise {found.one.error}"]
@@ -82,9 +82,9 @@ def described(name: str, found: Comparison) -> Row:
         if any(only):
             lines.append(_only_words(*only))
             is_other = is_other or bool(raised)
-        return Row(name, DIFFERENT if is_other else EQUAL, [*formats, *lines, *end])
+        return DiffRow(name, DIFFERENT if is_other else EQUAL, [*formats, *lines, *end])
     lines = [*formats, *_departure_lines(found, departure), *end]
-    return Row(name, DIFFERENT if is_other else ROUNDING, lines, _plain_departure(departure), found)
+    return DiffRow(name, DIFFERENT if is_other else ROUNDING, lines, _plain_departure(departure), found)
 
 
 def _raised(found: Comparison) -> Iterator[str]:

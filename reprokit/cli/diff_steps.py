@@ -16,14 +16,15 @@ from reprokit.cli.diff_rows import (
     MOST_NAMED,
     ROUNDING,
     UNSEEN,
-    Row,
+    DiffRow,
     call_words,
     described,
     place_of,
 )
+from reprokit.compare.departure import first_other_digest
 from reprokit.compare.difference import Difference, compare
 from reprokit.compare.imprints import Run
-from reprokit.compare.runs import Comparison, beside, first_other_digest
+from reprokit.compare.runs import Comparison, beside
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Call, Phase
@@ -35,7 +36,7 @@ from reprokit.words import counted
 _ENVIRONMENT = ("torch", "python", "platform", "machine", "cuda", "devices")
 
 
-def of_files(one: Snapshot, other: Snapshot) -> Row:
+def of_files(one: Snapshot, other: Snapshot) -> DiffRow:
     """The row of two snapshots."""
     with determinism(other.settings):
         found = Comparison.of(one, other, max(one.step, other.step))
@@ -63,7 +64,7 @@ def _input_lines(one: Snapshot, other: Snapshot, found: Comparison, is_rounding:
         yield f"and {len(found.inputs) - MOST_NAMED} more"
 
 
-def _beside_recorded(one: Snapshot, other: Snapshot, found: Comparison) -> Row:
+def _beside_recorded(one: Snapshot, other: Snapshot, found: Comparison) -> DiffRow:
     """The row of two runs, by what was recorded if they differ there only."""
     mine, others = found.one.digests, found.other.digests
     is_as_recorded = (mine, others) == (one.digests, other.digests)
@@ -88,7 +89,7 @@ def _since(one: Snapshot, other: Snapshot) -> Iterator[str]:
         yield f"their losses differ since step {step}: save that step of both with `reprokit capture --at-step {at}`"
 
 
-def as_recorded(snapshot: Snapshot) -> Row:
+def as_recorded(snapshot: Snapshot) -> DiffRow:
     """The row of a snapshot that is run here, beside what its calls made where it was captured."""
     if snapshot.digests is None or len(snapshot.digests) != len(snapshot.program.calls):
         raise ReprokitError(
@@ -99,12 +100,12 @@ def as_recorded(snapshot: Snapshot) -> Row:
         here = Run.of(snapshot).digests
     found = first_other_digest(snapshot.program, snapshot.digests, here, {n: n for n in range(len(here))})
     if found is None:
-        return Row("", EQUAL, [f"all {counted(len(here), 'call')} make the bits that were recorded"])
+        return DiffRow("", EQUAL, [f"all {counted(len(here), 'call')} make the bits that were recorded"])
     more = "by how much: `--python PATH`, with the Python that the file was captured with"
     return _recorded(snapshot.program.calls[found[0]], found[1], snapshot.environment, collect_environment(0.0), more)
 
 
-def _recorded(call: Call, phase: Phase, one: Environment, other: Environment, more: str) -> Row:
+def _recorded(call: Call, phase: Phase, one: Environment, other: Environment, more: str) -> DiffRow:
     """The row of a call that made other bits where it was recorded, with what differs between two environments."""
     given = "what it was given is equal in all bits" if phase == "forward" else f"in the {phase} pass"
     lines = [f"first different call as recorded: {call_words(call)}: {given}, and its result is not"]
@@ -112,10 +113,10 @@ def _recorded(call: Call, phase: Phase, one: Environment, other: Environment, mo
     words = [f"{name} {before or 'unknown'} -> {now or 'unknown'}" for name, before, now in pairs if before != now]
     if words:
         lines.append(f"environments: {', '.join(words)}")
-    return Row("", DIFFERENT, [*lines, more], {**place_of(call), "phase": str(phase)})
+    return DiffRow("", DIFFERENT, [*lines, more], {**place_of(call), "phase": str(phase)})
 
 
-def as_trained(row: Row, files: Mapping[Path, Snapshot]) -> Row:
+def as_trained(row: DiffRow, files: Mapping[Path, Snapshot]) -> DiffRow:
     """A row of what was replayed, with the files whose replay is not as in training, as that of compiled code."""
     unlike = {path: snapshot for path, snapshot in files.items() if snapshot.fidelity != "exact"}
     for path, snapshot in unlike.items():
@@ -130,7 +131,7 @@ def as_trained(row: Row, files: Mapping[Path, Snapshot]) -> Row:
     return replace(row, verdict=UNSEEN) if is_unseen else row
 
 
-def save_difference(snapshot: Snapshot, rows: list[Row], output: Path) -> None:
+def save_difference(snapshot: Snapshot, rows: list[DiffRow], output: Path) -> None:
     """Write the first difference as a step that `reprokit shrink` reduces, if it shows when it is run."""
     row = next((row for row in rows if row.verdict == DIFFERENT), rows[0])
     made = None
@@ -148,7 +149,7 @@ def save_difference(snapshot: Snapshot, rows: list[Row], output: Path) -> None:
         row.lines.append(f"saved -> {output}; next: reprokit shrink {output}")
 
 
-def _why_not_saved(row: Row) -> str:
+def _why_not_saved(row: DiffRow) -> str:
     if row.verdict in (EQUAL, ROUNDING):
         return "the runs do not differ by more than rounding"
     ways = "a forward pass whose result can be made in both ways from the same inputs"

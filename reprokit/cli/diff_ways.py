@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import reprokit
-from reprokit.cli.diff_rows import DIFFERENT, IMPOSSIBLE, ROUNDING, Row, call_words, described, place_of
+from reprokit.cli.diff_rows import DIFFERENT, IMPOSSIBLE, ROUNDING, DiffRow, call_words, described, place_of
 from reprokit.compare.compiled import Compiled
 from reprokit.compare.difference import first_difference
 from reprokit.compare.imprints import Imprint, Run, Version
@@ -47,7 +47,7 @@ except Exception as error:
 """
 
 
-def in_way(path: Path, snapshot: Snapshot, kind: str, value: str) -> Row:
+def in_way(path: Path, snapshot: Snapshot, kind: str, value: str) -> DiffRow:
     """The row of a step beside itself in another way; an error of that way is its row."""
     name = f"--{kind} {value}"
     try:
@@ -60,7 +60,7 @@ def in_way(path: Path, snapshot: Snapshot, kind: str, value: str) -> Row:
     except UsageError:
         raise
     except Exception as error:  # what cannot be converted, compiled or moved fails in as many ways
-        return Row(name, IMPOSSIBLE, [str(error) if isinstance(error, ReprokitError) else one_line(error)])
+        return DiffRow(name, IMPOSSIBLE, [str(error) if isinstance(error, ReprokitError) else one_line(error)])
 
 
 def _converted(snapshot: Snapshot, kind: str, value: str) -> Comparison:
@@ -75,11 +75,13 @@ def _converted(snapshot: Snapshot, kind: str, value: str) -> Comparison:
             return Comparison.of_runs(one, Run.of(in_dtype(snapshot, dtype), snapshot.tensors))
 
 
-def _compiled(name: str, snapshot: Snapshot, backend: str) -> Row:
+def _compiled(name: str, snapshot: Snapshot, backend: str) -> DiffRow:
     check = spec.parse(f"mismatch:compile:{backend}")
     found = first_difference(snapshot, Compiled(check.option, check.file.resolve() if check.file is not None else None))
     if found is None:
-        return Row(name, ROUNDING, ["no result differs by more than the tolerances of `torch.testing.assert_close`"])
+        return DiffRow(
+            name, ROUNDING, ["no result differs by more than the tolerances of `torch.testing.assert_close`"]
+        )
     where, place = "only the whole step shows it", {}
     if found.call_index is not None:
         call = snapshot.program.calls[found.call_index]
@@ -87,7 +89,7 @@ def _compiled(name: str, snapshot: Snapshot, backend: str) -> Row:
     differ = f"{found.num_bad:,} of {found.num_elements:,} elements differ"
     lines = [f"first different call: {where}: {differ}"]
     lines.append(f"to reduce it: `reprokit shrink FILE --check {check.text}`")
-    return Row(name, DIFFERENT, lines, place)
+    return DiffRow(name, DIFFERENT, lines, place)
 
 
 def _in_python(path: Path, snapshot: Snapshot, python: str) -> tuple[Comparison, str]:

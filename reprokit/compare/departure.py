@@ -10,16 +10,18 @@ other; then all of them differ together:
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reprokit.compare.gap import Gap
 from reprokit.compare.imprints import GIVEN, Run, Version
-from reprokit.compare.places import Places, writes_gradients
+from reprokit.compare.places import Places
 from reprokit.compare.settings import settings_words
-from reprokit.locate.notes import phase_of
-from reprokit.program.ir import Call, Phase
+from reprokit.locate.notes import phase_of, writes_gradients
+from reprokit.program.ir import Call, Phase, Program
+
+Digests = Sequence[tuple[int, int]]
 
 
 class Departure(NamedTuple):
@@ -35,6 +37,10 @@ class Departure(NamedTuple):
     called: Call
     settings: str
     words: str  # what it is given, the difference, and what becomes of it in the loss
+
+    @property
+    def is_of_forward_pass(self) -> bool:
+        return self.phase is Phase.FORWARD
 
 
 @dataclass
@@ -53,6 +59,23 @@ class _Origin:
     def is_alone(self) -> bool:
         """True if both programs make the same calls up to here."""
         return not self.only_one and not self.only_other
+
+
+def first_other_digest(
+    program: Program, mine: Digests, others: Digests, calls: Mapping[int, int]
+) -> tuple[int, Phase] | None:
+    """The first call of a program, and the phase, in which a hash of ``others``, that program's, is not the one of
+    ``mine`` for the call that ``calls`` puts beside it."""
+    found = list[tuple[int, int, int, Phase]]()  # in the order of time
+    for index, before in calls.items():
+        (result, gradient), (result_other, gradient_other) = mine[before], others[index]
+        if 0 != result != result_other != 0:
+            phase = phase_of(program.calls[index])
+            found.append((index, 1, index, phase if phase is Phase.OPTIMIZER else Phase.FORWARD))
+        if 0 != gradient != gradient_other != 0:
+            passes = (at for at, call in enumerate(program.calls) if at > index and call.is_differentiation)
+            found.append((next(passes, index), -index, index, Phase.BACKWARD))
+    return min(found)[2:] if found else None
 
 
 def departure_at(places: Places, place: Version, gap: Gap) -> Departure:

@@ -24,8 +24,9 @@ from reprokit.compare.imprints import GIVEN, LEFT, Run, Version
 from reprokit.compare.inputs import input_partners
 from reprokit.compare.quantity import loss_of
 from reprokit.compare.settings import ABSENT, changed_settings
-from reprokit.program.functions import GRAD_READ, display_name
-from reprokit.program.ir import Call, Input, Phase
+from reprokit.locate.notes import writes_gradients
+from reprokit.program.functions import display_name
+from reprokit.program.ir import Input
 
 _SAME_UPDATE = ("foreach", "fused", "capturable", "differentiable")  # options that choose kernels only
 
@@ -274,8 +275,3 @@ def _keys(run: Run) -> Iterator[list[Hashable]]:
     yield [(name, result) if result else None for name, result in zip(names, results, strict=True)]
     yield [(name, *(scope.path for scope in call.scope)) for name, call in zip(names, run.calls, strict=True)]
     yield [*names]
-
-
-def writes_gradients(call: Call) -> bool:
-    """True for a call between a backward pass and an update."""
-    return call.phase is Phase.OPTIMIZER and call.target != GRAD_READ and not call.is_optimizer_step

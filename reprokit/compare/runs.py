@@ -9,7 +9,6 @@ outputs, buffers, gradients and updates. In between a refactoring may make other
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +22,10 @@ from reprokit.compare.inputs import InputDifference, input_differences, input_pa
 from reprokit.compare.places import Places
 from reprokit.compare.quantity import at_call
 from reprokit.locate.failure import Failure
-from reprokit.locate.notes import phase_of
 from reprokit.program.ir import Call, Input, Phase, Program, Ref
 from reprokit.program.step import HasProgram, Step
 
 _MOST_CONSTANTS = 64
-Digests = Sequence[tuple[int, int]]
 
 
 @dataclass
@@ -83,20 +80,6 @@ class Comparison:
         return cls(one, other, places, first, real)
 
 
-def first_other_digest(
-    program: Program, mine: Digests, others: Digests, calls: Mapping[int, int]
-) -> tuple[int, Phase] | None:
-    """The first call of a program, and the phase, in which a hash of ``others``, that program's, is not the one of
-    ``mine`` for the call that ``calls`` puts beside it."""
-    found = list[tuple[int, int, int, Phase]]()  # in the order of time
-    for at, before in calls.items():
-        phase = Phase.OPTIMIZER if phase_of(program.calls[at]) is Phase.OPTIMIZER else Phase.FORWARD
-        start = next((n for n, call in enumerate(program.calls) if n > at and call.is_differentiation), at)
-        rows = (at, 1, at, phase), (start, -at, at, Phase.BACKWARD)
-        found += [row for n, row in enumerate(rows) if 0 != mine[before][n] != others[at][n] != 0]
-    return min(found)[2:] if found else None
-
-
 # -- a departure as a step of its own ----------------------------------------------------------------------------
 
 
@@ -117,7 +100,7 @@ def beside(found: Comparison, *, is_recorded: bool) -> tuple[Step, Failure] | No
     numbers. ``None`` if it is no result of the forward pass.
     """
     departure = found.real
-    if departure is None or departure.phase is not Phase.FORWARD:
+    if departure is None or not departure.is_of_forward_pass:
         return None
     both = _beside_constant(found, departure.place) if is_recorded else _beside_calls(found, departure.place)
     if both is None:

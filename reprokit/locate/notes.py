@@ -34,6 +34,11 @@ def phase_of(call: Call) -> Phase:
     return Phase.BACKWARD if call.is_differentiation else Phase.OPTIMIZER if call.is_optimizer_step else call.phase
 
 
+def writes_gradients(call: Call) -> bool:
+    """True for a call between a backward pass and an update."""
+    return call.phase is Phase.OPTIMIZER and call.target != GRAD_READ and not call.is_optimizer_step
+
+
 def starts_of(call: Call) -> list[int]:
     """The value numbers that a differentiation starts from."""
     starts = call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
