@@ -28,21 +28,20 @@ import torch
 
 from reprokit import torch_private
 from reprokit.compare.compiled import Compiled, CompiledProgram
-from reprokit.compare.difference import MISMATCH, NOT_FINITE, compare, results_of
+from reprokit.compare.difference import NOT_FINITE, compare, results_of
 from reprokit.errors import UsageError
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import FUNCTION
 from reprokit.locate.ways import ways_of
 from reprokit.own_work import ignored_warnings
 from reprokit.program.convert import default_dtype, in_dtype, on_device
 from reprokit.program.interpreter import Outcome, Settings, determinism, run
-from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.shrink import apart
 from reprokit.shrink.apart import Isolation, NotObserved, Report, RunLimits, Task, peak_bytes
 from reprokit.shrink.checks.check import Check, Ruling
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.mismatch import MismatchCheck
-from reprokit.shrink.checks.predicate import FUNCTION
 from reprokit.shrink.reduction import Answered, Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot
 
@@ -185,7 +184,7 @@ def trial_of(plain: Step, check: Check, key: str) -> Trial:
             changed = variant.change(plain)
             with variant.around():
                 if key == ANOMALY:
-                    return _in_anomaly_mode(plain, check.failure.kind == EXCEPTION)
+                    return _in_anomaly_mode(plain, check.failure.kind.raises)
                 if variant.backend:
                     return _compiled(changed, check, variant.backend)
                 return _eager(changed, plain, check)
@@ -241,7 +240,7 @@ def _judged(failure: Failure | None, changed: Step, plain: Step, check: Check) -
     if failure.exception is None:
         return Trial(Answer.OTHER, _words(failure))
     words = exception_line(*failure.exception)
-    is_about_exceptions = check.failure.kind == EXCEPTION
+    is_about_exceptions = check.failure.kind.raises
     is_missing = any(part.lower() in failure.exception[1].lower() for part in _UNSUPPORTED)
     return Trial(Answer.OTHER if is_about_exceptions and not is_missing else Answer.CANNOT_RUN, words)
 
@@ -260,14 +259,14 @@ def _words(failure: Failure) -> str:
         origin = f"already in `{failure.input_name}`" if failure.input_name else "over the whole step"
     else:
         origin = f"from `{failure.call}`"
-    where = " in the backward pass" if failure.phase == Phase.BACKWARD else ""
+    where = " in the backward pass" if failure.in_backward else ""
     return f"{failure.kind} {origin}{where}"
 
 
 def _compiled(candidate: Step, check: Check, backend: str) -> Trial:
     if isinstance(check, MismatchCheck) and isinstance(check.reference, Compiled):
         return _compared(candidate, check, backend)
-    if check.failure.kind not in ("nan", "inf", EXCEPTION):
+    if not check.failure.kind.is_local:
         raise Unsuitable(f"`{check.spec}` is not a failure that a compiled program is checked for")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes of its own would outlive this one
     program = candidate.program
@@ -401,7 +400,7 @@ class _Table:
         """Run everything that there is time for."""
         quick = [job for job in self._jobs() if not job[1].is_slow]
         slow = [job for job in self._jobs() if job[1].is_slow]
-        compares = any(check.failure.kind == MISMATCH for _, check in self.subjects.values())
+        compares = any(check.failure.kind.compares for _, check in self.subjects.values())
         for job in () if compares else quick:
             self._run([job])
         if slow and apart.can_fork():  # what every compiled variant loads, once, for its forked children
@@ -419,7 +418,7 @@ class _Table:
         """What there is to run; the whole table of one subject comes before the next one's."""
         for name, (candidate, check) in self.subjects.items():
             for variant in self.variants:
-                is_asked = not variant.is_of_mismatch or check.failure.kind == MISMATCH
+                is_asked = not variant.is_of_mismatch or check.failure.kind.compares
                 if variant.key == ANOMALY:  # one run says the same of all subjects
                     is_asked = self.step is not None and name == next(iter(self.subjects))
                 if is_asked and variant.is_of_interest(candidate):

@@ -53,7 +53,7 @@ def shrink(
 
 
 def _compared(reduction: Reduction, snapshot: Snapshot, check: str | None, view: View) -> WhatIfResult:
-    seconds = MISMATCH_SECONDS if reduction.failure.kind == "mismatch" else WHATIF_SECONDS
+    seconds = MISMATCH_SECONDS if reduction.failure.kind.compares else WHATIF_SECONDS
     view.say(f"running the result in other ways, for {seconds:g} s at most (--no-whatif leaves this out)")
     try:
         return of_reduction(reduction, snapshot.settings, step=Step.of(snapshot), seconds=seconds, check=check)

@@ -43,6 +43,7 @@ from reprokit.compare.quantity import number_of, numbers_of
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.limits import CpuLimit
 from reprokit.locate.failure import Failure, Predicate
+from reprokit.locate.kinds import kind_named
 from reprokit.locate.ways import bad_tensor
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
@@ -394,7 +395,7 @@ class EventStep(Describing):
 
     def _silent(self, steps: list[Segment], number: int, silence: Silence) -> Made:
         """A step which shows that something is not learned, up to its gradients."""
-        failure = replace(silence.origin, kind=silence.kind, way=silence.text)
+        failure = replace(silence.origin, kind=kind_named(silence.kind), way=silence.text)
         # the values and calls of the origin are those of the program that was looked at, and not of the one saved
         plain = replace(failure, call=None, call_index=None, value=None, element=None, input_name=None)
         explain: Explain = lambda *_: plain  # noqa: E731
@@ -463,7 +464,7 @@ class EventStep(Describing):
         reference = self._program_of(steps, healthy, predicate.quantity)
 
         def explain(program: Program, tensors: Tensors) -> Failure:
-            failure = Failure(_SEEN[predicate.quantity][0], alarm.kind, event=predicate)
+            failure = Failure(_SEEN[predicate.quantity][0], kind_named(alarm.kind), event=predicate)
             return explained(Step(program, tensors), reference, failure)
 
         return begun, predicate.quantity, explain

@@ -32,7 +32,7 @@ from reprokit.capture.tensor_names import Names, root_names
 from reprokit.capture.world import CannotGoBack, give_gradients
 from reprokit.errors import pass_on
 from reprokit.limits import CpuLimit
-from reprokit.locate.failure import EXCEPTION
+from reprokit.locate.kinds import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
 from reprokit.program.functions import called_function

@@ -25,12 +25,13 @@ from reprokit import native
 from reprokit.capture.options import rank_suffix, with_part
 from reprokit.capture.replay import TracedPlayer, describe_mismatch, is_close, is_same
 from reprokit.compare.compiled import Compiled, run_compiled
-from reprokit.compare.difference import MISMATCH, NOT_FINITE, Difference, Reference, compare, first_difference
+from reprokit.compare.difference import NOT_FINITE, Difference, Reference, compare, first_difference
 from reprokit.compare.imprints import Run
 from reprokit.compare.quantity import observed
 from reprokit.errors import SnapshotError, ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import EXCEPTION, MISMATCH
 from reprokit.own_work import ignored_warnings
 from reprokit.program.code_lines import lines_of_run
 from reprokit.program.dataflow import prepared, same_bits

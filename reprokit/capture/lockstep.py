@@ -26,9 +26,9 @@ from reprokit.capture.save import NOT_ALL, NOT_KEPT, NothingFound, NotKept, why_
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Op, Segment
 from reprokit.capture.world import DEFAULT_STATE_BYTES, units_of
-from reprokit.compare.difference import MISMATCH
 from reprokit.errors import pass_on
 from reprokit.locate.failure import Failure, RankDifference
+from reprokit.locate.kinds import MISMATCH
 from reprokit.program.ir import Phase, Ref
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from reprokit.compare.quantity import measured, number_of, observed
 from reprokit.compare.reading import StepReading
 from reprokit.errors import NotMatched, pass_on
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import HEALTHY
+from reprokit.locate.kinds import HEALTHY
 from reprokit.native import clock
 from reprokit.program.code_lines import files_of_run
 from reprokit.program.edits import Edits, Spans

@@ -60,7 +60,8 @@ from reprokit.compare.quantity import number_of
 from reprokit.errors import attempt, ignored_errors, pass_on
 from reprokit.limits import CpuLimit
 from reprokit.locate.blame import last_bad, locate
-from reprokit.locate.failure import EXCEPTION, HEALTHY, Failure, RankDifference, kind_of
+from reprokit.locate.failure import Failure, RankDifference, kind_of
+from reprokit.locate.kinds import EXCEPTION, HEALTHY
 from reprokit.locate.samples import Samples, with_samples
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.own_work import ignored_warnings

@@ -33,7 +33,8 @@ from reprokit.capture.tensor_names import names_of, parameter_names
 from reprokit.compare.quantity import norms_of, number_of, update_of
 from reprokit.errors import ignored_errors, pass_on
 from reprokit.limits import CpuLimit
-from reprokit.locate.failure import SILENT, Failure
+from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import DEAD, SILENT
 from reprokit.locate.ways import HALVES
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program, Site
@@ -412,7 +413,7 @@ class _Look:
         for p in parameters:
             groups.setdefault(self.names.get(id(p), "").rpartition(".")[0], []).append(p)
         found: dict[int, Failure] = {}
-        failure = Failure(Phase.BACKWARD, "dead")
+        failure = Failure(Phase.BACKWARD, DEAD)
 
         def see(program: Program, tensors: Tensors) -> Failure:
             for group in list(groups.values())[:_MOST_PLAYED]:

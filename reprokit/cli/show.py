@@ -85,7 +85,7 @@ def _print_screen(snapshot: Snapshot, file: Path, screen: Console) -> None:
     """The failure, its line, the calls that led to it, what surrounded the step, and the next command."""
     from rich.text import Text
 
-    from reprokit.locate.failure import HEALTHY
+    from reprokit.locate.kinds import HEALTHY
     from reprokit.words import sentence
 
     summary, is_healthy = snapshot.summary(), snapshot.failure.kind == HEALTHY

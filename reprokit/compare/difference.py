@@ -22,6 +22,7 @@ from reprokit.errors import ReprokitError
 from reprokit.limits import CpuLimit
 from reprokit.locate.blame import exception_failure
 from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import MISMATCH
 from reprokit.locate.notes import starts_of
 from reprokit.locate.ways import place_of
 from reprokit.program.dataflow import contents
@@ -55,7 +56,6 @@ _TOLERANCES = {
 _EXACT = (0.0, 0.0)
 _HALVES = {"torch.float16": torch.float16, "torch.half": torch.float16, "torch.bfloat16": torch.bfloat16}
 _CASTS = {"torch.Tensor.half": torch.float16, "torch.Tensor.bfloat16": torch.bfloat16}
-MISMATCH = "mismatch"
 OTHER_WAY = "other"  # the reference of a program that makes a result in two ways
 NOT_FINITE = ", not finite"
 

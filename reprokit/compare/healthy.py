@@ -30,7 +30,7 @@ from reprokit.locate.ways import largest_finite, ways_of
 from reprokit.program.dataflow import calls_behind, values_behind, writer_of, written_by
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import run
-from reprokit.program.ir import Call, Input, Phase, Program, Ref
+from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.observe import Trace
 from reprokit.program.step import Step
 from reprokit.words import number_words, row_words
@@ -87,7 +87,7 @@ def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
     factor = min(max(ratio**0.25, _LEAST_FACTOR), _MOST_FACTOR)
     comparison = _Comparison(step, healthy, failure, factor)
     loss = loss_of(step.program)
-    is_forward = failure.phase is Phase.FORWARD or comparison.is_off(loss)
+    is_forward = failure.in_forward or comparison.is_off(loss)
     index = comparison.forward(loss) if is_forward else comparison.backward()
     source = comparison.source(index)
     results = written_by(step.program.calls[index]) if index is not None else ()

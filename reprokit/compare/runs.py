@@ -16,12 +16,13 @@ import torch
 
 from reprokit import native
 from reprokit.compare.departure import Departure, departure_at, leading_calls
-from reprokit.compare.difference import MISMATCH, OTHER_WAY
+from reprokit.compare.difference import OTHER_WAY
 from reprokit.compare.imprints import Run, Version
 from reprokit.compare.inputs import InputDifference, input_differences, input_partners
 from reprokit.compare.places import Places
 from reprokit.compare.quantity import at_call
 from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import MISMATCH
 from reprokit.program.ir import Call, Input, Phase, Program, Ref
 from reprokit.program.step import HasProgram, Step
 

@@ -22,9 +22,10 @@ import torch
 from reprokit import native
 from reprokit.errors import pass_on
 from reprokit.locate.domains import SPREADING
-from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
+from reprokit.locate.failure import Drop, Failure, kind_of, module_of
 from reprokit.locate.flow import Flow
 from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
+from reprokit.locate.kinds import EXCEPTION
 from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of, starts_of
 from reprokit.locate.spelling import constant_ways, short_name
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
@@ -505,7 +506,7 @@ class _Walk:
             found = BadValue(call.input_refs()[0], way, last, is_gradient=True)
             return _blame_gradient(self._unlimited(), found)
         failure = failure_of_call(self._program, index, phase_of(call), way, value=value)
-        if failure.phase == Phase.FORWARD and value not in call.output_refs():
+        if failure.in_forward and value not in call.output_refs():
             written = (item.name for item in self._program.inputs if item.value == value)
             failure = replace(failure, input_name=next(written, None))
         return _with_place(failure, self.notes, index, value, way)

@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from reprokit.grammar import Count, Digest, Later, Line, Name, Row, Rows, Text, one_of
+from reprokit.locate.kinds import INF, MISMATCH, NAN, RANKS, SILENT, WORDS, FailureKind, Key, kind_named
 from reprokit.program.ir import Call, Phase, Program, Site
 
-EXCEPTION = "exception"  # the kind of a failure that is not a bad value
-ACCUMULATION = "AccumulateGrad"  # the node that adds a gradient into a leaf
-HEALTHY = "none"  # the kind of a step that did not fail, which was asked for
-SILENT = "silent"  # the kind of a step in which something is not learned, which ``way`` says in words
-EVENTS = ("spike", "explosion", "dead", "scale")  # kinds of failures in which every value is finite
 QUANTITIES = ("loss", "gradient norm", "share of zeros", "update")
 
 
@@ -75,29 +71,9 @@ class RankDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """What makes two failures the same. Without the origin in it every reducer slips: "the output is not finite" is
-    kept by a program of no calls and a NaN input.
-    """
-
-    phase: Phase
-    kind: str
-    call: str | None = None
-    backward_node: str | None = None
-    operand: str | None = None
-    input: str | None = None  # that was bad already
-    exception: tuple[str, str] | None = None
-    drop: str | None = None  # where dropped NaN values came from
-    cause: tuple[str, str | None] | None = None  # kind and call of the bad value behind an exception
-    rule: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
-    """The origin of a failure in a program.
+    """The origin of a failure in a program; ``kind`` says what the fields mean (`locate/kinds.py`).
 
-    ``kind``: ``nan``, ``inf``, ``exception`` or an event; ``none`` for a healthy step that was asked for; in a
-    reduction also ``mismatch`` and ``function`` (the user's own check).
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad.
     ``marker`` is an input of which healthy steps hold such bad values too, for what is missing: ``call`` drops them
@@ -105,7 +81,7 @@ class Failure:
     """
 
     phase: Phase
-    kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function", HEALTHY, SILENT, *EVENTS)]
+    kind: Annotated[FailureKind, one_of(*WORDS)]
     way: Line = ""  # tells ``+inf`` from ``-inf``; the reference, or the function; what is not learned
     call: Name | None = None  # the origin; ``None`` for an input that was bad already, and for the whole step
     call_index: Count | None = None
@@ -122,43 +98,66 @@ class Failure:
     is_overflow: Later[bool] = None  # read from files of 0.1.0; `rule` says it now, as for the next one
     spectrum: Later[Annotated[str, one_of("", "zero", "repeated")]] = None
     cause: Failure | None = None  # the origin of the bad value without which the call would not raise
-    event: Later[Predicate] = None  # of `EVENTS`; ``call`` is the first one unlike the last healthy step
+    event: Later[Predicate] = None  # of an `Event`; ``call`` is the first one unlike the last healthy step
     marker: Later[Name] = None
     difference: Later[RankDifference] = None  # between ranks, which one process cannot show
     operand: Later[Line] = None  # the slot of the bad input: ``0``, ``weight``; of a marker: how many are read
     rule: Later[Name] = None  # the local rule that fits, if anybody asked: of the origin's operands only
     departure: Later[Line] = None  # how the result of ``call`` differs between two runs of a step
 
-    def key(self) -> Key:
-        """Two failures are the same if their keys are equal.
+    def __post_init__(self) -> None:
+        """Make a kind of its word, which files have and callers may give."""
+        kind = RANKS if self.kind == MISMATCH and self.difference is not None else kind_named(self.kind)
+        object.__setattr__(self, "kind", kind)
 
-        Gradients that overflow where they are added up have no origin among the calls: any reader of the leaf is
-        named. The node that multiplies zero with a NaN that the origin made may be another one in a smaller program.
-        """
-        drop = ("given" if self.drop.is_given else "made") if self.drop is not None else None
-        is_sum = self.backward_node == ACCUMULATION
-        return Key(
-            self.phase,
-            self.kind,
-            ACCUMULATION if is_sum else self.call,
-            self.backward_node if drop != "made" else None,
-            self.operand if drop != "made" and not is_sum else None,
-            self.input_name if self.call is None and not is_sum else None,
-            wording_of(*self.exception) if self.exception is not None else None,
-            drop,
-            (self.cause.kind, self.cause.call) if self.cause is not None else None,
-            self.rule,
-        )
+    def key(self) -> Key:
+        """Two failures are the same if their keys are equal."""
+        return self.kind.key(self)
+
+    @property
+    def wording(self) -> tuple[str, str] | None:
+        """Type and first line of the exception, as `wording_of` has them."""
+        return wording_of(*self.exception) if self.exception is not None else None
+
+    @property
+    def silence(self) -> str:
+        """What is not learned, in words; empty for every other failure."""
+        return self.way if self.kind == SILENT else ""
+
+    @property
+    def in_forward(self) -> bool:
+        """True if the forward pass fails."""
+        return self.phase == Phase.FORWARD
+
+    @property
+    def in_backward(self) -> bool:
+        """True if the backward pass fails."""
+        return self.phase == Phase.BACKWARD
+
+    @property
+    def in_update(self) -> bool:
+        """True if the optimizer's step fails."""
+        return self.phase == Phase.OPTIMIZER
+
+    @property
+    def is_of_optimizer(self) -> bool:
+        """True if one of torch's optimizers makes the bad parameter, and not the user's own code for an update."""
+        return self.in_update and self.call is not None and self.call.startswith("torch.optim.")
+
+    @property
+    def is_bad_gradient(self) -> bool:
+        """True if the backward pass makes a bad value; it may raise instead."""
+        return self.in_backward and not self.kind.raises
 
     @property
     def is_derivative(self) -> bool:
         """True if autograd made the bad value: not a call in the backward of a custom autograd function."""
-        return self.phase == Phase.BACKWARD and self.backward_node is not None
+        return self.in_backward and self.backward_node is not None
 
     @property
     def is_given(self) -> bool:
         """True if an input of the program is bad before the first call reads it."""
-        return self.kind in ("nan", "inf") and self.call is None and self.input_name is not None
+        return self.kind.is_nonfinite and self.call is None and self.input_name is not None
 
     @property
     def through(self) -> int | None:
@@ -174,13 +173,14 @@ class Failure:
     @property
     def check(self) -> tuple[str, str]:
         """The file and the name of the user's own check, or of the compiler that the user wrote."""
-        file, _, function = (self.reference[1] if self.kind == "mismatch" else self.way).rpartition(":")
+        place = self.reference[1] if self.kind.compares else self.way
+        file, _, function = place.rpartition(":")
         return file, function
 
     @property
     def is_of_whole_step(self) -> bool:
         """True if no single call or input shows it, so that there is no origin to follow it to."""
-        return self.kind not in ("nan", "inf", EXCEPTION, HEALTHY) and self.call is None and self.input_name is None
+        return self.kind.may_be_of_whole_step and self.call is None and self.input_name is None
 
 
 def wording_of(kind: str, message: str) -> tuple[str, str]:
@@ -192,9 +192,9 @@ def wording_of(kind: str, message: str) -> tuple[str, str]:
     return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)
 
 
-def kind_of(way: str) -> str:
+def kind_of(way: str) -> FailureKind:
     """``nan`` or ``inf``."""
-    return "nan" if way == "nan" else "inf"
+    return NAN if way == NAN else INF
 
 
 def module_of(call: Call) -> str | None:
@@ -208,7 +208,7 @@ def module_of(call: Call) -> str | None:
 
 def is_vacuous(failure: Failure, program: Program) -> bool:
     """True if the program only starts a backward pass from an input that is bad: it shows nothing about the cause."""
-    if failure.call is not None or failure.kind == EXCEPTION or failure.value is None:
+    if failure.call is not None or failure.kind.raises or failure.value is None:
         return False
     if any(call.kwargs.get("is_compiled") and failure.value in call.output_refs() for call in program.calls):
         return True

@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from reprokit.locate.failure import EXCEPTION, Failure, label_of
+from reprokit.locate.failure import Failure, label_of
 from reprokit.locate.spelling import VIEWS, constant_ways, short_name
 from reprokit.program.dataflow import written_in_place
 from reprokit.program.functions import GRAD_READ, display_name
-from reprokit.program.ir import Call, Phase, Program
+from reprokit.program.ir import Call, Program
 from reprokit.render import wording
+from reprokit.render.kinds import words_of
+from reprokit.render.wording import code_span
+from reprokit.rules.diagnosis import Diagnosis
+from reprokit.rules.rule import Rule
 from reprokit.rules.table import RULES
 from reprokit.shrink.checks.recorded import is_out_of_memory
 from reprokit.shrink.reduction import Reduction
@@ -59,42 +63,67 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     """The texts about a failure: decided by the diagnosis of the reduction, with the places of the snapshot."""
     failure = reduction.failure if reduction is not None else snapshot.failure
     found = reduction.diagnosis if reduction is not None else None
-    is_rule = found is not None and failure.kind in ("nan", "inf") and found.confidence != "possible"
-    rule = next((rule for rule in RULES if found is not None and is_rule and rule.name == found.id), None)
-    words, why = (found.title, found.mechanism) if found is not None and rule is not None else ("", "")
-    is_of_torch = rule is not None and rule.is_of_torch
-    owner = _owner(snapshot, failure, is_of_torch=is_of_torch)
-    # A library's own line may hold values of the user's, such as a loss that it divides.
-    either = f"`{owner}` or the code that calls it"
-    whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, either)
+    rule = _rule_of(found, failure)
+    owner = _owner(snapshot, failure, is_of_torch=rule is not None and rule.is_of_torch)
     if snapshot.failure.event is not None and snapshot.failure.cause is None:
-        failure = snapshot.failure  # a smaller program has another loss
+        # A smaller program has another loss.
+        failure = snapshot.failure
     index = snapshot.failure.call_index
     is_constant = index is not None and failure.way in constant_ways(snapshot.program.calls[index])
-    observed, recorded = wording.observed(failure, is_constant=is_constant), wording.message(snapshot.failure)
-    if recorded and recorded != wording.message(failure):
-        observed = f"{observed.removesuffix('.')}. In training it was: {recorded}."
+    observed = _observed(snapshot, failure, is_constant=is_constant)
     if snapshot.failure.cause is not None:
-        return _of_cause(snapshot, snapshot.failure.cause, observed, owner, whom)
-    name, remark = wording.code_span(failure.call or wording.short_call(failure)), ""
+        return _of_cause(snapshot, snapshot.failure.cause, observed, owner)
+    name = code_span(failure.call or wording.short_call(failure))
     as_defined = f"For what it is given, {name} does what it is defined to do"
+    title = why = remark = ""
+    if found is not None and rule is not None:
+        title, why = redact_text(found.title), redact_text(found.mechanism)
     if is_out_of_memory(failure):
         expected = "The call returns, which needs as much free memory as the message says."
-        remark = f"Why it needs so much memory is a question about {whom}."
+        remark = f"Why it needs so much memory is a question about {_whom(owner)}."
     elif is_refusal(failure):
-        what = f"Arguments that {name} accepts" if failure.phase != Phase.BACKWARD else "The backward pass goes through"
+        what = "The backward pass goes through" if failure.in_backward else f"Arguments that {name} accepts"
         expected = f"{what}. {as_defined}: it refuses, and says what is wrong."
-        remark = f"Why it is given these values is a question about {whom}."
+        remark = f"Why it is given these values is a question about {_whom(owner)}."
     else:
-        expected = "A finite number in its place." if is_constant else wording.expected(failure)
-        if rule is not None and rule.expected and not is_constant:
-            expected = f"{expected.removesuffix('.')}, which needs {rule.expected}. {as_defined}. {redact_text(why)}"
-        elif rule is not None and not is_constant:
-            expected = f"{expected} {redact_text(why)}"
-        is_of_library = owner not in (OWN, TORCH) and failure.kind in ("nan", "inf")
-        if not is_of_torch if rule is not None else is_of_library:
-            remark = _remark(snapshot, reduction, whom)
-    return Expectation(redact_text(words[:1].lower() + words[1:]), observed, expected, remark, owner)
+        expected = words_of(failure).expected
+        if is_constant:
+            expected = "A finite number in its place."
+        elif rule is not None and rule.expected:
+            expected = f"{expected.removesuffix('.')}, which needs {rule.expected}. {as_defined}. {why}"
+        elif rule is not None:
+            expected = f"{expected} {why}"
+        if _has_remark(rule, failure, owner):
+            remark = _remark(snapshot, reduction, _whom(owner))
+    return Expectation(title[:1].lower() + title[1:], observed, expected, remark, owner)
+
+
+def _rule_of(found: Diagnosis | None, failure: Failure) -> Rule | None:
+    """The rule of a diagnosis of a bad value, if it is likely to be right."""
+    if found is None or found.confidence == "possible" or not failure.kind.is_nonfinite:
+        return None
+    return next((rule for rule in RULES if rule.name == found.id), None)
+
+
+def _observed(snapshot: Snapshot, failure: Failure, *, is_constant: bool) -> str:
+    """What happened, with the message of training where that is another one."""
+    observed, recorded = words_of(failure, is_constant=is_constant).observed, wording.message(snapshot.failure)
+    if not recorded or recorded == wording.message(failure):
+        return observed
+    return f"{observed.removesuffix('.')}. In training it was: {recorded}."
+
+
+def _has_remark(rule: Rule | None, failure: Failure, owner: str) -> bool:
+    """True if the operands are the question: of a rule about them, or of a call in a library."""
+    if rule is not None:
+        return not rule.is_of_torch
+    return failure.kind.is_nonfinite and owner not in (OWN, TORCH)
+
+
+def _whom(owner: str) -> str:
+    """Whose question it is. A library's own line may hold values of the user's, such as a loss that it divides."""
+    either = f"`{owner}` or the code that calls it"
+    return {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, either)
 
 
 def retry(snapshot: Snapshot, reduction: Reduction | None, mark: str = "") -> str:
@@ -103,17 +132,18 @@ def retry(snapshot: Snapshot, reduction: Reduction | None, mark: str = "") -> st
     return retry_words(snapshot.command, mark) if is_own else ""
 
 
-def _of_cause(snapshot: Snapshot, cause: Failure, observed: str, owner: str, whom: str) -> Expectation:
+def _of_cause(snapshot: Snapshot, cause: Failure, observed: str, owner: str) -> Expectation:
     """Of a call that raises because numbers from an earlier call are not finite."""
-    kind, name = wording.kind_words(cause), wording.code_span(snapshot.failure.call or "")
-    verb, line = "which is" if cause.call is None else "which returns", wording.line(cause)
-    origin = f"{wording.origin(snapshot, cause)}{f' at {line}' if line else ''}, {verb} {kind}"
+    kind, name, line = words_of(cause).short, code_span(snapshot.failure.call or ""), wording.line(cause)
+    place = f" at {line}" if line else ""
+    verb = "which is" if cause.call is None else "which returns"
+    origin = f"{wording.origin(snapshot, cause)}{place}, {verb} {kind}"
     return Expectation(
         f"because of {kind} from {wording.short_call(cause)}",
         observed,
         "The call returns, as it does with finite numbers in place of those that are not.",
         f"In the training step {name} is given numbers that are not finite, and returns with finite ones. "
-        f"They come from {origin}. Why it does so is a question about {whom}.",
+        f"They come from {origin}. Why it does so is a question about {_whom(owner)}.",
         owner,
     )
 
@@ -130,22 +160,27 @@ def is_refusal(failure: Failure) -> bool:
 
 def _remark(snapshot: Snapshot, reduction: Reduction | None, whom: str) -> str:
     """Where the operands come from that the minimum still has, less those that were found free."""
-    index, operands = snapshot.failure.call_index, list[int]()
-    if index is not None and reduction is not None:
-        free = {item.input for item in reduction.explain if item.free}
-        matter = {item.value for item in reduction.program.inputs if item.name not in free}
-        operands = [value for value in dict.fromkeys(snapshot.program.calls[index].input_refs()) if value in matter]
-    found = [_origin_of(snapshot.program, value, index or 0) for value in operands]
+    operands = _operands_left(snapshot, reduction)
+    before = snapshot.failure.call_index or 0
+    found = [_origin_of(snapshot.program, value, before) for value in operands]
     origins = list(dict.fromkeys(filter(None, found)))
     if not origins:
         return f"Why it is given these values is a question about {whom}."
-    several = len(operands) > 1
+    these, it = ("these operands are", "them") if len(operands) > 1 else ("this operand is", "it")
     is_input = not origins[0].startswith(("made by", "written by"))
-    what = "parts of " if several and len(origins) == 1 and is_input else ""
-    what = f"{'these operands are' if several else 'this operand is'} {what}{listed(origins)}"
-    return (
-        f"In the training step {what}. Why the call is given {'them' if several else 'it'} is a question about {whom}."
-    )
+    if len(operands) > 1 and len(origins) == 1 and is_input:
+        these = f"{these} parts of"
+    return f"In the training step {these} {listed(origins)}. Why the call is given {it} is a question about {whom}."
+
+
+def _operands_left(snapshot: Snapshot, reduction: Reduction | None) -> list[int]:
+    """The operands of the origin that the minimum still has, and that matter there."""
+    index = snapshot.failure.call_index
+    if index is None or reduction is None:
+        return []
+    free = {item.input for item in reduction.explain if item.free}
+    matter = {item.value for item in reduction.program.inputs if item.name not in free}
+    return [value for value in dict.fromkeys(snapshot.program.calls[index].input_refs()) if value in matter]
 
 
 def _origin_of(program: Program, value: int, before: int) -> str:
@@ -154,38 +189,55 @@ def _origin_of(program: Program, value: int, before: int) -> str:
         is_written = value in written_in_place(call)
         if not is_written and value not in call.output_refs():
             continue
-        operands = call.input_refs()
-        is_passed_on = operands and (short_name(call) in VIEWS or call.name == "dropout") and call.target != GRAD_READ
-        if is_written or not is_passed_on:
-            verb = "written by" if is_written else "made by"
-            return f"{verb} {wording.code_span(display_name(call.target))}{place(call)}"
-        value = operands[0]
+        if not is_written and _passes_on(call):
+            value = call.input_refs()[0]
+            continue
+        verb = "written by" if is_written else "made by"
+        return f"{verb} {code_span(display_name(call.target))}{place(call)}"
     roles = {"parameter": "the parameter", "buffer": "the buffer", "state": "the optimizer state"}
     item = next((item for item in program.inputs if item.value == value), None)
     if item is None:
         return ""
-    return f"{roles.get(item.role, 'an input of the step,')} {wording.code_span(item.name)}"
+    return f"{roles.get(item.role, 'an input of the step,')} {code_span(item.name)}"
+
+
+def _passes_on(call: Call) -> bool:
+    """True if a call returns the numbers that it is given."""
+    if not call.input_refs() or call.target == GRAD_READ:
+        return False
+    return short_name(call) in VIEWS or call.name == "dropout"
 
 
 def place(call: Call) -> str:
     """The place of a call: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
     site, module = call.site, label_of(call)
-    words = f" at {wording.code_span(redact_text(site.place))}" if site is not None else ""
+    words = f" at {code_span(redact_text(site.place))}" if site is not None else ""
     if site is not None and site.library is not None:
-        words = f" at {wording.code_span(redact_text(':'.join(map(str, site.library))))}, called from{words[3:]}"
-    words += f" in {wording.code_span(module.strip('<>'))}" if module else ""
+        file, number = site.library
+        words = f" at {code_span(redact_text(f'{file}:{number}'))}, called from{words.removeprefix(' at')}"
+    if module:
+        words += f" in {code_span(module.strip('<>'))}"
     return words + wording.code_of(site)
 
 
 def _owner(snapshot: Snapshot, failure: Failure, *, is_of_torch: bool) -> str:
+    """Of the failing line; of a call of the user's torch, if it is at fault."""
+    library = _library_of(snapshot)
+    is_of_optimizer = (failure.call or "").startswith("torch.optim.")
+    if library not in ("", "torch") and not is_of_optimizer:
+        return library
+    if failure.kind.raises:
+        is_internal = _INTERNAL.search(" ".join(failure.exception or ())) is not None
+        return TORCH if is_internal else OWN
+    return TORCH if failure.kind.compares or is_of_torch else OWN
+
+
+def _library_of(snapshot: Snapshot) -> str:
+    """The package in whose code the failure begins; empty for the user's own."""
     origin = snapshot.failure.cause or snapshot.failure
     site = origin.site if origin.call is not None else None
     if site is None and origin.call_index is not None:
         site = snapshot.program.calls[origin.call_index].site
-    file = site.library[0] if site is not None and site.library is not None else ""
-    library = file.partition("/")[0].removesuffix(".py")
-    if library not in ("", "torch") and not (failure.call or "").startswith("torch.optim."):
-        return library
-    is_internal = _INTERNAL.search(" ".join(failure.exception or ())) is not None
-    is_upstream = is_internal if failure.kind == EXCEPTION else failure.kind == "mismatch" or is_of_torch
-    return TORCH if is_upstream else OWN
+    if site is None or site.library is None:
+        return ""
+    return site.library[0].partition("/")[0].removesuffix(".py")

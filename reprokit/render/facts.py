@@ -7,22 +7,24 @@ Values are redacted text in which code stands in backticks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from reprokit.locate.failure import EXCEPTION, HEALTHY, SILENT, root_of
+from reprokit.locate.failure import Failure, root_of
+from reprokit.locate.kinds import HEALTHY
 from reprokit.locate.ranges import Range
 from reprokit.locate.samples import bad_row_text, batch_words
-from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.render import findings, wording
 from reprokit.render.expectation import OWN, Expectation, expect, retry
+from reprokit.render.kinds import OUTSIDE, words_of
 from reprokit.render.module_ranges import calls_in_frames
 from reprokit.render.names import in_users_words, labels
 from reprokit.render.script import Script
 from reprokit.render.survey import Survey, survey
 from reprokit.render.verify import VerifyResult
+from reprokit.render.wording import code_span
 from reprokit.series.story import by_optimizer, has_several_optimizers, paragraph, titled
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.environment import Environment
@@ -82,52 +84,79 @@ class Facts:
 
     @cached_property
     def title(self) -> str:
-        """``softmax returns nan in Attention: a softmax over a fully masked row (float32, CPU, torch 2.13.0)``.
+        """``softmax returns nan in Attention: a softmax over a fully masked row (float32, CPU, torch 2.13.0)``."""
+        failure = self._source.failure
+        if failure.event is not None:
+            # The minimum has another loss.
+            failure = self.snapshot.failure
+        headline = words_of(failure).headline
+        place = self._place_in_title(failure)
+        why = self.expectation.words or self._shapes_in_title(failure)
+        details = redact_text(", ".join(filter(None, self._details())))
+        return f"{headline}{place}{f': {why}' if why else ''} ({details})"
 
-        The module or the line is named where the failure is a matter of the model's code, with the sizes that a call
-        was given which raised.
+    @property
+    def _source(self) -> Reduction | Snapshot:
+        """What the texts are about."""
+        return self.reduction if self.reduction is not None else self.snapshot
+
+    def _place_in_title(self, failure: Failure) -> str:
+        """The module or the line, where the failure is a matter of the model's code."""
+        if self.expectation.owner != OWN or not failure.kind.is_local:
+            return ""
+        inside = (module(self.snapshot) or "").strip("<>")
+        site = self.snapshot.failure.site
+        if site is not None and (failure.kind.raises or not inside):
+            return f" {shorten_paths(f'at {redact_text(site.place)}')}"
+        return f" {shorten_paths(f'in {inside}')}" if inside else ""
+
+    def _shapes_in_title(self, failure: Failure) -> str:
+        """The sizes that a call was given which raised."""
+        if not failure.kind.raises or not self.operands:
+            return ""
+        shapes = [str(list(found.shape)) for _, found in self.operands]
+        if len(shapes) > _MAX_SHAPES_IN_TITLE:
+            shapes = list(dict.fromkeys(shapes))
+        more = " ..." if len(shapes) > _MAX_SHAPES_IN_TITLE else ""
+        return f"given {listed(shapes[:_MAX_SHAPES_IN_TITLE])}{more}"
+
+    def _details(self) -> Iterator[str]:
+        """Formats, device and version of the repro, and the formats of training where those are other ones.
+
+        The repro may need neither autocast nor half precision.
         """
-        snapshot, source = self.snapshot, self.reduction if self.reduction is not None else self.snapshot
-        failure = source.failure if source.failure.event is None else snapshot.failure  # the minimum has another loss
-        words = [wording.headline(failure)]
-        inside, site = (module(snapshot) or "").strip("<>"), snapshot.failure.site
-        if self.expectation.owner == OWN and failure.kind in ("nan", "inf", EXCEPTION):
-            is_line = site is not None and (not inside or failure.kind == EXCEPTION)
-            place = redact_text(f"{site.place}") if site is not None and is_line else inside
-            words += [shorten_paths(f"{'at' if is_line else 'in'} {place}")] if place else []
-        why = self.expectation.words
-        if failure.kind == EXCEPTION and not why and self.operands:
-            shapes = [str(list(found.shape)) for _, found in self.operands]
-            shapes = shapes if len(shapes) <= _MAX_SHAPES_IN_TITLE else list(dict.fromkeys(shapes))
-            more = " ..." if len(shapes) > _MAX_SHAPES_IN_TITLE else ""
-            why = f"given {listed(shapes[:_MAX_SHAPES_IN_TITLE])}{more}"
-        in_training, now = _autocast(snapshot), _autocast(source)
-        index = source.failure.call_index
+        in_training, now = _autocast(self.snapshot), _autocast(self._source)
+        before = list(dict.fromkeys(found.dtype for _, found in self.operands))
+        dtypes = self._dtypes_given() or before
+        floats, others = _floats_in(dtypes), _floats_in(before)
+        yield f"autocast to {now}" if now else " and ".join((floats or dtypes)[:2])
+        if in_training and not now:
+            yield f"{in_training} autocast in training"
+        has_both = bool(floats) and bool(others)
+        if has_both and set(floats).isdisjoint(others) and not in_training:
+            yield f"{' and '.join(others[:2])} in training"
+        environment, home = self.snapshot.environment, home_of(Step.of(self._source))
+        yield next(iter(environment.devices), "CUDA") if home == "cuda" else home.upper()
+        number = environment.torch.partition("+")[0]
+        yield f"torch {number}" if number else ""
+
+    def _dtypes_given(self) -> list[str]:
+        """The formats of what the origin reads in the repro."""
+        source, index = self._source, self._source.failure.call_index
         read = source.program.calls[index].input_refs() if index is not None else ()
-        given = [str(source.tensors[v].dtype).removeprefix("torch.") for v in read if v in source.tensors]
-        trained = [found.dtype for _, found in self.operands]
-        dtypes, before = (list(dict.fromkeys(names)) for names in (given or trained, trained))
-        floats, others = ([n for n in names if n.startswith(_FLOATS)] for names in (dtypes, before))
-        is_other = floats and others and not set(floats) & set(others)  # the repro may need no half precision
-        number, home = snapshot.environment.torch.partition("+")[0], home_of(Step.of(source))
-        details = (
-            f"autocast to {now}" if now else " and ".join((floats or dtypes)[:2]),
-            f"{in_training} autocast in training" if in_training and not now else "",  # the repro may need none
-            f"{' and '.join(others[:2])} in training" if is_other and not in_training else "",
-            next(iter(snapshot.environment.devices), home.upper()) if home == "cuda" else home.upper(),
-            f"torch {number}" if number else "",
-        )
-        return f"{' '.join(words)}{f': {why}' if why else ''} ({redact_text(', '.join(filter(None, details)))})"
+        given = (str(source.tensors[v].dtype) for v in read if v in source.tensors)
+        return list(dict.fromkeys(name.removeprefix("torch.") for name in given))
 
     @cached_property
     def given(self) -> str:
         """The shapes that a call was given which raised, as a sentence; empty for any other failure."""
-        if self.snapshot.failure.kind != EXCEPTION or not self.operands:
+        if not self.snapshot.failure.kind.raises or not self.operands:
             return ""
-        shown = [f"{wording.code_span(name)} {list(found.shape)} {found.dtype}" for name, found in self.operands]
-        if len(shown) > _MAX_SHAPES:  # `torch.stack` of a batch: the one that differs may be the last
-            kinds = Counter(text.partition("` ")[2] for text in shown)
-            firsts = [(next(text for text in shown if text.endswith(kind)), num) for kind, num in kinds.items()]
+        shown = [f"{code_span(name)} {list(found.shape)} {found.dtype}" for name, found in self.operands]
+        if len(shown) > _MAX_SHAPES:
+            # Of `torch.stack` of a batch the one that differs may be the last.
+            nums = Counter(text.partition("` ")[2] for text in shown)
+            firsts = [(next(text for text in shown if text.endswith(one)), num) for one, num in nums.items()]
             shown = [f"{text} ({num} such)" if num > 1 else text for text, num in firsts]
         more = f" and {len(shown) - _MAX_SHAPES} more" if len(shown) > _MAX_SHAPES else ""
         return f"In training it was given {', '.join(shown[:_MAX_SHAPES])}{more}."
@@ -135,16 +164,19 @@ class Facts:
     @cached_property
     def which(self) -> str:
         """How many elements are bad, and their pattern: rows, a column, all of them."""
-        event, positions = self.snapshot.failure.event, self.survey.positions
+        snapshot, positions = self.snapshot, self.survey.positions
+        event = snapshot.failure.event
         if event is not None:
-            verb = "stands" if event.rows and event.rows.startswith("row ") and "," not in event.rows else "stand"
+            is_one_row = event.rows is not None and event.rows.startswith("row ") and "," not in event.rows
+            verb = "stands" if is_one_row else "stand"
             rows = f"{event.rows} of the batch {verb} out; " if event.rows else ""
-            return f"{rows}{event_words(self.snapshot)}"
+            return f"{rows}{event_words(snapshot)}"
         if positions is None:
-            return how_much(self.snapshot)
-        value, num_rows = self.snapshot.failure.value, positions.shape[0] if positions.shape else 0
-        rows = bad_row_text(self.snapshot.program, self.snapshot.samples or {}, value, positions.rows, num_rows)
-        name, total = wording.code_span(positions.name), positions.size[0] * positions.size[1]
+            return how_much(snapshot)
+        num_rows = positions.shape[0] if positions.shape else 0
+        samples = snapshot.samples or {}
+        rows = bad_row_text(snapshot.program, samples, snapshot.failure.value, positions.rows, num_rows)
+        name, total = code_span(positions.name), positions.size[0] * positions.size[1]
         pattern = positions.pattern.removesuffix(".")
         if pattern[:1].isdigit():  # it counts them itself
             return f"{name}: {pattern}{rows}"
@@ -189,8 +221,12 @@ class Facts:
         found = self.reduction.diagnosis if self.reduction is not None else None
         if found is None or not found.is_known:
             return None
-        is_exception = self.snapshot.failure.kind == EXCEPTION
-        return findings.page(found, self.snapshot.cause, is_exception=is_exception)
+        raises = self.snapshot.failure.kind.raises
+        return findings.page(found, self.snapshot.cause, is_exception=raises)
+
+
+def _floats_in(dtypes: Iterable[str]) -> list[str]:
+    return [name for name in dtypes if name.startswith(_FLOATS)]
 
 
 def _autocast(source: Reduction | Snapshot) -> str:
@@ -203,27 +239,38 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     """The failure, its place and step, and the fidelity of the replay."""
     failure = snapshot.failure
     note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
-    size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
-    ending = [("replay", f"{snapshot.fidelity}{note}"), ("program", size)]
+    calls = counted(snapshot.program.num_calls, "call")
+    elements = counted(snapshot.num_elements, "input element")
+    ending = [
+        ("replay", f"{snapshot.fidelity}{note}"),
+        ("program", f"{calls}, {elements}"),
+    ]
     if failure.kind == HEALTHY:
         return [("when", when(snapshot)), *ending]
-    noticed = f", noticed in {noticed_in(snapshot)}" if noticed_in(snapshot) else ""
-    message = f": {wording.message(failure)}" if wording.message(failure) else ""
+    noticed = noticed_in(snapshot)
     facts = [
         ("where", where(snapshot)),
         ("origin", wording.origin(snapshot, failure)),
         ("line", wording.line(failure)),
-        ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
+        ("exception", _exception(failure)),
         ("because of", cause(snapshot)),
-        ("event", event_words(snapshot) if failure.kind != SILENT else ""),
+        ("event", "" if failure.silence else event_words(snapshot)),
         ("difference", wording.difference_words(failure)),
-        ("not learned", failure.way if failure.kind == SILENT else ""),
+        ("not learned", failure.silence),
         ("how much", how_much(snapshot)),
         ("samples", sample_words(snapshot)),
-        ("when", f"{when(snapshot)}{noticed}"),
+        ("when", f"{when(snapshot)}{f', noticed in {noticed}' if noticed else ''}"),
         *ending,
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _exception(failure: Failure) -> str:
+    """`` `ValueError`: `expected a float` ``; empty without one."""
+    if failure.exception is None:
+        return ""
+    message = wording.message(failure)
+    return f"`{failure.exception[0]}`{f': {message}' if message else ''}"
 
 
 def event_words(snapshot: Snapshot) -> str:
@@ -274,13 +321,13 @@ def module(snapshot: Snapshot) -> str | None:
 def where(snapshot: Snapshot) -> str:
     """``in the forward pass, in module `layers.1` ``, without the space at the end."""
     failure, inside = snapshot.failure, module(snapshot)
-    phase = wording.phase_words(failure)
-    place = f", in module {wording.code_span(inside)}" if inside else ""
-    is_outside = failure.call is not None and not failure.module and failure.phase != Phase.OPTIMIZER
-    if is_outside and phase != wording.OUTSIDE:
-        place = f", {wording.OUTSIDE}"
+    phase = words_of(failure).phase
+    place = f", in module {code_span(inside)}" if inside else ""
+    is_outside = failure.call is not None and not failure.module and not failure.in_update
+    if is_outside and phase != OUTSIDE:
+        place = f", {OUTSIDE}"
     calls = snapshot.program.calls
-    is_validation = failure.phase == Phase.FORWARD and bool(calls) and not any(call.mode.grad for call in calls)
+    is_validation = failure.in_forward and bool(calls) and not any(call.mode.grad for call in calls)
     return f"{phase}{', without gradients' if is_validation else ''}{place}"
 
 
@@ -290,7 +337,7 @@ def cause(snapshot: Snapshot) -> str:
     if found is None:
         return ""
     made = f"{'in' if found.call is None else 'from'} {wording.origin(snapshot, found)}"
-    return ", ".join(filter(None, (f"{wording.kind_words(found)} {made}", wording.line(found))))
+    return ", ".join(filter(None, (f"{words_of(found).short} {made}", wording.line(found))))
 
 
 def how_much(snapshot: Snapshot) -> str:
@@ -316,12 +363,8 @@ def when(snapshot: Snapshot) -> str:
     done, words, failure = snapshot.micro_step, f"step {snapshot.step}", snapshot.failure
     if began := snapshot.settings.began_at:
         words += f", which is step {snapshot.step - began} of another model: its training began at step {began}"
-    if (
-        not done
-        or failure.phase == Phase.OPTIMIZER
-        or failure.difference is not None
-        or has_several_optimizers(snapshot.timeline)
-    ):
+    is_after_step = failure.in_update or failure.difference is not None
+    if not done or is_after_step or has_several_optimizers(snapshot.timeline):
         return words
     return f"{words}, micro-step {done + 1} (after {counted(done, 'backward pass', 'backward passes')})"
 
@@ -330,14 +373,14 @@ def surroundings(snapshot: Snapshot) -> list[Fact]:
     """The process among several, and the compilers the script has used."""
     settings = snapshot.settings
     process = f"rank {settings.rank} of {settings.world_size or 1}" if settings.rank is not None else ""
-    backends = ", ".join(wording.code_span(name) for name in settings.compilers or ())
+    backends = ", ".join(code_span(name) for name in settings.compilers or ())
     compiled = f"parts of the script, with {backends}" if backends else ""
     return _shown([("process", process), ("compiled", compiled)])
 
 
 def noticed_in(snapshot: Snapshot) -> str:
     """The place where the bad value was noticed; empty for an exception, and where no value is bad."""
-    return _NOTICED.get(snapshot.observed_at, "") if snapshot.failure.kind != SILENT else ""
+    return "" if snapshot.failure.silence else _NOTICED.get(snapshot.observed_at, "")
 
 
 def versions(environment: Environment) -> list[Fact]:

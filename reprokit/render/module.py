@@ -18,11 +18,11 @@ from reprokit.program.ir import Call, Input, Mode, Program, Ref
 from reprokit.render import names, source
 from reprokit.render.check import find_subject, outcome_words, write_check
 from reprokit.render.gate import require_closed
+from reprokit.render.kinds import words_of
 from reprokit.render.literals import is_same, literal, number_text
 from reprokit.render.module_tree import ROOT_KEY, Block, Key, Tree, as_word, class_name
 from reprokit.render.printer import Code, expression, needed_mode, write_program
 from reprokit.render.source import argument, assign, constant, define, fill, method, path
-from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.finder import Context
 from reprokit.shrink.context.layers import SEED, initial
 from reprokit.shrink.plainness import constant_of, seed_of
@@ -119,7 +119,8 @@ class _Writer:
 
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
         failure, calls = self._context.failure, self._context.program.num_calls
-        yield f"{redact_text(headline(failure))} {phase_words(failure)} (torch {version})."
+        words = words_of(failure)
+        yield f"{redact_text(words.headline)} {words.phase} (torch {version})."
         if outcome:
             yield outcome
         was = f"{counted(num_calls_before, 'torch call')} of a training step" if num_calls_before else "a training step"

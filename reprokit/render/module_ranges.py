@@ -252,10 +252,10 @@ def _until_failure(
 ) -> tuple[Rows, Rows]:
     """The frames that were over when the step failed, and the one in which it did."""
     origin = failure.call_index
-    if origin is None or failure.phase == Phase.OPTIMIZER:
+    if origin is None or failure.in_update:
         return forward, backward
     own = next((place for place, (key, _) in enumerate(ordered) if key == program.calls[origin].scope), None)
-    if failure.phase == Phase.BACKWARD:
+    if failure.in_backward:
         return forward, backward if own is None else backward[: len(ordered) - own]
     over = [place for place, (_, indexes) in enumerate(ordered) if indexes[-1] < origin and place != own]
     return [forward[place] for place in (*over, *(() if own is None else (own,)))], []

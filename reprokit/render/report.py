@@ -20,6 +20,7 @@ from reprokit.render import findings, wording
 from reprokit.render.charts import Chart, chart, heat_map
 from reprokit.render.facts import Facts
 from reprokit.render.issue import cut
+from reprokit.render.kinds import words_of
 from reprokit.render.module_ranges import frames
 from reprokit.render.survey import ways
 from reprokit.render.templates import render_template
@@ -52,6 +53,7 @@ def write_report(facts: Facts) -> str:
         "facts": facts,
         "rows": rows,
         "wording": wording,
+        "headline": words_of(snapshot.failure).headline,
         "story": sentences(facts),
         "trouble": redact_text(f"{type(error).__name__}: {error}".splitlines()[0]) if error is not None else "",
         "ways": ways(found, facts.names),

@@ -16,10 +16,9 @@ from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
 from reprokit.render import source
-from reprokit.render.check import parts_of
 from reprokit.render.gate import require_closed
+from reprokit.render.kinds import parts_of, words_of
 from reprokit.render.printer import SIDE_FILE
-from reprokit.render.wording import headline, phase_words
 from reprokit.snapshot.files import REPRO_FILE, replaced, write_text
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted, visible_line
@@ -104,8 +103,9 @@ def write_script(
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:
-    what = redact_text(headline(failure, is_reduced=num_calls_before is not None))
-    where = f" {phase_words(failure)}" if failure.event is None else ""  # an event is one of the whole step
+    words = words_of(failure, is_reduced=num_calls_before is not None)
+    what = redact_text(words.headline)
+    where = f" {words.phase}" if failure.event is None else ""  # an event is one of the whole step
     lines = [f"{what}{where} (torch {version})."]
     if num_calls_before is not None:
         was, now = counted(num_calls_before, "torch call"), program.num_calls

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reprokit.locate.domains import DOMAINS, Domain
-from reprokit.locate.failure import EXCEPTION, Failure, label_of
+from reprokit.locate.failure import Failure, label_of
 from reprokit.locate.ranges import Range, measure, range_text
 from reprokit.locate.samples import bad_rows
 from reprokit.locate.spelling import short_name
@@ -368,7 +368,7 @@ def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
 
 def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
     failure = found.failure
-    if not failure.is_derivative or failure.call_index is None or failure.kind == EXCEPTION:
+    if not failure.is_derivative or failure.call_index is None or failure.kind.raises:
         return None
     path = _path_of_gradient(found, failure.call_index)
     stops = [

@@ -21,13 +21,13 @@ from reprokit.render import KINDS, sources
 from reprokit.render.facts import Facts
 from reprokit.render.gate import require_test
 from reprokit.render.issue import Issue, make_issue, write_summary
+from reprokit.render.kinds import words_of
 from reprokit.render.literals import MAX_LITERALS
 from reprokit.render.module import MAX_LINES, MODULE_FILE, ModuleScript
 from reprokit.render.report import write_report
 from reprokit.render.script import Script, require_repro, require_whole, unverified
 from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
-from reprokit.render.wording import headline
 from reprokit.rules.match import with_rule
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, RESULTS, replaced, write_text
@@ -147,7 +147,7 @@ def piece_of(reduction: Reduction, snapshot: Snapshot | None) -> ModuleScript | 
     """The context as a script that shows the failure of the minimum, or the reason why there is none."""
     context = reduction.context
     if context is None:
-        return "no part of the model was found that fails by itself" if reduction.failure.kind in ("nan", "inf") else ""
+        return "no part of the model was found that fails by itself" if reduction.failure.kind.is_nonfinite else ""
     if sources.is_minimum_again(reduction):
         return "it would be `repro.py` again"
     # By the same rule as the minimum: the spread of nothing is not that of one element.
@@ -272,7 +272,7 @@ def _issue(opened: sources.Opened, source: Path, script: Script, template: str |
 
 def write_test(subject: Reduction | Snapshot) -> str:
     """A pytest file that runs the ``repro.py`` beside it."""
-    words = visible_line(headline(subject.failure, is_reduced=isinstance(subject, Reduction)))
+    words = visible_line(words_of(subject.failure, is_reduced=isinstance(subject, Reduction)).headline)
     name = re.sub(r"\W+", "_", words.lower(), flags=re.ASCII).strip("_") or "repro"
     said = words.replace("\\", "\\\\").replace('"', "'")
     text = render_template("test_repro.py.j2", headline=said, repro=REPRO_FILE, name=name)

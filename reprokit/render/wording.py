@@ -1,17 +1,19 @@
-"""The sentences about a failure that every rendering shares: what fails, what was observed, what was expected."""
+"""Parts of the sentences about a failure: its call, line and message, what matters in its repro; and Markdown.
+
+What is said depends on the kind of the failure, and stands in `render/kinds.py`.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from reprokit import words
 from reprokit.grammar import plain_of
-from reprokit.locate.failure import SILENT, Drop, Failure
-from reprokit.program.ir import Phase
+from reprokit.locate.failure import Failure
 from reprokit.snapshot.redact import redact_source, redact_text
 from reprokit.words import listed
 
@@ -22,46 +24,24 @@ if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
 
 _MAX_CODE, _MAX_MESSAGE = 160, 600  # both shapes of a recomputation are in the third line of its message
-_DEFINITIONS = {
-    "update": "the norm of the change of all parameters over their norm before the step",
-    "gradient norm": "the L2 norm of all gradients together, before clipping",
-}
 _FREE, _MATTERS = "fails with every value that was tried", "its value matters"
 _OPERATORS = {
     "add": "addition", "sub": "subtraction", "rsub": "subtraction", "mul": "multiplication", "div": "division",
     "truediv": "division", "rtruediv": "division", "floordiv": "floor division", "matmul": "matmul",
     "rpow": "pow", "neg": "negation", "getitem": "indexing", "setitem": "index assignment",
 }  # fmt: skip
-# What a mismatch differs from, in a title and in a sentence.
-_REFERENCES = {
-    "fp64": ("float64", "in float64"),
-    "compile": ("eager", "in eager mode"),
-    "cpu-cuda": ("the other device", "on the other device"),
-    "other": ("the same result made in another way", "made in the other way"),
-}
 
 
 def event_words(failure: Failure) -> str:
     """``the loss was 1.2e+09, 1e+08 times its median of 12.3; rows 0-7 of `y` ``, or nothing."""
-    if failure.kind == SILENT:
-        return failure.way
-    return words.event_words(asdict(failure.event)) if failure.event is not None else ""
+    if failure.silence or failure.event is None:
+        return failure.silence
+    return words.event_words(asdict(failure.event))
 
 
 def difference_words(failure: Failure) -> str:
     """``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step 13``, or nothing."""
     return words.difference_words(plain_of(failure.difference)) if failure.difference is not None else ""
-
-
-def kind_words(failure: Failure) -> str:
-    """``nan``, ``inf``, ``-inf``, the exception's type, or what an event makes of its quantity."""
-    if failure.event is not None:
-        return words.number_words(failure.event.value)
-    if failure.kind in ("mismatch", "function"):
-        return "different" if failure.kind == "mismatch" else "reported"
-    if failure.exception is not None:
-        return failure.exception[0]
-    return {"+inf": "inf", "-inf": "-inf"}.get(failure.way, "nan")
 
 
 def short_call(failure: Failure) -> str:
@@ -80,102 +60,11 @@ def short_name(call: str) -> str:
     return _OPERATORS.get(name.strip("_"), name.lstrip("_"))
 
 
-def headline(failure: Failure, *, is_reduced: bool = False) -> str:
-    """One line without punctuation at its end: ``softmax returns nan``.
-
-    ``is_reduced``: the value of an event is that of a smaller program, not the one of training.
-    """
-    call, kind = short_call(failure), kind_words(failure)
-    if failure.kind == SILENT:
-        return failure.way
-    if failure.kind == "exception":
-        return f"{call} raises {kind}"
-    if failure.kind == "function":
-        return f"{failure.check[1]} holds"
-    if failure.event is not None:
-        source = failure.event.source if failure.kind == "dead" else None
-        event = replace(failure.event, source=source, rows=None, samples=None, largest=None)
-        if is_reduced and failure.kind != "dead":
-            usual = f"; its median in training was {words.number_words(event.usual)}" if event.usual is not None else ""
-            value = words.number_words(event.value)
-            return f"{failure.kind}: the {event.quantity} of this reduced program is {value}{usual}"
-        return f"{failure.kind}: {event_words(replace(failure, event=event))}"
-    if failure.kind == "mismatch":
-        what = "compiled code" if failure.reference[0] == "compile" else "the result" if failure.call is None else call
-        if failure.departure:
-            return f"{what} differs between two runs"
-        return f"{what} differs from {_REFERENCES.get(failure.reference[0], (failure.way, ''))[0]}"
-    if failure.call is None:
-        return f"{call} is {kind} before the first call"
-    if failure.is_derivative:
-        return f"gradient of {call} is {kind}"
-    if failure.phase == Phase.OPTIMIZER and failure.call.startswith("torch.optim."):
-        return f"{call} makes a parameter {kind}"
-    return f"{call} writes {kind} into {written(failure)}" if written(failure) else f"{call} returns {kind}"
-
-
 def written(failure: Failure) -> str:
     """The input that the origin wrote the bad value into, by the last part of its name; empty for a result."""
-    is_written = failure.call is not None and failure.phase == Phase.FORWARD and failure.input_name is not None
-    return str(failure.input_name).rpartition(".")[2] if is_written else ""
-
-
-def observed(failure: Failure, *, is_constant: bool = False) -> str:
-    """What happened, in a sentence; ``is_constant``: the bad value is a constant in the call itself."""
-    name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
-    if failure.kind == SILENT:
-        return f"Something is not learned: {failure.way}."
-    if failure.kind == "function":
-        return f"The check `{failure.check[1]}` holds for what the program leaves behind."
-    if failure.event is not None:
-        event = failure.event
-        is_compared = failure.call is not None and event.quantity != "update"
-        first = f"The first call whose result is off, compared with step {event.reference_step}, is `{failure.call}`."
-        if failure.kind == "dead":
-            return f"{event_words(failure).replace('the', 'The', 1)}. `{failure.call}` lets no gradient through."
-        meaning = f" The {event.quantity} is {known}." if (known := _DEFINITIONS.get(event.quantity)) else ""
-        return f"In training step {event.began_at} {event_words(failure)}.{meaning}{f' {first}' if is_compared else ''}"
-    if failure.kind == "mismatch":
-        what = name if failure.call is not None else "The program"
-        if failure.reference[0] == "other":
-            there = f" In the runs, {name}: {failure.departure}." if failure.departure else ""
-            return (
-                f"Two ways to make one result from the same inputs, which should agree, make different numbers.{there}"
-            )
-        way = "compiled" if failure.reference[0] == "compile" else "as it is"
-        return f"{what} gives another result {way} than {_REFERENCES.get(failure.reference[0], ('', ''))[1]}."
-    if failure.exception is not None:
-        return f"{name} raises `{kind}`" + (f": {message(failure)}." if message(failure) else ".")
-    if failure.call is None:
-        return f"The input {name} is already {kind} before the first call reads it."
-    if failure.through is not None:
-        there = "In healthy steps before, which are given such values too, it drops them."
-        return f"{name} lets the {kind} of the input `{failure.marker}` through. {there}"
-    if failure.drop is not None:
-        return _observed_drop(failure, failure.drop)
-    if failure.is_derivative:
-        node = f" ({failure.backward_node})" if failure.backward_node else ""
-        return f"The backward pass of {name}{node} turns a finite gradient into {kind}."
-    if failure.phase == Phase.OPTIMIZER and failure.call.startswith("torch.optim."):
-        return f"{name} turns a finite parameter with a finite gradient into {kind}."
-    places = {"optimizer": "the optimizer step", "backward": _CUSTOM}
-    inside = f", called in {places[failure.phase]}," if failure.phase in places else ""
-    what = f"writes {kind} into `{written(failure)}`" if written(failure) else f"returns {kind}"
-    if failure.call.endswith(".__setitem__"):
-        name, what = "The index assignment", f"writes {kind}"
-    why = f"although none of its inputs is {failure.way or kind}"
-    return f"{name}{inside} {what} {f'because the code gives it {kind}' if is_constant else why}."
-
-
-def _observed_drop(failure: Failure, drop: Drop) -> str:
-    holder = f"`{failure.input_name}` holds" if failure.input_name else f"`{failure.call}` returns"
-    holder = "The data holds" if drop.is_given and not failure.input_name else holder
-    node = f" of `{failure.call}`" if drop.is_given else ""
-    node += f" ({failure.backward_node})" if failure.backward_node else ""
-    return (
-        f"{holder} nan for elements that `{drop.call}` drops, so the loss is finite. "
-        f"The backward pass{node} multiplies their gradient of zero with that nan, and the gradient becomes nan."
-    )
+    if failure.call is None or failure.input_name is None or not failure.in_forward:
+        return ""
+    return failure.input_name.rpartition(".")[2]
 
 
 def message(failure: Failure) -> str:
@@ -189,31 +78,6 @@ def message(failure: Failure) -> str:
     shown = [line for line, length in zip((first, *others), lengths, strict=True) if length <= _MAX_MESSAGE]
     line = _shortened(redact_text(" ".join(shown or [first])), _MAX_MESSAGE)
     return code_span(line if line.endswith("..") else line.removesuffix(".")) if line else ""
-
-
-def expected(failure: Failure) -> str:
-    """The expectation as a sentence, without a claim that was not checked."""
-    if failure.kind == "exception":
-        return "The call returns."
-    if failure.kind == "function":
-        return "The check does not hold."
-    if failure.event is not None:
-        event = failure.event
-        if event.quantity == "share of zeros":
-            name = f"`{event.source}`" if event.source else "the parameter"
-            return f"A gradient that is not zero everywhere reaches {name}."
-        usual = f", whose median before was {words.number_words(event.usual)}" if event.usual is not None else ""
-        limit = words.number_words(event.threshold, 4)
-        return f"The {event.quantity} is below {limit}, the limit of what was usual in this run{usual}."
-    if failure.kind == "mismatch":
-        return "Equal results, within the tolerances of `torch.testing.assert_close`."
-    if failure.call is None:
-        return "Inputs are free of such values, or are rejected where they enter."
-    if failure.is_derivative:
-        return "A finite gradient."
-    if failure.phase == Phase.OPTIMIZER:
-        return "A finite parameter after the step."
-    return "A finite result."
 
 
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
@@ -266,25 +130,6 @@ def _constant_name(item: ProgramPart) -> str:
     return f"{argument} of {f'the {operation}' if operation else name.strip('_')}"
 
 
-_CUSTOM = "the backward of a custom autograd function"
-OUTSIDE = "outside of any module"
-
-
-def phase_words(failure: Failure) -> str:
-    """The phase of the failure. An exception may come long before the model is called, such as from the data."""
-    if failure.difference is not None and failure.call is None:
-        where = "in the optimizer step" if failure.phase == Phase.OPTIMIZER else "outside of an optimizer"
-        return where if failure.site is not None else "the call is not known"
-    if failure.is_of_whole_step and failure.event is None:
-        return "in the forward pass" if failure.way == "other" else "over the whole step"
-    if failure.kind == "exception" and failure.phase == Phase.FORWARD and failure.module is None:
-        return OUTSIDE
-    is_custom = failure.phase == Phase.BACKWARD and failure.kind in ("nan", "inf") and not failure.is_derivative
-    if is_custom and failure.call:
-        return f"in {_CUSTOM}"
-    return "in the optimizer step" if failure.phase == Phase.OPTIMIZER else f"in the {failure.phase} pass"
-
-
 def code_span(text: str) -> str:
     """Inline code, with more backticks around it than it holds in a row."""
     ticks = "`" * (longest_run(text) + 1)
@@ -333,7 +178,7 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
         words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
         return f"the {words[0]} {code_span(failure.input_name)}, bad before the first {words[1]}"
     if failure.exception is None:
-        return "unknown" if failure.kind != SILENT else ""
+        return "" if failure.silence else "unknown"
     if failure.site is not None and failure.site.library is not None:
         file, line = failure.site.library
         owner = "torch" if file.startswith("torch/") else "a library"

@@ -16,7 +16,7 @@ from reprokit import native
 from reprokit.compare.quantity import losses_of
 from reprokit.limits import CpuLimit
 from reprokit.locate.blame import outcome_or_failure
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import Failure
 from reprokit.locate.ways import ways_of
 from reprokit.own_work import ignored_warnings
 from reprokit.program.interpreter import Outcome, run
@@ -79,10 +79,10 @@ def attempt(
                 return _tried(changes, False, words)
             code = write(scene.program, edited.step.program) if is_local and write is not None else ""
             words, is_plausible, loss = _judged(edited.step.program, result, scene.timeline)
-            words = words or ("the call returns" if scene.failure.kind == EXCEPTION else "finite")
+            words = words or scene.failure.kind.mended
             return replace(_tried(changes, True, words, code), is_plausible=is_plausible, loss=loss)
         tried = _tried(changes, False, _still(result, current.failure))
-        if result.kind == EXCEPTION or _is_same(result, current.failure) or not budget.take():
+        if result.kind.raises or _is_same(result, current.failure) or not budget.take():
             break
         with ignored_warnings():
             current = observe(replace(scene, step=edited.step, failure=result))

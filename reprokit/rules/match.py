@@ -12,11 +12,10 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from reprokit.locate.failure import EVENTS, EXCEPTION, SILENT, Failure
+from reprokit.locate.failure import Failure
 from reprokit.locate.spelling import short_name
 from reprokit.own_work import ignored_warnings
 from reprokit.program.interpreter import determinism
-from reprokit.program.ir import Phase
 from reprokit.program.observe import Copies
 from reprokit.program.step import Step
 from reprokit.rules.diagnosis import UNKNOWN, Also, Diagnosis, TriedFix
@@ -40,8 +39,7 @@ def diagnose(step: Snapshot | Scene, *, budget: TrialBudget | None = None, write
 
     ``write`` makes the code of a fix; without it only code from the table is given.
     """
-    is_silent = step.failure.kind == SILENT and step.failure.call is not None
-    if not is_silent and step.failure.kind not in ("nan", "inf", EXCEPTION, *EVENTS):
+    if not step.failure.kind.has_rules(step.failure):
         return Diagnosis(UNKNOWN, "No known mechanism", "There is no origin to look at.")
     with determinism(step.settings), ignored_warnings():
         is_event = step.failure.event is not None  # no change of one call ends it
@@ -86,7 +84,7 @@ def matches(scene: Scene) -> Found:
 
 def with_rule(failure: Failure, step: Step, first: str | None = None) -> Failure:
     """The failure with its local rule: ``first`` if that fits, else the first of the table that does."""
-    if failure.call_index is None or failure.kind not in ("nan", "inf") or failure.phase is Phase.OPTIMIZER:
+    if failure.call_index is None or not failure.kind.is_nonfinite or failure.in_update:
         return failure
     with ignored_warnings():
         scene = observe_origin(step, failure)
@@ -129,7 +127,7 @@ def _phases(failure: Failure) -> set[str]:
 
     So has a NaN that the origin made and a later call drops.
     """
-    if failure.phase != Phase.BACKWARD or failure.kind == EXCEPTION:
+    if not failure.is_bad_gradient:
         return {failure.phase}
     if not failure.is_derivative:
         return {"forward"}

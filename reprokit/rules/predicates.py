@@ -17,7 +17,6 @@ import torch
 
 from reprokit import native
 from reprokit.locate.domains import COMPARISONS, DOMAINS, compare
-from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.spelling import Slot, short_name
 from reprokit.program.dataflow import needed_calls
 from reprokit.program.ir import iter_refs
@@ -142,7 +141,7 @@ def follows_underflow(scene: Scene, calls: str, role: Slot = "x", *, through: st
 @of_scene
 def raises(scene: Scene, pattern: str) -> Numbers | None:
     """True if the exception's type and message match."""
-    if scene.failure.kind != EXCEPTION or scene.failure.exception is None:
+    if not scene.failure.kind.raises or scene.failure.exception is None:
         return None
     kind, message = scene.failure.exception
     lines = message.strip().splitlines() or [""]

@@ -21,7 +21,7 @@ from reprokit.locate.spelling import VIEWS, Slot, argument_at, default_of, short
 from reprokit.program.convert import exact_results
 from reprokit.program.dataflow import needed_calls, values_behind, writer_of
 from reprokit.program.interpreter import Settings, bind_arguments
-from reprokit.program.ir import Call, Phase, Program, Ref, iter_refs
+from reprokit.program.ir import Call, Program, Ref, iter_refs
 from reprokit.program.observe import Copies, Trace, copied
 from reprokit.program.step import Step
 from reprokit.series.story import StepNumbers, failing_series
@@ -189,7 +189,7 @@ class Scene:
         if call is None:
             return frozenset() if failure.value is None else frozenset([failure.value])
         found = values_behind(self.program.calls, call.input_refs(), self.index)
-        is_local = failure.phase == Phase.FORWARD and failure.event is None
+        is_local = failure.in_forward and failure.event is None
         return found if is_local else found | self._behind_losses
 
     def leads_to_loss(self, call: Call) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import Failure
 from reprokit.rules.diagnosis import Diagnosis
 from reprokit.rules.match import TIME_UP
 from reprokit.rules.table import RULES
@@ -33,7 +33,7 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
     """
     rule = _RULES.get(found.id)
     is_shown = cause is not None and cause.kind == NUMERICS
-    if rule is not None and rule.is_shown and failure.kind == EXCEPTION and found.confidence == "certain":
+    if rule is not None and rule.is_shown and failure.kind.raises and found.confidence == "certain":
         return _with_operand(cause, found, failure)
     if not may_tell_more(cause) or rule is None or not rule.cause:
         return cause
@@ -51,7 +51,7 @@ def decided(cause: Cause | None, found: Diagnosis, failure: Failure) -> Cause | 
         made = Intervention(", then ".join(dict.fromkeys(fix.text)), True, fix.loss, 1)
         loss = f" (loss {number_words(made.loss)})" if made.loss is not None else ""
         after = f"The step stays finite{loss}" if fix.is_plausible else "Its result is finite"
-        says += f" {'The call returns' if failure.kind == EXCEPTION else after} after this change: {made.change}."
+        says += f" {'The call returns' if failure.kind.raises else after} after this change: {made.change}."
     elif found.confidence == "certain" and rule.trial:
         made = Intervention(rule.trial, True, None, 1)
     elif found.note == TIME_UP:
@@ -76,7 +76,7 @@ def _with_operand(cause: Cause | None, found: Diagnosis, failure: Failure) -> Ca
     known = cause or Cause(UNKNOWN, "")
     is_decided, evidence = known.kind != UNKNOWN, (*found.evidence, *known.evidence)
     place = f" at {failure.site.place}" if failure.site is not None else ""
-    other = next((one.words(EXCEPTION) for one in known.interventions if one.removes), "")
+    other = next((one.words(failure.kind) for one in known.interventions if one.removes), "")
     is_told = is_decided or known.why_not is not None  # what was unlike is not left out where nothing was tried
     text = f"{found.title}{place}: {found.evidence[0]}. {known.text if is_told else other}".strip()
     return replace(known, kind=known.kind if is_decided else _RULES[found.id].cause, text=text, evidence=evidence)

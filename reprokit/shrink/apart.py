@@ -38,6 +38,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from reprokit.errors import ReprokitError
+from reprokit.locate.kinds import FailureKind
 from reprokit.program import plain
 from reprokit.program.dataflow import raw_bytes
 from reprokit.program.interpreter import Settings, determinism
@@ -162,7 +163,8 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "reprokit":
             found = super().find_class(module, name)
-            if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
+            is_class = isinstance(found, type)
+            if is_class and (dataclasses.is_dataclass(found) or issubclass(found, (Enum, FailureKind))):
                 return found
         raise pickle.UnpicklingError(f"`{module}.{name}` is not plain data")
 

@@ -21,7 +21,7 @@ def given_input(failure: Failure, program: Program, tensors: Mapping[int, torch.
     if tensor is not None:
         numbers = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
         numbers = numbers if numbers.is_complex() else numbers.double()  # no isnan for 8-bit floats
-        places = (numbers.isnan() if failure.kind == "nan" else numbers.isinf()).nonzero().tolist()
+        places = (numbers.isinf() if failure.kind.is_infinite else numbers.isnan()).nonzero().tolist()
     rows = sorted({place[0] for place in places if len(place) > 1})
     site = failure.site
     found = {

@@ -41,18 +41,23 @@ class Spec:
 
 def parse(text: str) -> Spec:
     """The check that is meant; raises `UsageError`."""
-    kind, _, rest = text.partition(":")
+    word, _, rest = text.partition(":")
     detail, _, option = rest.partition(":")
-    if kind in (NONFINITE, EXCEPTION) and not rest:
-        return Spec(text, kind)
-    if kind == MISMATCH and detail in (FP64, DEVICES, OTHER) and not option:
-        return Spec(text, kind, detail)
-    file, _, function = (option if kind == MISMATCH and detail == COMPILE else text).rpartition(":")
+    if word in (NONFINITE, EXCEPTION) and not rest:
+        return Spec(text, word)
+    is_mismatch = word == MISMATCH
+    if is_mismatch and detail in (FP64, DEVICES, OTHER) and not option:
+        return Spec(text, word, detail)
+    is_compiled = is_mismatch and detail == COMPILE
+    file, _, function = (option if is_compiled else text).rpartition(":")
     if file.endswith(".py") and function:
         found = _function(text, Path(file), function)
-        return replace(found, kind=kind, detail=COMPILE, option=f"{Path(file).name}:{function}") if option else found
-    if kind == MISMATCH and detail == COMPILE:
-        return Spec(text, kind, detail, option or DEFAULT_BACKEND)
+        if not option:
+            return found
+        own_compiler = f"{Path(file).name}:{function}"
+        return replace(found, kind=word, detail=COMPILE, option=own_compiler)
+    if is_compiled:
+        return Spec(text, word, detail, option or DEFAULT_BACKEND)
     raise UsageError(f"`{text}` is not a check", hint=f"one of {CHECKS}")
 
 

@@ -6,20 +6,21 @@ batch, a result one that a call makes, so that nothing behind this has to doubt 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from reprokit import native
-from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
+from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import Event, ExceptionRaised, FailureKind, Mismatch, OwnCheck, RanksDiffer
 from reprokit.program.functions import display_name
 from reprokit.program.ir import Input, Program
 from reprokit.program.step import HasProgram
 from reprokit.words import row_ranges
 
-_REFERENCES = ("fp64", "cpu-cuda", "compile", "other", "ranks")  # that a mismatch differs from
+_REFERENCES = ("fp64", "cpu-cuda", "compile", "other")  # that a mismatch differs from
 
 
 class FailedProgram(HasProgram, Protocol):
@@ -38,7 +39,9 @@ def require_consistent(step: FailedProgram) -> None:
         raise ValueError("the cause of the failure has a cause")
     require_call(step.program, failure)
     _require_values(step.program, failure)
-    _require_kind(step, failure)
+    require_kind = _KINDS.get(type(failure.kind))
+    if require_kind is not None:
+        require_kind(step, failure)
     _require_element(step, failure)
     _require_event(step, failure)
     _require_samples(step)
@@ -81,43 +84,58 @@ def _require_values(program: Program, failure: Failure) -> None:
             raise ValueError(f"the failure is in value {origin.value}, which the program does not have")
 
 
-def _require_kind(step: FailedProgram, failure: Failure) -> None:
-    """A failure has what its kind is about."""
-    if failure.kind == EXCEPTION and failure.exception is None:
+def _require_exception(_: FailedProgram, failure: Failure) -> None:
+    """A type and a message."""
+    if failure.exception is None:
         raise ValueError("the failure is an exception, and none is named")
-    if failure.kind in EVENTS and failure.kind != "dead" and failure.event is None:
+
+
+def _require_numbers(_: FailedProgram, failure: Failure) -> None:
+    """A quantity and its threshold. A dead layer may be found without."""
+    if failure.event is None:
         raise ValueError(f"the failure is an event (`{failure.kind}`), and has no numbers of one")
-    if failure.kind == "function":
-        _require_file(failure)
-    if failure.kind == "mismatch":
-        _require_mismatch(step.program, failure)
 
 
-def _require_file(failure: Failure) -> None:
+def _require_file(_: FailedProgram, failure: Failure) -> None:
     """A check, or a compiler, of the user's own is a function in a file that lies beside the script."""
     file, function = failure.check
     if not (file and function.isidentifier()) or Path(file).name != file:
         raise ValueError("the failure is of a check, and names no file and function")
 
 
-def _require_mismatch(program: Program, failure: Failure) -> None:
-    """The result of a call differs from that of a reference, or two outputs of the program, or copies of ranks."""
+def _require_reference(step: FailedProgram, failure: Failure) -> None:
+    """The result of a call differs from that of a known reference, or two outputs of the program do."""
+    program = step.program
     name, option = failure.reference
+    if name == "ranks":
+        raise ValueError("ranks differ, and no parameter is named")
     if name not in _REFERENCES:
         raise ValueError(f"a mismatch with `{name:.60}`, which is no reference")
-    if name == "ranks":
-        if failure.difference is None:
-            raise ValueError("ranks differ, and no parameter is named")
-        return
     if name == "compile" and ".py" in option:
-        _require_file(failure)
+        _require_file(step, failure)
     if name == "other" and len(program.outputs) < 2:
         raise ValueError("a mismatch of two results, and the program has fewer")
     made = {value for call in program.calls for value in call.output_refs()}
     if failure.value is None or failure.value not in made | {item.value for item in program.inputs}:
         raise ValueError("a mismatch has no result")
-    if failure.value not in made and failure.phase == "forward":
+    if failure.value not in made and failure.in_forward:
         raise ValueError(f"the result of a mismatch is value {failure.value}, which no call makes")
+
+
+def _require_ranks(step: FailedProgram, failure: Failure) -> None:
+    """A difference between ranks has no other reference."""
+    if failure.way != "ranks":
+        _require_reference(step, failure)
+
+
+# What a failure of a kind has in a file.
+_KINDS: dict[type[FailureKind], Callable[[FailedProgram, Failure], None]] = {
+    ExceptionRaised: _require_exception,
+    Event: _require_numbers,
+    OwnCheck: _require_file,
+    Mismatch: _require_reference,
+    RanksDiffer: _require_ranks,
+}
 
 
 def _require_element(step: FailedProgram, failure: Failure) -> None:

@@ -21,7 +21,7 @@ import torch
 from reprokit import native
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
 from reprokit.grammar import Count, Later, Line, Name, Text, one_of, plain_of, read
-from reprokit.locate.failure import SILENT, Failure, RankDifference, is_vacuous, root_of
+from reprokit.locate.failure import Failure, RankDifference, is_vacuous, root_of
 from reprokit.locate.samples import Samples, bad_rows, row_text
 from reprokit.program import plain
 from reprokit.program.interpreter import Settings
@@ -204,7 +204,7 @@ class Snapshot:
             "shows_cause": not is_vacuous(failure, self.program),
             "cause": cause and {**self._describe_origin(cause), "is_initial": self.is_initial(cause)},
             **({"event": plain_of(failure.event)} if failure.event is not None else {}),
-            **({"silence": failure.way} if failure.kind == SILENT else {}),
+            **({"silence": failure.silence} if failure.silence else {}),
             **({"departure": failure.departure} if failure.departure is not None else {}),
             **(_describe_difference(failure.difference) if failure.difference is not None else {}),
         }

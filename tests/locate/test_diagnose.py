@@ -16,13 +16,14 @@ from torch.nn import functional as F
 from reprokit.compare.healthy import explained
 from reprokit.grammar import plain_of, read
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import EVENTS, EXCEPTION, SILENT, Failure, Predicate
+from reprokit.locate.failure import Failure, Predicate
+from reprokit.locate.kinds import Dead, Event, ExceptionRaised, NonFinite, Unlearned
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step
 from reprokit.render.expectation import expect
 from reprokit.render.findings import markdown, one_line, page
 from reprokit.render.fix_code import fix_code
-from reprokit.render.wording import headline, phase_words
+from reprokit.render.kinds import words_of
 from reprokit.rules.diagnosis import UNKNOWN, Diagnosis, TriedFix
 from reprokit.rules.edits import clamp
 from reprokit.rules.fix import TrialBudget, apply, attempt
@@ -54,9 +55,10 @@ def diagnosis_of(name: str) -> Diagnosis:
 def test_the_table_is_sound() -> None:
     assert len(BY_NAME) == len(RULES) >= 30
     assert set(MISSES) <= set(CASES) == set(BY_NAME)
+    explained = {word for kind in (NonFinite, ExceptionRaised, Event, Dead, Unlearned) for word in kind.words}
     for rule in RULES:
         assert rule.confidence in CONFIDENCES and rule.tier in TIERS, rule.name
-        assert {*rule.kinds.split()} <= {"nan", "inf", EXCEPTION, SILENT, *EVENTS}, rule.name
+        assert {*rule.kinds.split()} <= explained, rule.name
         assert {*rule.phases.split()} <= {*Phase}, rule.name
         assert rule.cause in ("", "data", "setting", "state", "numerics", "framework"), rule.name
 
@@ -358,8 +360,8 @@ def test_a_call_in_a_custom_backward_is_no_derivative(
 
     snapshot = record(step, x=torch.tensor([0.0, 0.0]).requires_grad_())
     assert (snapshot.failure.phase, snapshot.failure.is_derivative) == ("backward", False)
-    assert headline(snapshot.failure).startswith(f"{call} returns")
-    assert phase_words(snapshot.failure) == "in the backward of a custom autograd function"
+    assert words_of(snapshot.failure).headline.startswith(f"{call} returns")
+    assert words_of(snapshot.failure).phase == "in the backward of a custom autograd function"
     assert "derivative" not in expect(snapshot).expected + expect(snapshot).observed
     assert diagnose(snapshot).id == entry
 

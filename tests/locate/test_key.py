@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from reprokit.locate.failure import Key
+from reprokit.locate.kinds import Key
 from reprokit.program.step import Step
 from reprokit.rules.match import with_rule
 from tests.locate.mechanisms import CASES

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprokit.compare.difference import MISMATCH
 from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import FUNCTION, MISMATCH
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.render.script import write_script
-from reprokit.shrink.checks.predicate import FUNCTION
 
 WORDS = ["step", "actual", "outcome", "verdict", "runpy"]
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import reprokit
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import Key
+from reprokit.locate.kinds import Key
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load
 from tests.shrink.failing import ending_of, minimum_of

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from reprokit.errors import Flaky, GivenInput, NotReproduced
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import Failure, Key
+from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import Key
 from reprokit.program.ir import Program
 from reprokit.program.step import Step
 from reprokit.shrink.order import size_key, value_key

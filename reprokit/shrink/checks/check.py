@@ -13,13 +13,12 @@ from typing import Self
 import torch
 
 from reprokit.grammar import Later, Line, Name
-from reprokit.locate.failure import EXCEPTION, Failure, wording_of
+from reprokit.locate.failure import Failure
 from reprokit.locate.spelling import constant_ways
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.own_work import ignored_warnings
 from reprokit.program.ir import Phase
 from reprokit.program.step import Step
-from reprokit.shrink.spec import NONFINITE
 
 Given = frozenset[tuple[int | str, str]]
 ALL_WAYS = frozenset({NAN, PLUS, MINUS})
@@ -88,7 +87,7 @@ class Check(ABC):
             return Ruling.PASSES
         if self.wanted is not None and found.key() == self.wanted.key():
             return Ruling.SAME
-        return Ruling.INVALID if found.kind == EXCEPTION else Ruling.OTHER
+        return Ruling.INVALID if found.kind.raises else Ruling.OTHER
 
     def allows(self, step: Step) -> bool:
         """True if nothing is bad in a forbidden way that was not so in the snapshot; incoming gradients are finite."""
@@ -101,8 +100,8 @@ class Check(ABC):
     def signed(self) -> Signed:
         """What has to stay the same, as a reduction keeps it."""
         key, failure = self.failure.key(), self.failure
-        exception = wording_of(*failure.exception)[0] if failure.exception is not None else None
-        check = None if self.spec in (NONFINITE, EXCEPTION) else self.spec  # the default for the snapshot's kind
+        exception = failure.exception[0] if failure.exception is not None else None
+        check = None if self.spec == failure.kind.check else self.spec  # the default for the snapshot's kind
         return Signed(key.phase, key.kind, failure.call, key.backward_node, key.input, key.drop, exception, check)
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from reprokit.compare.compiled import Compiled
-from reprokit.compare.difference import MISMATCH, NOT_FINITE, Reference
-from reprokit.errors import NotReproduced, UsageError
-from reprokit.locate.failure import EVENTS, HEALTHY, SILENT, Failure
-from reprokit.locate.failure import EXCEPTION as RAISED
+from reprokit.compare.difference import NOT_FINITE, Reference
+from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import MISMATCH, Dead, Event, Unlearned
 from reprokit.program.step import Step
 from reprokit.shrink import spec as specs
 from reprokit.shrink.checks.check import Check
@@ -21,58 +21,54 @@ from reprokit.snapshot.format import Snapshot
 def choose_check(text: str | None, snapshot: Snapshot) -> Check:
     """The check, with the recorded failure adopted where the snapshot recorded one of its kind.
 
-    Raises `UsageError` for a check that does not exist or that this machine cannot make, `NotReproduced` for a failure
-    that one process cannot show.
+    Raises `UsageError` for a check that does not exist or that this machine cannot make,
+    `NotReproduced` for a failure that one process cannot show.
     """
+    failure = snapshot.failure
     if text is None:
         require_reproducible(snapshot)
-    is_exception = snapshot.failure.kind == RAISED
-    if snapshot.failure.event is not None and text in (None, SILENT, *EVENTS):
-        return PredicateCheck(event=snapshot.failure, rows=odd_rows(snapshot), rate=jumped_rate(snapshot))
-    if text is None and snapshot.failure.kind == MISMATCH:
-        return _as_recorded(_mismatch(_recorded(*snapshot.failure.reference)), snapshot.failure)
-    if text is None:
-        text = specs.EXCEPTION if is_exception else specs.NONFINITE
-    check = _made(specs.parse(text))
+    if failure.event is not None and text in (None, *Event.words, *Dead.words, *Unlearned.words):
+        return PredicateCheck(event=failure, rows=odd_rows(snapshot), rate=jumped_rate(snapshot))
+    if text is None and failure.kind.compares:
+        return _as_recorded(_mismatch(_recorded(*failure.reference)), failure)
+    check = _made(specs.parse(text or failure.kind.check))
     if isinstance(check, MismatchCheck):
-        return _as_recorded(check, snapshot.failure)
-    if isinstance(check, ExceptionCheck if is_exception else NonfiniteCheck):
-        return check.adopted(snapshot.failure, Step.of(snapshot))
+        return _as_recorded(check, failure)
+    if isinstance(check, (NonfiniteCheck, ExceptionCheck)) and check.recognises(failure):
+        return check.adopted(failure, Step.of(snapshot))
     return check
 
 
 def require_reproducible(snapshot: Snapshot) -> None:
-    """Raise `NotReproduced` for a failure that one process cannot show."""
-    if snapshot.failure.kind == HEALTHY:
-        raise UsageError(
-            "the step is healthy and was saved with `--at-step`, so there is no failure to shrink",
-            hint="`reprokit trace FILE` shows its tensors; `--check` looks for a failure of your own",
-        )
-    if snapshot.failure.kind == SILENT and snapshot.failure.event is None:
-        raise NotReproduced(f"no value of the step is bad: {snapshot.failure.way}", hint="`reprokit show` has the step")
-    if snapshot.failure.difference is not None:
-        raise NotReproduced(
-            "the parameters of the ranks differ, and one process cannot show that",
-            hint="`reprokit show` has the step, the parameter and the ranks",
-        )
+    """Raise the reason why one process cannot show the failure, if there is one."""
+    refusal = snapshot.failure.kind.refusal(snapshot.failure)
+    if refusal is not None:
+        raise refusal
 
 
 def _made(spec: specs.Spec) -> Check:
-    if spec.kind == specs.NONFINITE:
-        return NonfiniteCheck()
-    if spec.kind == specs.EXCEPTION:
-        return ExceptionCheck()
-    if spec.kind == specs.MISMATCH:
-        return _mismatch(_reference(spec))
+    make = _MAKERS.get(spec.kind, _own)
+    return make(spec)
+
+
+def _own(spec: specs.Spec) -> Check:
     assert spec.file is not None, "a check by function has a file"
     return FunctionCheck(file=spec.file.resolve(), function=spec.detail)
+
+
+_MAKERS: dict[str, Callable[[specs.Spec], Check]] = {
+    specs.NONFINITE: lambda _: NonfiniteCheck(),
+    specs.EXCEPTION: lambda _: ExceptionCheck(),
+    specs.MISMATCH: lambda spec: _mismatch(_reference(spec)),
+}
 
 
 def _as_recorded(check: MismatchCheck, failure: Failure) -> MismatchCheck:
     """With a value that is not finite on one side, if that is what capture found, and with what `diff` said of it."""
     check = replace(check, departure=failure.departure)
-    is_not_finite = failure.kind == MISMATCH and failure.way.endswith(NOT_FINITE)
-    return replace(check, way=check.reference.name + NOT_FINITE) if is_not_finite else check
+    if failure.kind.compares and failure.way.endswith(NOT_FINITE):
+        return replace(check, way=check.reference.name + NOT_FINITE)
+    return check
 
 
 def _mismatch(reference: Reference) -> MismatchCheck:

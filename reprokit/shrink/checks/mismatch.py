@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import torch
 
-from reprokit.compare.difference import MISMATCH, OTHER_WAY, Reference, first_difference
+from reprokit.compare.difference import OTHER_WAY, Reference, first_difference
 from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import MISMATCH
 from reprokit.program.convert import default_dtype, in_dtype, on_device, require_cuda
 from reprokit.program.interpreter import Outcome, run
 from reprokit.program.step import HasProgram, Step
@@ -111,7 +112,7 @@ class MismatchCheck(Check):
 
     def recognises(self, failure: Failure) -> bool:
         """True if results differ."""
-        return failure.kind == MISMATCH
+        return failure.kind.compares
 
     @property
     def spec(self) -> str:

@@ -24,6 +24,7 @@ from reprokit.compare.difference import results_of
 from reprokit.compare.quantity import observed
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import FUNCTION
 from reprokit.program.dataflow import contents
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Phase, Program
@@ -117,7 +118,6 @@ def _rows_of(tensor: torch.Tensor) -> _Rows:
     return [contents(row).tolist() for row in (tensor if tensor.dim() else [tensor])]
 
 
-FUNCTION = "function"
 NO_VERDICT = "no verdict"
 _WORDS = {verdict.value: verdict for verdict in Ruling}
 _LEAST_BOUND = 1.0

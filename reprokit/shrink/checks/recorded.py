@@ -11,12 +11,12 @@ from typing import Self
 
 from reprokit.errors import NotReproduced
 from reprokit.locate.blame import exception_failure, locate, locate_exception
-from reprokit.locate.failure import EXCEPTION, Failure, is_vacuous
+from reprokit.locate.failure import Failure, is_vacuous
 from reprokit.locate.notes import operand_of
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import run
-from reprokit.program.ir import OPAQUE, Phase, Program
+from reprokit.program.ir import OPAQUE, Program
 from reprokit.program.observe import Copies
 from reprokit.program.step import Step
 from reprokit.rules.match import rule_fits, with_rule
@@ -37,7 +37,7 @@ class NonfiniteCheck(Check):
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is a value that is not finite."""
-        return failure.kind != EXCEPTION
+        return not failure.kind.raises
 
     @property
     def spec(self) -> str:
@@ -88,7 +88,7 @@ class NonfiniteCheck(Check):
         if failure.through is not None:  # what the origin reads may become an input
             read = record(whole, frozenset({failure.call_index or 0})).inputs
             given |= {(value, way) for (_, value), tensor in read.items() for way in ways_of(tensor)}
-        if failure.kind == "inf" and failure.phase != Phase.BACKWARD:
+        if failure.kind.is_infinite and not failure.in_backward:
             forbidden |= {failure.way} | ({PLUS, MINUS} - {way for _, way in given})
         return replace(self, wanted=with_rule(failure, whole), given=given, forbidden=frozenset(forbidden))
 
@@ -115,7 +115,7 @@ class ExceptionCheck(Check):
 
     def recognises(self, failure: Failure) -> bool:
         """True if a call raised."""
-        return failure.kind == EXCEPTION
+        return failure.kind.raises
 
     @property
     def spec(self) -> str:

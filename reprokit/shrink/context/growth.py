@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import Failure
 from reprokit.program.dataflow import BACKWARDS, contents, needed_calls
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase, Ref, iter_refs
 from reprokit.program.step import Step, is_number
@@ -98,7 +98,7 @@ def _slices(step: StepGraph, failure: Failure) -> Iterator[StepSlice]:
             kept = step.upstream(users, limit, step.within(users[0]))
             yield StepSlice(step, tuple(sorted(kept)), is_differentiated=True, update=origin)
         return
-    is_differentiated = failure.phase == Phase.BACKWARD and failure.kind != EXCEPTION
+    is_differentiated = failure.is_bad_gradient
     if not (is_differentiated or step.is_forward(origin)):
         return
     kept = _own_calls(step, origin, is_differentiated)

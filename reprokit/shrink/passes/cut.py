@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from reprokit.locate.failure import ACCUMULATION, EXCEPTION, Failure
+from reprokit.locate.failure import Failure
+from reprokit.locate.kinds import ACCUMULATION
 from reprokit.program.dataflow import BACKWARDS, calls_after, calls_behind, needed_calls
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Input, Phase, Program, Ref, iter_refs
+from reprokit.program.ir import Input, Program, Ref, iter_refs
 from reprokit.program.step import Step
 from reprokit.shrink.context.step import StepGraph
 from reprokit.shrink.leaves import unique_name, without_defaults
@@ -106,12 +107,12 @@ def _up_to(candidate: Step, failure: Failure) -> Step:
     """The whole program without what comes after the failure could be seen."""
     calls = [without_defaults(call) for call in candidate.program.calls]
     origin = failure.call_index if failure.call_index is not None else 0
-    is_value = failure.value is not None and failure.call_index is not None and failure.phase != Phase.OPTIMIZER
+    is_value = failure.value is not None and failure.call_index is not None and not failure.in_update
     if is_value and failure.backward_node is None:
         outputs = (Ref(failure.value),) if failure.value is not None else ()
         return candidate.with_calls(calls[: origin + 1], outputs=outputs).pruned()
     later = [index for index, call in enumerate(calls) if index >= origin and call.is_differentiation]
-    end = later[-1] + 1 if failure.phase == Phase.BACKWARD and later else len(calls)
+    end = later[-1] + 1 if failure.in_backward and later else len(calls)
     return candidate.with_calls(calls[:end]).pruned()
 
 
@@ -158,7 +159,7 @@ def slice_to(candidate: Step, failure: Failure) -> tuple[Step, Failure] | None:
     kept = needed_calls(program.calls, {end, *_rest_of_layer(candidate, failure)}) if end is not None else None
     if origin is None or kept is None or origin not in kept or len(kept) == len(program.calls):
         return None
-    outputs = (Ref(failure.value),) if failure.phase == Phase.FORWARD and failure.value is not None else ()
+    outputs = (Ref(failure.value),) if failure.in_forward and failure.value is not None else ()
     calls = tuple(program.calls[index] for index in kept)
     sliced = candidate.with_calls(calls, outputs=outputs).pruned()
     drop = replace(failure.drop, call_index=kept.index(failure.drop.call_index)) if failure.drop else None
@@ -168,9 +169,9 @@ def slice_to(candidate: Step, failure: Failure) -> tuple[Step, Failure] | None:
 def _end(program: Program, failure: Failure) -> int | None:
     """Where the failure shows: at its origin, or in the first backward pass that goes through the origin."""
     origin = failure.call_index
-    if origin is None or failure.phase == Phase.FORWARD:
+    if origin is None or failure.in_forward:
         return origin
-    if failure.phase != Phase.BACKWARD or failure.kind == EXCEPTION or failure.backward_node == ACCUMULATION:
+    if not failure.is_bad_gradient or failure.backward_node == ACCUMULATION:
         return None
     passes = (i for i in range(origin + 1, len(program.calls)) if program.calls[i].target in BACKWARDS)
     return next((index for index in passes if origin in (needed_calls(program.calls, {index}) or ())), None)
@@ -179,7 +180,7 @@ def _end(program: Program, failure: Failure) -> int | None:
 def _rest_of_layer(candidate: Step, failure: Failure) -> list[int]:
     """What one of torch's layers does after an origin inside it: only its whole run tells which layer it is."""
     origin = failure.call_index
-    if origin is None or failure.phase != Phase.FORWARD or failure.kind == EXCEPTION:
+    if origin is None or not failure.in_forward or failure.kind.raises:
         return []
     return [index for index in StepGraph(candidate).units[origin] if index > origin]
 
@@ -218,7 +219,7 @@ def _removable(problem: Problem) -> list[int]:
     calls = problem.best.program.calls
     failure = problem.failure
     passes = [index for index, call in enumerate(calls) if call.is_differentiation]
-    kept = set(passes if failure.phase == Phase.BACKWARD and len(passes) == 1 else ())
+    kept = set(passes if failure.in_backward and len(passes) == 1 else ())
     kept.update(problem.fixed(problem.best))
     origin = failure.call_index if failure.backward_node != ACCUMULATION else None
     return [index for index in range(len(calls)) if index not in kept and index != origin]

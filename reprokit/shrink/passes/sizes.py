@@ -134,7 +134,7 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
         return True
     kind, numbers = problem.failure.kind, [problem.best.tensors[item.value] for item in problem.best.number_inputs]
     # a number is so large that an overflow may be near
-    may_be_large = kind == "inf" or any(largest_of(one) > _LARGE.get(one.dtype, 1e3) for one in numbers)
+    may_be_large = kind.is_infinite or any(largest_of(one) > _LARGE.get(one.dtype, 1e3) for one in numbers)
     for smaller in (candidate.pruned() for candidate in _slices(problem, kept)):
         outline = _outline(smaller)
         fits = problem.oracle.verdict_without_a_run(smaller) is not Ruling.INVALID

@@ -25,18 +25,19 @@ def simplify_values(problem: Problem) -> None:
     _lower_constants(problem)
     for item in problem.best.program.inputs:
         if item.role != "rng" and item.value in problem.best.tensors:
-            plainer = plainer_contents(problem.best.tensors[item.value], item.role, problem.failure.kind)
+            is_infinite = problem.failure.kind.is_infinite
+            plainer = plainer_contents(problem.best.tensors[item.value], item.role, is_infinite=is_infinite)
             candidates = (problem.best.with_tensors({item.value: plain}) for plain in plainer)
             problem.first((f"plainer `{item.name}`", candidate) for candidate in candidates)
     _drop_unit_gradient(problem)
 
 
-def plainer_contents(tensor: torch.Tensor, role: str, kind: str = "") -> Iterator[torch.Tensor]:
+def plainer_contents(tensor: torch.Tensor, role: str, *, is_infinite: bool = False) -> Iterator[torch.Tensor]:
     """Plainer contents for one tensor, plainest first; for an infinity also zeros with one large element."""
     if is_number(tensor):
         for number in (1.0, 0.0) if role == "gradient" else (0.0, 1.0):
             yield filled(tensor, number)
-        if kind == "inf" and not tensor.is_complex() and constant_of(tensor) is None:
+        if is_infinite and not tensor.is_complex() and constant_of(tensor) is None:
             # zeros, and one number in the place of the largest element: a spread, where a constant has none
             place = contents(tensor).abs().nan_to_num(posinf=0.0).argmax()
             for number in ladder(tensor.dtype)[1:]:
@@ -68,7 +69,7 @@ def _simplify_together(problem: Problem) -> None:
         return
     best = problem.best
     rungs: tuple[tuple[str, int | None], ...] = (("zeros", None), ("ones", 0), ("large constants", -1))
-    for name, rung in rungs[: 3 if problem.failure.kind == "inf" else 2]:
+    for name, rung in rungs[: 3 if problem.failure.kind.is_infinite else 2]:
         tensors = {}
         for item in items:
             tensor = best.tensors[item.value]

@@ -1,0 +1,246 @@
+"""The kinds of failures: a class for each, with what follows from a kind for locating and reducing.
+
+Begin with `FailureKind`. ``failure.kind`` is a value of one of its classes, and as a text the word that
+files and JSON have: of a loss that is NaN it is ``NonFinite("nan")``, and equal to ``"nan"``.
+
+    class         words in files                   phase      the same if these are equal
+    NonFinite     nan, inf                         any        origin, node, operand, rule
+    ExceptionRaised        exception                        any        call, wording, cause
+    Event         spike, explosion, scale          any        phase, call; there is a threshold
+    Dead          dead                             backward   the same
+    Unlearned     silent                           backward   the same
+    Mismatch      mismatch                         any        call
+    RanksDiffer   mismatch, of ranks               optimizer  -
+    OwnCheck      function                         forward    the verdict of the function
+    Healthy       none                             forward    -
+
+How people read about a kind is in `render/kinds.py`; a test demands that each class is there too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from reprokit.errors import NotReproduced, ReprokitError, UsageError
+
+if TYPE_CHECKING:
+    from reprokit.locate.failure import Failure
+    from reprokit.program.ir import Phase
+
+ACCUMULATION = "AccumulateGrad"  # the node that adds a gradient into a leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What makes two failures the same.
+
+    Without the origin in it every reducer slips: "the output is not finite" is kept by a program of
+    no calls and a NaN input.
+    """
+
+    phase: Phase
+    kind: str
+    call: str | None = None
+    backward_node: str | None = None
+    operand: str | None = None
+    # An input that was bad already.
+    input: str | None = None
+    exception: tuple[str, str] | None = None
+    # Where dropped NaN values came from.
+    drop: str | None = None
+    # FailureKind and call of the bad value behind an exception.
+    cause: tuple[str, str | None] | None = None
+    rule: str | None = None
+
+
+class FailureKind(str):
+    """A kind of failure; as a text its word in files."""
+
+    __slots__ = ()
+
+    # All words of this class in files.
+    words: ClassVar[tuple[str, ...]] = ()
+    # The `--check` of a reduction that is given none.
+    check: ClassVar[str] = "nonfinite"
+    # A value of the program is NaN or infinite.
+    is_nonfinite: ClassVar[bool] = False
+    # A call raised an exception.
+    raises: ClassVar[bool] = False
+    # Two results that should be equal are not.
+    compares: ClassVar[bool] = False
+    # It may have no single call or input to begin at; then a cut keeps parts of the step.
+    may_be_of_whole_step: ClassVar[bool] = True
+    # The end of the sentence "with this change ...".
+    mended: ClassVar[str] = "finite"
+
+    @property
+    def is_local(self) -> bool:
+        """True if it begins at a call, or at an input that is bad from the start."""
+        return self.is_nonfinite or self.raises
+
+    @property
+    def is_infinite(self) -> bool:
+        """True for an infinity, which large numbers lead to."""
+        return self == "inf"
+
+    def key(self, failure: Failure) -> Key:
+        """What another failure has to have in common with this one to be the same."""
+        return Key(failure.phase, self, failure.call, exception=failure.wording)
+
+    def has_rules(self, failure: Failure) -> bool:
+        """True if the rules of a diagnosis may fit."""
+        return self.is_local
+
+    def refusal(self, failure: Failure) -> ReprokitError | None:
+        """Why the run of a program in one process cannot show it."""
+        return None
+
+
+class NonFinite(FailureKind):
+    """NaN or infinity: begins at a call, or in an input that was bad already."""
+
+    __slots__ = ()
+    words = ("nan", "inf")
+    is_nonfinite = True
+    may_be_of_whole_step = False
+
+    def key(self, failure: Failure) -> Key:
+        """The origin, and the operand and the rule by which it fails.
+
+        Gradients that overflow where they are added up have no origin among the calls: any reader
+        of the leaf is named. The node that multiplies zero with a NaN that the origin made may be
+        another one in a smaller program.
+        """
+        call = failure.call
+        node = failure.backward_node
+        operand = failure.operand
+        given = failure.input_name if call is None else None
+        drop = None
+        if failure.drop is not None:
+            drop = "given" if failure.drop.is_given else "made"
+        if node == ACCUMULATION:
+            call, operand, given = ACCUMULATION, None, None
+        if drop == "made":
+            node, operand = None, None
+        return Key(failure.phase, self, call, node, operand, given, drop=drop, rule=failure.rule)
+
+
+class ExceptionRaised(FailureKind):
+    """A call raised, or code around the calls did."""
+
+    __slots__ = ()
+    words = ("exception",)
+    check = "exception"
+    raises = True
+    may_be_of_whole_step = False
+    mended = "the call returns"
+
+    def key(self, failure: Failure) -> Key:
+        """The call, the wording of the exception, and the bad value that it is about."""
+        cause = failure.cause
+        return Key(
+            failure.phase,
+            self,
+            failure.call,
+            operand=failure.operand,
+            input=failure.input_name if failure.call is None else None,
+            exception=failure.wording,
+            cause=(cause.kind, cause.call) if cause is not None else None,
+        )
+
+
+class Event(FailureKind):
+    """A quantity of the step, such as its loss, is out of what is usual; every value is finite."""
+
+    __slots__ = ()
+    words: ClassVar[tuple[str, ...]] = ("spike", "explosion", "scale")
+
+    def has_rules(self, failure: Failure) -> bool:
+        """True: the call that an event begins with has rules as well."""
+        return True
+
+
+class Dead(Event):
+    """A parameter gets no gradient any more."""
+
+    __slots__ = ()
+    words = ("dead",)
+
+
+class Unlearned(FailureKind):
+    """Something is not learned, which ``failure.way`` says in words."""
+
+    __slots__ = ()
+    words = ("silent",)
+
+    def has_rules(self, failure: Failure) -> bool:
+        """True if a call is known that keeps the gradient back."""
+        return failure.call is not None
+
+    def refusal(self, failure: Failure) -> ReprokitError | None:
+        """No value is bad, unless an event was found with it."""
+        if failure.event is not None:
+            return None
+        hint = "`reprokit show` has the step"
+        return NotReproduced(f"no value of the step is bad: {failure.way}", hint=hint)
+
+
+class Mismatch(FailureKind):
+    """A result differs from that of a reference: float64, a compiler, another device or way."""
+
+    __slots__ = ()
+    words = ("mismatch",)
+    check = "mismatch"
+    compares = True
+
+
+class RanksDiffer(Mismatch):
+    """A parameter that every rank should hold a copy of differs between ranks."""
+
+    __slots__ = ()
+
+    def refusal(self, failure: Failure) -> ReprokitError | None:
+        """There is one process."""
+        return NotReproduced(
+            "the parameters of the ranks differ, and one process cannot show that",
+            hint="`reprokit show` has the step, the parameter and the ranks",
+        )
+
+
+class OwnCheck(FailureKind):
+    """A function of the user's says that a step fails; ``failure.call`` is another verdict."""
+
+    __slots__ = ()
+    words = ("function",)
+
+
+class Healthy(FailureKind):
+    """No failure: the step was asked for with ``--at-step``."""
+
+    __slots__ = ()
+    words = ("none",)
+    may_be_of_whole_step = False
+
+    def refusal(self, failure: Failure) -> ReprokitError | None:
+        """There is nothing to show."""
+        return UsageError(
+            "the step is healthy and was saved with `--at-step`, so there is no failure to shrink",
+            hint="`reprokit trace FILE` shows its tensors; `--check` looks for a failure of your own",
+        )
+
+
+KINDS = (NonFinite, ExceptionRaised, Event, Dead, Unlearned, Mismatch, RanksDiffer, OwnCheck, Healthy)
+# `RanksDiffer` has the word of `Mismatch`: a failure with a difference between ranks is one.
+_BY_WORD = {word: kind(word) for kind in KINDS if kind is not RanksDiffer for word in kind.words}
+WORDS = tuple(_BY_WORD)
+NAN, INF, EXCEPTION, DEAD, SILENT, MISMATCH, FUNCTION, HEALTHY = map(
+    _BY_WORD.__getitem__,
+    ("nan", "inf", "exception", "dead", "silent", "mismatch", "function", "none"),
+)
+RANKS = RanksDiffer(MISMATCH)
+
+
+def kind_named(word: str) -> FailureKind:
+    """The kind of a word in a file."""
+    return _BY_WORD[word]
