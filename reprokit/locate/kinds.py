@@ -57,8 +57,6 @@ class Key:
 class FailureKind(str):
     """A kind of failure; as a text its word in files."""
 
-    __slots__ = ()
-
     # All words of this class in files.
     words: ClassVar[tuple[str, ...]] = ()
     # The `--check` of a reduction that is given none.
@@ -100,7 +98,6 @@ class FailureKind(str):
 class NonFinite(FailureKind):
     """NaN or infinity: begins at a call, or in an input that was bad already."""
 
-    __slots__ = ()
     words = ("nan", "inf")
     is_nonfinite = True
     may_be_of_whole_step = False
@@ -129,7 +126,6 @@ class NonFinite(FailureKind):
 class ExceptionRaised(FailureKind):
     """A call raised, or code around the calls did."""
 
-    __slots__ = ()
     words = ("exception",)
     check = "exception"
     raises = True
@@ -153,7 +149,6 @@ class ExceptionRaised(FailureKind):
 class Event(FailureKind):
     """A quantity of the step, such as its loss, is out of what is usual; every value is finite."""
 
-    __slots__ = ()
     words: ClassVar[tuple[str, ...]] = ("spike", "explosion", "scale")
 
     def has_rules(self, failure: Failure) -> bool:
@@ -164,14 +159,12 @@ class Event(FailureKind):
 class Dead(Event):
     """A parameter gets no gradient any more."""
 
-    __slots__ = ()
     words = ("dead",)
 
 
 class Unlearned(FailureKind):
     """Something is not learned, which ``failure.way`` says in words."""
 
-    __slots__ = ()
     words = ("silent",)
 
     def has_rules(self, failure: Failure) -> bool:
@@ -189,7 +182,6 @@ class Unlearned(FailureKind):
 class Mismatch(FailureKind):
     """A result differs from that of a reference: float64, a compiler, another device or way."""
 
-    __slots__ = ()
     words = ("mismatch",)
     check = "mismatch"
     compares = True
@@ -197,8 +189,6 @@ class Mismatch(FailureKind):
 
 class RanksDiffer(Mismatch):
     """A parameter that every rank should hold a copy of differs between ranks."""
-
-    __slots__ = ()
 
     def refusal(self, failure: Failure) -> ReprokitError | None:
         """There is one process."""
@@ -211,14 +201,12 @@ class RanksDiffer(Mismatch):
 class OwnCheck(FailureKind):
     """A function of the user's says that a step fails; ``failure.call`` is another verdict."""
 
-    __slots__ = ()
     words = ("function",)
 
 
 class Healthy(FailureKind):
     """No failure: the step was asked for with ``--at-step``."""
 
-    __slots__ = ()
     words = ("none",)
     may_be_of_whole_step = False
 
