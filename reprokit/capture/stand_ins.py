@@ -34,6 +34,7 @@ _MOST_CALLERS = 8  # around a backward call: three frames of torch's are between
 _MOST = 10_000  # code that is made anew all the time, such as that of notebooks, would fill the table
 STAND_INS: dict[tuple[int, int], StandIn] = {}  # by the ``id`` of the calling code and the offset of its instruction
 _OUTER: dict[tuple[int, int, int], StandIn] = {}  # the same with the ``id`` of the one that it calls
+_WITH_CALLERS: dict[tuple[int, ...], StandIn] = {}  # by the places of the frames around a call
 _MADE: dict[tuple[int, int, int], CodeType] = {}  # of stand-ins: by calling code, offset and the template's ``id``
 _CODES: dict[int, CodeType] = {}  # kept, so that each ``id`` stays its own
 
@@ -66,8 +67,31 @@ def _found(frame: FrameType, function: Callable[..., Any]) -> StandIn:
 
 def with_callers(frame: FrameType, function: Callable[..., Any]) -> StandIn:
     """The stand-in for whoever calls ``function``, which runs code of the user's, in those for the frames around it."""
-    inner = stand_in(frame, function)
-    return attempt(lambda: _with_outer(_calling(frame, function), inner, _MOST_CALLERS, is_of_torch=False)) or inner
+    if frame.f_code is torch_private.handle_code or frame.f_code.co_filename.startswith(OWN):
+        frame = _calling(frame, function)
+    # Every backward call of a loop comes through here: the key is made without a call of ours.
+    key: list[int] = []
+    num_left = _MOST_CALLERS + 1
+    walker: FrameType | None = frame
+    while walker is not None and num_left:
+        key += id(walker.f_code), walker.f_lasti, id(walker.f_globals)
+        num_left -= not walker.f_code.co_filename.startswith(OWN)
+        walker = walker.f_back
+    places = tuple(key)
+    found = _WITH_CALLERS.get(places)
+    if found is None:
+        found = attempt(lambda: _made_with_callers(frame, function, places)) or stand_in(frame, function)
+    return found
+
+
+def _made_with_callers(frame: FrameType, function: Callable[..., Any], places: tuple[int, ...]) -> StandIn:
+    found: StandIn = _with_outer(frame, stand_in(frame, function), _MOST_CALLERS, is_of_torch=False)
+    around: list[FrameType] = [frame]
+    while len(around) * 3 < len(places) and around[-1].f_back is not None:
+        around.append(around[-1].f_back)
+    if all(map(_is_of_module, around)):
+        _WITH_CALLERS[places] = found
+    return found
 
 
 def _with_outer(frame: FrameType, inner: Any, most: int, *, is_of_torch: bool) -> StandIn:
@@ -141,6 +165,7 @@ def forget() -> None:
     """Let go of the user's code and globals."""
     STAND_INS.clear()
     _OUTER.clear()
+    _WITH_CALLERS.clear()
     _MADE.clear()
     for number, code in list(_CODES.items()):
         if code.co_varnames[:1] == (STAND_IN,):
