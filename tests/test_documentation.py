@@ -51,10 +51,7 @@ def test_every_message_has_one_anchor() -> None:
     assert len(found) == len(set(found))
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["capture", "show", "trace", "timeline", "export", "shrink", "whatif", "render", "verify", "retry", "demo"],
-)
+@pytest.mark.parametrize("command", app.commands)
 def test_every_command_has_a_page(command: str) -> None:
     assert f"reprokit {command}" in (ROOT / "docs" / f"{command}.md").read_text(encoding="utf-8")
 

@@ -21,7 +21,7 @@ import reprokit
 from reprokit.capture.options import current_folder
 from reprokit.cli import capture, demo, diff, render, retry, show, shrink, timeline, trace, whatif
 from reprokit.cli.children import STARTED_IN
-from reprokit.cli.console import Plan, say, say_error
+from reprokit.cli.console import Plan, ScriptPlan, say, say_error
 from reprokit.errors import Interrupted, ReprokitError, UsageError
 from reprokit.words import keep_stderr
 
@@ -43,10 +43,22 @@ def app() -> None:
     """From a training script that fails to the smallest standalone program that fails the same way."""
 
 
-for _command in (
-    *(capture.command, show.command, trace.command, timeline.command, show.export_command, shrink.command),
-    *(whatif.command, diff.command, render.verify_command, retry.command, render.command, demo.command),
-):
+# A new command is a module with a row here, and a page in `docs/`: the tests read the rows.
+COMMANDS = (
+    capture.command,
+    show.command,
+    trace.command,
+    timeline.command,
+    show.export_command,
+    shrink.command,
+    whatif.command,
+    diff.command,
+    render.verify_command,
+    retry.command,
+    render.command,
+    demo.command,
+)
+for _command in COMMANDS:
     app.add_command(_command)
 
 
@@ -61,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = _parse(words)
         if plan is None:
             return 0
-        return plan() if isinstance(plan, (capture.Capture, retry.Retry, trace.TraceScript)) else _execute(plan)
+        return plan() if isinstance(plan, ScriptPlan) else _execute(plan)
     except ReprokitError as error:
         say_error(error)
         return error.exit_code

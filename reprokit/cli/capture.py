@@ -92,7 +92,7 @@ def watching(make: Callable[[], Session], verbosity: console.Verbosity) -> Itera
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class Capture(console.ScriptPlan):
     """A script to run, and what to do at its first failure."""
 
     script: UserScript

@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +26,16 @@ Plan = Callable[[], int]  # what a command line asks for; returns the exit code
 PATH = click.Path(path_type=Path)
 SECONDS = 900.0  # for a step to be run before anything comes of it
 GRACE = 2.0  # seconds for Python's own code to end
+
+
+class ScriptPlan(ABC):
+    """A plan that runs a script of the user's, whose exceptions pass through."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self) -> int:
+        """Run the script; returns the exit code."""
 
 
 class Verbosity(StrEnum):

@@ -21,6 +21,7 @@ from reprokit.snapshot.files import REPRO_FILE
 from reprokit.words import retry_words
 
 if TYPE_CHECKING:
+    from reprokit.render.texts import PreparedIssue
     from reprokit.snapshot.source import Source
 
 
@@ -71,40 +72,56 @@ def command(
         is_folder = kind == "repro" and os.path.isdir(output)
         for path in (output / REPRO_FILE, output / "repro_inputs.pt") if is_folder else (output,):
             console.check_file(path, overwrite=force)
+    options: dict[str, Any] = {"snapshot": snapshot, "policy": source, "no_data": no_data}
     with console.deadline(max_time):
-        from reprokit.render.texts import prepare_issue, render_one, write_zip
+        from reprokit.render.texts import prepare_issue, render_one
 
-        if kind == "issue":
-            made = prepare_issue(file, template, snapshot=snapshot, policy=source, no_data=no_data)
+        if kind != "issue":
+            rendered = render_one(file, kind, output, on_warning=_warn, **options)
         else:
-            warn = lambda text: console.say(f"warning: {text}")  # noqa: E731  # also with `-q`, as an error is
-            options: dict[str, Any] = {"snapshot": snapshot, "policy": source, "no_data": no_data}
-            rendered = render_one(file, kind, output, on_warning=warn, **options)
-    said = {}
-    if kind == "issue":
-        from reprokit.snapshot.files import write_text
-
-        said = {"title": made.issue.title, "template": made.issue.template}
-        if as_zip and output is not None:
-            kind = "zip"
-            write_zip(output, made.script, made.issue, context=made.context, with_data=with_data)
-        elif output is not None:
-            write_text(output, made.issue.text)
-        rendered = output or made.issue.text
-    if isinstance(rendered, Path):
-        console.say(f"wrote {shown_path(rendered)}", verbosity)
-    if json:
-        console.print_json(
-            {"schema": 1, "as": kind, "path" if isinstance(rendered, Path) else "text": str(rendered), **said}
-        )
-    elif isinstance(rendered, str):
-        console.print_text(rendered if rendered.endswith("\n") else f"{rendered}\n")
-    if kind == "test":
-        _tell_of_repro(file, output, verbosity)
-    elif said and not json:
+            made = prepare_issue(file, template, **options)
+    if kind != "issue":
+        _print_rendered(rendered, kind, {}, json, verbosity)
+        if kind == "test":
+            _tell_of_repro(file, output, verbosity)
+        return 0
+    _write_issue(made, output, as_zip, with_data)
+    named = {"title": made.issue.title, "template": made.issue.template}
+    _print_rendered(output or made.issue.text, "zip" if as_zip else kind, named, json, verbosity)
+    if not json:
         place = f"https://github.com/{made.issue.repository}/issues/new" if made.issue.repository else "its project"
         console.say(f"nothing was sent; add your own words to the text, and post it at {place}", verbosity)
     return 0
+
+
+def _warn(text: str) -> None:
+    """Print a warning, also with `-q`, as an error is."""
+    console.say(f"warning: {text}")
+
+
+def _write_issue(made: PreparedIssue, output: Path | None, as_zip: bool, with_data: bool) -> None:
+    from reprokit.render.texts import write_zip
+    from reprokit.snapshot.files import write_text
+
+    if output is None:
+        return
+    if as_zip:
+        write_zip(output, made.script, made.issue, context=made.context, with_data=with_data)
+    else:
+        write_text(output, made.issue.text)
+
+
+def _print_rendered(
+    rendered: Path | str, kind: str, more: dict[str, str], json: bool, verbosity: console.Verbosity
+) -> None:
+    """Say where a text was written, or print it."""
+    is_file = isinstance(rendered, Path)
+    if isinstance(rendered, Path):
+        console.say(f"wrote {shown_path(rendered)}", verbosity)
+    if json:
+        console.print_json({"schema": 1, "as": kind, "path" if is_file else "text": str(rendered), **more})
+    elif isinstance(rendered, str):
+        console.print_text(rendered if rendered.endswith("\n") else f"{rendered}\n")
 
 
 def _tell_of_repro(source: Path, output: Path | None, verbosity: console.Verbosity) -> None:

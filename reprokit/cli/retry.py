@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
+class Retry(console.ScriptPlan):
     """A snapshot and the script whose loop is to make its step."""
 
     file: Path

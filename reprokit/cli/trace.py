@@ -73,7 +73,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class TraceScript:
+class TraceScript(console.ScriptPlan):
     """A script of which some steps are saved into files that are shown and deleted."""
 
     script: UserScript

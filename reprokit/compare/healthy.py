@@ -268,15 +268,21 @@ def blocked(step: Step, failure: Failure, *, is_all: bool = False) -> Failure:
     cut = next((index for index in way if index in sizes.graphless), None) if is_leaf else None
     if cut is not None:
         return at_call(failure, program, cut)
-    if given is None:
-        behind = values_behind(program.calls, [loss])
-        leaves = [item for item in program.inputs if item.requires_grad and item.value in behind]
-        is_new = bool(leaves) and not any(item.role == "parameter" for item in leaves)  # in the place of the model
-        return _read_without(step, failure, leaves[0], "is a leaf with no graph behind it") if is_new else failure
-    made = next(call for call in program.calls if given[1] in written_by(call))
+    if given is not None:
+        return _at_copy(step, failure, *given)
+    behind = values_behind(program.calls, [loss])
+    leaves = [item for item in program.inputs if item.requires_grad and item.value in behind]
+    # Leaves in the place of the model
+    is_new = bool(leaves) and not any(item.role == "parameter" for item in leaves)
+    return _read_without(step, failure, leaves[0], "is a leaf with no graph behind it") if is_new else failure
+
+
+def _at_copy(step: Step, failure: Failure, copy: Input, value: int) -> Failure:
+    """At the call that is given the numbers of a value as an input."""
+    made = next(call for call in step.program.calls if value in written_by(call))
     place = f" ({made.site.place})" if made.site is not None else ""
     words = f"has the numbers of what `{display_name(made.target)}`{place} returned, and not its graph"
-    return _read_without(step, failure, given[0], words)
+    return _read_without(step, failure, copy, words)
 
 
 def _read_without(step: Step, failure: Failure, item: Input, words: str) -> Failure:
@@ -320,18 +326,25 @@ def _is_silent(step: Step, sizes: _Sizes, index: int, led_to: set[int], is_all: 
     """True if a gradient reaches a call that makes only zeros, or whose derivative is zero everywhere, and passes none
     on to what the parameter has led to; if it ``is_all``, nothing but rounding."""
     program, call = step.program, step.program.calls[index]
+    name = short_name(call)
     reached = max((sizes.passed(index, value) or 0.0 for value in call.output_refs()), default=0.0)
-    if short_name(call) in _BY_DESIGN or not reached:
+    if name in _BY_DESIGN or not reached:
         return False
-    read = [value for value in call.input_refs() if value in led_to]
-    makers = [(writer_of(program.calls, value, index), value) for value in read]
-    sent = [sizes.largest_gradients.get(v) if maker is None else sizes.passed(maker, v) for maker, v in makers]
-    share = next((share for part, share in _ROUNDING.items() if is_all and part in short_name(call)), 0.0)
-    most = share * reached if share else 0.0  # the gradient may be infinite
+    most = 0.0
+    if is_all:
+        share = next((share for part, share in _ROUNDING.items() if part in name), 0.0)
+        most = share * reached if share else 0.0  # the gradient may be infinite
+    sent = [_passed_on(program, sizes, index, value) for value in call.input_refs() if value in led_to]
     if not sent or not all(size is not None and size <= most for size in sent):
         return False
     makes_zeros = not any(sizes.writes.get(index, {}).get(value) for value in call.output_refs())
-    return makes_zeros or is_all or short_name(call).strip("_") in _FLAT or _is_saturated(step, index)
+    return makes_zeros or is_all or name.strip("_") in _FLAT or _is_saturated(step, index)
+
+
+def _passed_on(program: Program, sizes: _Sizes, index: int, value: int) -> float | None:
+    """The largest gradient of a value that a call reads."""
+    maker = writer_of(program.calls, value, index)
+    return sizes.largest_gradients.get(value) if maker is None else sizes.passed(maker, value)
 
 
 def _is_saturated(step: Step, index: int) -> bool:

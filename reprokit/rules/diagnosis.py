@@ -26,6 +26,11 @@ class TriedFix:
     is_plausible: bool | None = True  # the loss is not absurd; ``None`` if the program ends before one
     loss: Later[float] = None  # of the step with the fix
 
+    @property
+    def change(self) -> str:
+        """All changes in one sentence."""
+        return ", then ".join(dict.fromkeys(self.text))
+
 
 @dataclass(frozen=True, slots=True)
 class Also:

@@ -108,6 +108,11 @@ class Cause:
     interventions: tuple[Intervention, ...] = ()
     why_not: Later[Line] = None
 
+    @property
+    def removing(self) -> Intervention | None:
+        """The first change that removes the failure."""
+        return next((one for one in self.interventions if one.removes), None)
+
     def described(self) -> dict[str, Any]:
         """As ``show --json`` has it."""
         tried = [plain_of(one) for one in self.interventions]

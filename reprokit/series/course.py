@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
+from statistics import median_high
 from typing import Any, Literal, NamedTuple
 
 EventKind = Literal["spike", "explosion", "dead", "scale", "change", "silent"]
@@ -100,8 +101,8 @@ class Band:
         """The band of finite numbers, of which there is at least one."""
         is_log = min(numbers) > 0
         values = list(map(math.log, numbers)) if is_log else list(numbers)
-        center = _median(values)
-        spread = _NORMAL * _median(_deviations(values, center))
+        center = median_high(values)
+        spread = _NORMAL * median_high(_deviations(values, center))
         least = least_ratio if is_log else max(_LEAST_SHARE * (max(values) - min(values)), sys.float_info.min)
         return cls(center, max(spread, least), is_log)
 
@@ -137,24 +138,14 @@ class Course:
         value, alarm = Value(place, step, number), None
         is_single = self._kind == "spike" and number < math.inf and self._lowest > 0
         is_alone = is_single and number > _ALONE * self._highest
-        is_young = is_alone and self._band is None
-        if is_young or (number > self._high and self._num_new and not self._streak):  # not the median of long ago
-            self._learn(_LEAST_ALONE if is_young else LEAST)
-        if not number <= self._limit or number == math.inf:
-            if len(self._streak) < LENGTH:  # a run may go on with nan
-                self._streak.append(value)
-            length = len(self._streak)
-            is_several = is_alone or length >= self._persistence
-            if self._band is not None and not self._is_told:
-                self._is_told = is_several and self._is_beyond(self._band, _peak(self._streak))
-                is_lone = length == 1 and is_single and number > _LONE * self._highest
-                if self._is_told or is_lone or length in (self._persistence, LEVEL):
-                    alarm = replace(self._alarm(), is_beyond=self._is_told)
+        if is_alone and self._band is None:
+            self._learn(_LEAST_ALONE)
+        elif number > self._high and self._num_new and not self._streak:  # not the median of long ago
+            self._learn()
+        if number <= self._limit and number < math.inf:
+            self._return_to_course(number)
         else:
-            peak = _peak(self._streak)  # fewer values than an alarm takes, and the number has come back
-            self._highest = max(self._highest, number, peak if math.isfinite(peak) else number)
-            self._lowest = min(self._lowest, number)
-            self._streak, self._is_told = [], False
+            alarm = self._leave_course(value, is_single, is_alone)
         if math.isfinite(number):
             self._window.append(value)
             self._num_new += 1
@@ -163,6 +154,25 @@ class Course:
         if self._num_new >= (_EVERY if is_slow else max(LEAST, len(self._window)) // _PARTS):
             self._learn()
         return alarm
+
+    def _return_to_course(self, number: float) -> None:
+        peak = _peak(self._streak)  # fewer values than an alarm takes, and the number has come back
+        self._highest = max(self._highest, number, peak if math.isfinite(peak) else number)
+        self._lowest = min(self._lowest, number)
+        self._streak, self._is_told = [], False
+
+    def _leave_course(self, value: Value, is_single: bool, is_alone: bool) -> Alarm | None:
+        """Take a value off the course; ``is_single``: one may be enough for an alarm, ``is_alone``: this one is."""
+        if len(self._streak) < LENGTH:  # a run may go on with nan
+            self._streak.append(value)
+        if self._band is None or self._is_told:
+            return None
+        length = len(self._streak)
+        is_several = is_alone or length >= self._persistence
+        self._is_told = is_several and self._is_beyond(self._band, _peak(self._streak))
+        is_lone = length == 1 and is_single and value.number > _LONE * self._highest
+        is_shown = self._is_told or is_lone or length in (self._persistence, LEVEL)
+        return replace(self._alarm(), is_beyond=self._is_told) if is_shown else None
 
     def is_level(self, alarm: Alarm) -> bool | None:
         """True if the number has jumped once and stays there, or is learned anew, as at another task; ``None`` as long
@@ -245,7 +255,7 @@ def band_before(numbers: Sequence[float | None], position: int, least: int = LEA
     if len(known) < least or 2 * len(known) < len(finite):
         return None
     if len(known) < LEAST_PLAYED:
-        return Band(math.log(_median(known)), OF_NORMS, True)
+        return Band(math.log(median_high(known)), OF_NORMS, True)
     return Band.of((known[:-_GAP] if len(known) >= LEAST_PLAYED + _GAP else known)[-_RECENT:], OF_NORMS)
 
 
@@ -281,12 +291,7 @@ def _deviations(values: Sequence[float], center: float) -> list[float]:
     if len(values) >= LEAST:
         ends = [len(values) * part // _PARTS for part in range(_PARTS + 1)]
         parts = [values[begin:end] for begin, end in pairwise(ends)]
-        medians = [_median(part) for part in parts]
+        medians = [median_high(part) for part in parts]
         if all(later < before for before, later in pairwise(medians)):
             return [abs(value - median) for part, median in zip(parts, medians, strict=True) for value in part]
     return [abs(value - center) for value in values]
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

@@ -189,34 +189,47 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
     """The first step from which on a quantity stays off its course, if there is one, and how many times the usual value
     it has there; with a text."""
     values = [value for _, value in series]
-    # a start that is too large grows from step 0 on and has no usual value before it: watching case `wrong_start`
-    rises = all(before < value for before, value in itertools.pairwise(values))
-    is_wrong_start = series[0][0] == 0 and rises and values[-1] > _FACTOR * values[0]
-    place = 0 if is_wrong_start else next((n for n in range(_LEAST_STEPS, len(series)) if _stays_off(values, n)), None)
+    off = (place for place in range(_LEAST_STEPS, len(series)) if _stays_off(values, place))
+    place = 0 if _is_wrong_start(series) else next(off, None)
     if place is None or quantity == "zeros":
         return
     usual = median([value for value in values[:place] if 0 < value < math.inf] or values[:1])
     risen = 1 + max((n for n, value in enumerate(values[:place]) if value <= usual), default=-1)
     rate = _growth(values[risen:])
-    if rate is None and place == 0:  # nothing is usual before the first step, and a few steps are no growth
-        return
-    if rate is not None:  # it begins above all values before, and half a step of it above the median
+    if rate is not None:
+        # It begins above all values before, and half a step of it above the median.
         least = max([usual * math.sqrt(rate), *(value for value in values[:risen] if math.isfinite(value))])
         place = next((n for n in range(risen, place) if values[n] > least), place)
-    step, value = series[place]
-    if rate is not None:
-        begin, before = (
-            (f"step {step}", f"about {number_words(usual)} before")
-            if place
-            else ("the first step", number_words(usual))
-        )
-        text = f"grows from {begin} on, from {before} to {number_words(values[-1])} at step {series[-1][0]}"
-    elif math.isfinite(value):
-        text = f"jumps from about {number_words(usual)} to {number_words(value)} at step {step}"
+        text = _growth_words(series, place, usual)
+    elif place == 0:  # nothing is usual before the first step, and a few steps are no growth
+        return
     else:
-        text = f"is {value:g} at step {step}; before it was about {number_words(usual)}"
+        text = _jump_words(*series[place], usual)
+    step, value = series[place]
     factor = value / usual if place and math.isfinite(value) else math.inf
     yield factor, step, f"the {QUANTITIES[quantity]} of `{module}` {text}"
+
+
+def _is_wrong_start(series: Sequence[tuple[int, float]]) -> bool:
+    """True for a start that is too large: it grows from step 0 on and has no usual value before it (watching case
+    `wrong_start`)."""
+    values = [value for _, value in series]
+    rises = all(before < value for before, value in itertools.pairwise(values))
+    return series[0][0] == 0 and rises and values[-1] > _FACTOR * values[0]
+
+
+def _growth_words(series: Sequence[tuple[int, float]], place: int, usual: float) -> str:
+    last, end = series[-1]
+    begin, before = "the first step", number_words(usual)
+    if place:
+        begin, before = f"step {series[place][0]}", f"about {before} before"
+    return f"grows from {begin} on, from {before} to {number_words(end)} at step {last}"
+
+
+def _jump_words(step: int, value: float, usual: float) -> str:
+    if math.isfinite(value):
+        return f"jumps from about {number_words(usual)} to {number_words(value)} at step {step}"
+    return f"is {value:g} at step {step}; before it was about {number_words(usual)}"
 
 
 def _stays_off(values: Sequence[float], place: int) -> bool:

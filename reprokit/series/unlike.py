@@ -120,44 +120,89 @@ def unlike(
     bad batch may ruin the weights, and a later one fails (`exp_outlier_before` of the benchmark of causes). In a run
     that goes on all readings from one on have to be, ``for_good``.
     """
-    if for_good and (len(readings) <= least or not any(_ways(readings[:least], readings[-1], for_good=True))):
-        return _again(name, role, readings, least)
-    for place in range(least, len(readings)):
-        before, later = readings[:place], readings[place:]
-        found = _ways(before, later[0], for_good=for_good)
-        is_past = not for_good and len(later) - 1 <= num_past
-        ends = [_ways(before, one, for_good=for_good) for one in (later if for_good else later[-1:]) if found]
-        shares = [median(one.zeros for one in part) for part in (before, later)]
-        is_apart = not for_good or abs(shares[1] - shares[0]) > _APART
-        ways = (way for way in found if way != "zeros" or is_apart)
-        way = next((way for way in ways if is_past or all(way in end for end in ends)), None)
-        if way is not None:
-            times = median(one.size for one in later) / (max(one.size for one in before) or math.inf)
-            times = times if "float" in later[0].dtype or times > FAR else 0.0
-            limits = _all_of(before), _all_of(later if for_good else later[:1])
-            says = _said(way, before, later if for_good else later[:1])
-            return Unlike(name, role, *limits, before[0].step, later[0].step, is_now=says[0], was=says[1], times=times)
-    return _again(name, role, readings, least) if for_good else None
+    if not for_good:
+        for place in range(least, len(readings)):
+            before, later = readings[:place], readings[place:]
+            ways = _ways(before, later[0], for_good=False)
+            if len(later) - 1 > num_past and ways:
+                ends = _ways(before, later[-1], for_good=False)
+                ways = [way for way in ways if way in ends]
+            if ways:
+                return _unlike_in(ways[0], name, role, before, later, later[:1])
+        return None
+    if len(readings) > least and any(_ways(readings[:least], readings[-1], for_good=True)):
+        for place in range(least, len(readings)):
+            before, later = readings[:place], readings[place:]
+            way = _way_of_all(before, later)
+            if way is not None:
+                return _unlike_in(way, name, role, before, later, later)
+    return _again(name, role, readings, least)
+
+
+def _way_of_all(before: Sequence[Reading], later: Sequence[Reading]) -> str | None:
+    """The first way in which all later readings are unlike those before."""
+    ways = _ways(before, later[0], for_good=True)
+    if "zeros" in ways and abs(_usual_zeros(later) - _usual_zeros(before)) <= _APART:
+        ways.remove("zeros")
+    for one in later if ways else ():
+        end = _ways(before, one, for_good=True)
+        ways = [way for way in ways if way in end]
+    return next(iter(ways), None)
+
+
+def _usual_zeros(readings: Sequence[Reading]) -> float:
+    return median(one.zeros for one in readings)
+
+
+def _unlike_in(
+    way: str,
+    name: str,
+    role: str,
+    before: Sequence[Reading],
+    later: Sequence[Reading],
+    shown: Sequence[Reading],
+) -> Unlike:
+    """A value whose ``later`` readings are unlike those before in a way, which the ``shown`` ones say."""
+    times = median(one.size for one in later) / (max(one.size for one in before) or math.inf)
+    if "float" not in later[0].dtype and not times > FAR:
+        times = 0.0
+    is_now, was = _said(way, before, shown)
+    limits = _all_of(before), _all_of(shown)
+    return Unlike(name, role, *limits, before[0].step, later[0].step, is_now=is_now, was=was, times=times)
 
 
 def _ways(before: Sequence[Reading], now: Reading, *, for_good: bool) -> list[str]:
     """In which ways a reading is unlike those before: the range, that it is one number everywhere, which it never was
     or another one than always, that it is smaller, its share of zeros, its type, far fewer rows. Labels that are all
     ignored are one number; the last batch may be a single row."""
-    sizes, limits, zeros = [one.size for one in before], {one.limits for one in before}, [one.zeros for one in before]
-    (low, high), is_single = _all_of(before), now.numel == 1
-    is_known, slack = len(before) >= LEAST_ALIKE, _OUTSIDE if for_good else _APART
-    is_new = all(low < high for low, high in limits) or (low == high and now.limits not in limits)
-    found = {
-        "flat": is_known and now.low == now.high and is_new and not is_single,
-        "larger": now.size > JUMP * max(sizes) > 0,
-        "negative": is_known and low >= 0 and high > 0 and -now.low > (_BELOW_ZERO * high if for_good else 0.0),
-        "smaller": is_known and for_good and 0 < now.size * JUMP < min(sizes) and not is_single,
-        "zeros": is_known and not min(zeros) - slack <= now.zeros <= max(zeros) + slack,
-        "type": is_known and now.dtype not in [one.dtype for one in before],
-        "rows": is_known and not for_good and 0 < now.rows * JUMP < min(one.rows for one in before),
-    }
-    return [way for way, is_so in found.items() if is_so]
+    found = []
+    sizes = [one.size for one in before]
+    is_known, is_single = len(before) >= LEAST_ALIKE, now.numel == 1
+    if is_known and not is_single and now.low == now.high and _is_new_number(before, now):
+        found.append("flat")
+    if now.size > JUMP * max(sizes) > 0:
+        found.append("larger")
+    if not is_known:
+        return found
+    low, high = _all_of(before)
+    if low >= 0 and high > 0 and -now.low > (_BELOW_ZERO * high if for_good else 0.0):
+        found.append("negative")
+    if for_good and 0 < now.size * JUMP < min(sizes) and not is_single:
+        found.append("smaller")
+    zeros, slack = [one.zeros for one in before], _OUTSIDE if for_good else _APART
+    if not min(zeros) - slack <= now.zeros <= max(zeros) + slack:
+        found.append("zeros")
+    if now.dtype not in [one.dtype for one in before]:
+        found.append("type")
+    if not for_good and 0 < now.rows * JUMP < min(one.rows for one in before):
+        found.append("rows")
+    return found
+
+
+def _is_new_number(before: Sequence[Reading], now: Reading) -> bool:
+    """True for one number everywhere where there never was one, or always another one."""
+    limits, (low, high) = {one.limits for one in before}, _all_of(before)
+    return all(low < high for low, high in limits) or (low == high and now.limits not in limits)
 
 
 def _said(way: str, before: Sequence[Reading], later: Sequence[Reading]) -> tuple[str, str]:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from reprokit.cli import main
+from reprokit.cli.app import app
 from reprokit.cli.capture import Capture, UserScript
 from tests.conftest import Run, run_python_in
 
-COMMANDS = ["capture", "show", "shrink", "whatif", "verify", "render", "demo"]
 NAN_SCRIPT = """\
 import torch
 
@@ -70,7 +70,7 @@ def assert_one_error(result: subprocess.CompletedProcess[str], text: str, exit_c
 
 
 def test_help_and_version_without_torch(start_python: Run) -> None:
-    asked = [["--help"], ["-h"], ["--version"], *([command, "-h"] for command in COMMANDS)]
+    asked = [["--help"], ["-h"], ["--version"], *([command, "-h"] for command in app.commands)]
     lines = (
         "import sys",
         "from reprokit.cli import main",
@@ -79,7 +79,7 @@ def test_help_and_version_without_torch(start_python: Run) -> None:
     )
     result = start_python("-c", "\n".join(lines))
     assert result.returncode == 0, result.stderr
-    assert all(f"reprokit {command}" in result.stdout for command in COMMANDS)
+    assert all(f"reprokit {command}" in result.stdout for command in app.commands)
 
 
 @pytest.mark.parametrize(
