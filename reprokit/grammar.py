@@ -56,6 +56,11 @@ def plain_of(value: Any) -> Any:
     return value if value is None else exact(value)
 
 
+def values_of(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass. `dataclasses.asdict` calls `copy.deepcopy`, which a script may have replaced."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
 def read(cls: type[T], plain: Any, *, is_whole: bool = False) -> T:
     """The dataclass that `plain_of` described; raises `ValueError` where a field is missing, unknown or not of its
     kind. ``is_whole``: fields with a default may not be missing, but for those that are left out while ``None``."""

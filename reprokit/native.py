@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from reprokit import torch_private
 
@@ -279,3 +281,22 @@ class their_operators:
     def __exit__(self, *exception: object) -> None:
         if _replaced and _replaced[-1]:
             _replaced[-1].update(_put(_OPERATORS))
+
+
+_next_id = -(2**62)  # of our handles; below zero, since a handle that is loaded from a file moves torch's counter up
+
+
+@contextlib.contextmanager
+def own_handles() -> Iterator[None]:
+    """In this context the handles of hooks have numbers of our own: those of the script's go on as if there were none
+    (`test_handles_have_the_numbers_of_a_bare_run`)."""
+    global _next_id
+    theirs = RemovableHandle.next_id
+    if theirs < 0:  # inside of another such context
+        yield
+        return
+    RemovableHandle.next_id = _next_id
+    try:
+        yield
+    finally:
+        _next_id, RemovableHandle.next_id = RemovableHandle.next_id, theirs

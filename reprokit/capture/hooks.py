@@ -187,8 +187,9 @@ class Hooks:
         """Put the hooks in place."""
         loop, calls = self._loop, WholeCalls(self._loop)
         look_up_all()
-        before = optimizers.register_optimizer_step_pre_hook(loop.before_step)
-        after = optimizers.register_optimizer_step_post_hook(loop.after_step)
+        with native.own_handles():
+            before = optimizers.register_optimizer_step_pre_hook(loop.before_step)
+            after = optimizers.register_optimizer_step_post_hook(loop.after_step)
         self._undo += [before.remove, after.remove]
         self._of_optimizers = [before, after]
         self._wrap(torch.optim.Optimizer, "zero_grad", calls.zero_grad)

@@ -275,7 +275,7 @@ class Session:
         with self._recorder.paused(), ignored_warnings(), generators:
             try:
                 self._recorder.enabled = False
-                with seen(), native.own_operators():
+                with seen(), native.own_operators(), native.own_handles():
                     yield
             except SkippedLoss as skipped:
                 ends = False

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from reprokit.capture.options import current_folder, rank_suffix, with_part
 from reprokit.cli import console
 from reprokit.cli.children import PLAN, Children
 from reprokit.errors import UsageError, pass_on
+from reprokit.grammar import values_of
 from reprokit.series.events import LineLog, older
 from reprokit.words import counted, json_line, print_own
 
@@ -142,7 +143,7 @@ class Capture(console.ScriptPlan):
 
     def to_json(self) -> str:
         """The same for a command that the script starts."""
-        return json_format.dumps(asdict(self), default=str)
+        return json_format.dumps(values_of(self), default=str)
 
     @classmethod
     def of(cls, script: UserScript, text: str) -> Capture:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from reprokit import words
-from reprokit.grammar import plain_of
+from reprokit.grammar import plain_of, values_of
 from reprokit.locate.failure import Failure
 from reprokit.snapshot.redact import redact_source, redact_text
 from reprokit.words import listed
@@ -36,7 +35,7 @@ def event_words(failure: Failure) -> str:
     """``the loss was 1.2e+09, 1e+08 times its median of 12.3; rows 0-7 of `y` ``, or nothing."""
     if failure.silence or failure.event is None:
         return failure.silence
-    return words.event_words(asdict(failure.event))
+    return words.event_words(values_of(failure.event))
 
 
 def difference_words(failure: Failure) -> str:

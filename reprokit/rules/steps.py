@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from reprokit import native
 from reprokit.compare.quantity import measured
+from reprokit.grammar import values_of
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.spelling import short_name
 from reprokit.program.ir import Ref
@@ -118,7 +118,7 @@ def batch_carries_event(scene: Scene) -> Numbers | None:
         source = f"{event.samples} of the data set"
     rows = f"{event.rows} ({event.samples})" if event.samples else event.rows
     what = f"{rows} of {source}" if event.rows else source
-    seen = data_words(asdict(event)) or what
+    seen = data_words(values_of(event)) or what
     return {"what": what, "seen": seen, "step": event.began_at, "healthy": event.reference_step}
 
 

@@ -10,11 +10,11 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reprokit.grammar import Line, Name
+from reprokit.grammar import Line, Name, values_of
 from reprokit.grammar import Path as FilePath
 from reprokit.series.course import QUANTITIES, Alarm, EventKind
 from reprokit.words import json_line, number_words, times_words
@@ -82,7 +82,7 @@ class TrainingEvent:
 
     def to_json(self) -> str:
         """The event as a line of JSON; numbers that JSON does not have are texts, and what is unknown is left out."""
-        return json_line({name: value for name, value in asdict(self).items() if value is not None})
+        return json_line({name: value for name, value in values_of(self).items() if value is not None})
 
 
 def event_of(alarm: Alarm) -> TrainingEvent:

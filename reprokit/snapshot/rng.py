@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
 
 from reprokit import native
-from reprokit.grammar import Count, Later, Name, plain_of
+from reprokit.grammar import Count, Later, Name, plain_of, values_of
 
 
 def _plain_tensor(value: Any) -> torch.Tensor:
@@ -78,7 +78,7 @@ def set_rng_state(states: Generators) -> None:
     if states.python is not None:
         native.set_python_state((states.python.version, states.python.words, states.python.gauss))
     if states.numpy is not None and native.set_numpy_state is not None:
-        native.set_numpy_state(astuple(states.numpy))
+        native.set_numpy_state(tuple(values_of(states.numpy).values()))
     if states.torch is not None:
         native.set_rng_state(states.torch)
     for name, device in _started_accelerators().items():

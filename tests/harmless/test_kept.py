@@ -53,6 +53,17 @@ def test_functions_that_draw_are_called_as_often(options: tuple[str, ...], run_p
     assert bare.stdout == watched.stdout and len(bare.stdout.split()) == 4
 
 
+@pytest.mark.parametrize("options", [("--at-step", "3", "--on", "early"), ("--at-step", "3,5", "--history", "2")])
+def test_handles_have_the_numbers_of_a_bare_run(options: tuple[str, ...], run_python: Run, tmp_path: Path) -> None:
+    """And nothing of ours calls `copy.deepcopy`, as `dataclasses.asdict` does, when steps are saved."""
+    script = str(HERE / "copies_and_handles.py")
+    bare = run_python(script)
+    watched = run_python("-m", "reprokit", "capture", *options, script)
+    assert (bare.returncode, watched.returncode) == (0, 0), watched.stderr
+    assert bare.stdout == watched.stdout and bare.stdout.startswith("[] [0, 1, ")
+    assert list(tmp_path.glob("*.pt")), watched.stderr
+
+
 def test_packages_of_a_capture_call_what_is_kept() -> None:
     """Their source calls no function of torch and no clock by its attribute, and no method of a tensor."""
     root, found = Path(reprokit.__file__).parent, []
