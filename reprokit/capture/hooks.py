@@ -332,6 +332,8 @@ class Hooks:
                 # Torch 2.6 comes here also where nothing is compiled: `torch.compiler.disable` has no callback.
                 if getattr(frame.f_locals.get("self"), "callback", frame) is not None:
                     loop.meet_compiled(frame)
+            else:
+                recorder.make_way(self.bare)
             return original()
 
         self._replace(home, _BEFORE_COMPILED, before_compiled)

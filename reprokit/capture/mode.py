@@ -59,6 +59,10 @@ class StackedMode(TorchFunctionMode):
         self.end_step_left: Callable[[], None] = lambda: None
         self._is_on = True
         self._is_turned = False
+        # While a compiled function runs inside of a noted call no hook is in place: this context holds them away, and
+        # ends when ``depth`` falls below that of the call.
+        self._bare: contextlib.AbstractContextManager[None] | None = None
+        self._bare_depth = 0
 
     @property
     def is_outermost(self) -> bool:
@@ -148,6 +152,8 @@ class StackedMode(TorchFunctionMode):
     def step_back(self, popped: bool) -> None:
         """The inverse of `step_aside`."""
         self.depth -= 1
+        if self._bare is not None and self.depth < self._bare_depth:
+            self._end_bare()
         if self._is_turned:
             if not self.depth:
                 self._settle()
@@ -156,6 +162,25 @@ class StackedMode(TorchFunctionMode):
                 self._settle()
             else:
                 _push_mode(self)
+
+    def make_way(self, bare: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """A compiled function is about to run inside of a noted call: the context ``bare()`` holds until that is over.
+
+        A compiler follows the calls of modules, and some of their classes may be watched as roots of other calls.
+        """
+        is_inside = self.depth and self.enabled and get_ident() == self.thread
+        if is_inside and self._bare is None:
+            context = bare()
+            context.__enter__()
+            self._bare, self._bare_depth = context, self.depth
+
+    def _end_bare(self) -> None:
+        bare, self._bare = self._bare, None
+        try:
+            if bare is not None:
+                bare.__exit__(None, None, None)
+        except Exception as error:
+            self.switch_off(error)
 
     def leave_when_over(self) -> None:
         """Leave torch's stack now and for good, also if what is running has been called by this mode.

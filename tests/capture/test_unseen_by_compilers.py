@@ -76,6 +76,26 @@ whole = torch.compile(whole, backend="eager")
 for number in range(4):
     print(whole(torch.randn(8, 4)).item())
 """,
+    "a compiled model whose parts were called by the loop before": """
+class Gate(nn.Module):
+    def forward(self, x):
+        return torch.sigmoid(x) * x
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate = nn.Linear(4, 1), Gate()
+
+    def forward(self, x):
+        return self.gate(self.inner(x))
+
+gated = Gated()
+Gate()(gated.inner(torch.ones(2, 4)))
+compiled = torch.compile(gated, backend="eager", fullgraph=True)
+optimizer = torch.optim.Adam(gated.parameters(), lr=1e-2)
+train(3, optimizer.step, model=compiled)
+train(3, optimizer.step, model=nn.Sequential(nn.Identity(), compiled))
+""",
     "a function compiled by a part of a model": """
 class Part(nn.Module):
     def __init__(self):
