@@ -42,34 +42,46 @@ def diagnose(step: Snapshot | Scene, *, budget: TrialBudget | None = None, write
     if not step.failure.kind.has_rules(step.failure):
         return Diagnosis(UNKNOWN, "No known mechanism", "There is no origin to look at.")
     with determinism(step.settings), ignored_warnings():
-        is_event = step.failure.event is not None  # no change of one call ends it
+        is_event = step.failure.event is not None
         scene, is_failing = (observe(step), True) if is_event else observe_failing(step)
-        if step.failure.cause is not None and step.failure.cause.call_index is not None:
-            # An exception may be about a bad value that an earlier call returned.
-            made = observe(replace(scene, failure=step.failure.cause))
-            scene = made if matches(made) else scene
-        found = matches(scene)
+        scene, found = _matched(scene)
         if not found:
             why = "None of the known causes fits the values that the call was given."
             return Diagnosis(UNKNOWN, "No known mechanism", why)
-        note, tried = None, list[TriedFix]()
-        if not is_event:
-            note, tried = _try_all(scene, found, is_failing, budget or TrialBudget(), write)
+        if is_event:  # no change of one call ends it
+            return _described(found, None, [])
+        return _described(found, *_try_all(scene, found, is_failing, budget or TrialBudget(), write))
+
+
+def _matched(scene: Scene) -> tuple[Scene, Found]:
+    """The scene that rules apply to: of an exception maybe that of a bad value which an earlier call returned."""
+    cause = scene.failure.cause
+    if cause is not None and cause.call_index is not None:
+        made = observe(replace(scene, failure=cause))
+        found = matches(made)
+        if found:
+            return made, found
+    return scene, matches(scene)
+
+
+def _described(found: Found, note: str | None, tried: list[TriedFix]) -> Diagnosis:
+    """The diagnosis of the first rule; the fix is the first one that leaves a usual loss, or else that helps."""
     (rule, numbers), *others = found
     helped = [item for item in tried if item.helped]
-    fix = next((item for item in helped if item.is_plausible), helped[0] if helped else None)
+    plausible = [item for item in helped if item.is_plausible]
+    fix = next(iter([*plausible, *helped]), None)
     return Diagnosis(
         rule.name,
         rule.title,
-        rule.why.format(**numbers),
-        tuple(_said(line, numbers) for line in rule.seen),
-        rule.confidence,
-        rule.advice.format(**numbers),
-        tuple(f"https://github.com/{place}" for place in rule.links.split()),
-        tuple(_also(rule, others))[:MAX_ALSO],
-        fix,
-        tuple(item for item in tried if item is not fix),
-        note,
+        mechanism=rule.why.format(**numbers),
+        evidence=tuple(_said(line, numbers) for line in rule.seen),
+        confidence=rule.confidence,
+        advice=rule.advice.format(**numbers),
+        links=tuple(f"https://github.com/{place}" for place in rule.links.split()),
+        also=tuple(_also(rule, others))[:MAX_ALSO],
+        fix=fix,
+        tried=tuple(item for item in tried if item is not fix),
+        note=note,
     )
 
 

@@ -1,5 +1,13 @@
 """What a rule is: one thing that is known to make a training step go wrong, its words, and what to try against it.
 
+Begin with `Rule`, and with a row of one of the tables, such as
+
+    Rule("log-of-zero", "The logarithm of zero",
+        phases="forward", calls="log log2 log10 xlogy", is_local=True, when=[has("logarithm", equal=0.0)],
+        why="The logarithm of zero is `-inf`.", seen=["{count} of {total} arguments are exactly zero"],
+        advice="Clamp the argument away from zero, or work with logarithms from the start.",
+        fixes=[Fix("clamp the argument of {call} away from zero", clamp("logarithm", min="eps"))])
+
 A rule holds functions of a scene: predicates, which return the numbers that the texts are worded with, and edits. Both
 return ``None`` where they do not apply. With further arguments they are made by `of_scene`.
 """
@@ -7,7 +15,7 @@ return ``None`` where they do not apply. With further arguments they are made by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from reprokit.locate.spelling import short_name
@@ -57,9 +65,10 @@ def asked(function: Callable[[Scene], T | None], scene: Scene) -> T | None:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """A step after an edit. ``is_local``: single calls were edited, and all others are the very same `Call` objects."""
+    """A step after an edit."""
 
     step: Step
+    # Single calls were edited, and all others are the very same `Call` objects.
     is_local: bool = True
 
 
@@ -69,7 +78,8 @@ class Fix:
 
     text: str
     edit: OfScene[Edited | None]
-    code: str = ""  # its Python where no line of the user's shows it, as with the options of an optimizer
+    # Its Python where no line of the user's shows it, as with the options of an optimizer
+    code: str = ""
 
     def words_for(self, scene: Scene) -> tuple[str, str]:
         """The sentence and the code, with the names of the step in them."""
@@ -80,27 +90,42 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One mechanism. ``kinds``, ``phases`` and ``calls`` are words with spaces between them; none means any.
+    """One mechanism: what matches, what is said of it, what it shows, and what is tried.
 
-    ``why`` and ``seen`` (evidence) are templates over the numbers of the predicates ``when``, which all have to hold.
+    ``why``, ``seen`` and ``advice`` are templates over the numbers of the predicates ``when``.
     """
 
     name: str
     title: str
+    _: KW_ONLY
+
+    # All predicates have to hold. Kinds, phases and calls are words with spaces between them; none means any.
     when: Sequence[Callable[[Scene], Numbers | None]]
-    why: str
-    seen: Sequence[str]
-    advice: str
-    cause: str = "numerics"  # the class that it shows, once a fix has helped; "" where its operands may be anybody's
     kinds: str = "nan inf"
     phases: str = ""
     calls: str = ""
+    # The predicates look at the origin's operands only, so that the rule is part of what a failure is.
+    is_local: bool = False
+
+    why: str
+    # The evidence, a line each
+    seen: Sequence[str]
+    advice: str
+    # What the function takes for a finite result, where it is defined to return the nan or inf
+    expected: str = ""
+    # Places below https://github.com/
+    links: str = ""
+    # An issue is one for PyTorch
+    is_of_torch: bool = False
+
     confidence: str = "certain"
-    is_local: bool = False  # looks at the origin's operands only, so that it is part of what a failure is
-    tier: str = "origin"  # "context": the story before the origin; "general": fits so much that it is the last resort
-    expected: str = ""  # what the function takes for a finite result, where it is defined to return the nan or inf
-    is_of_torch: bool = False  # an issue for PyTorch
-    links: str = ""  # places below https://github.com/
+    # "context": the story before the origin; "general": fits so much that it is the last resort
+    tier: str = "origin"
+    # The class of a cause that the rule shows once a fix has helped; "" where its operands may be anybody's
+    cause: str = "numerics"
+    # A predicate has found the operand that the exception is about: no change has to show it.
+    is_shown: bool = False
+
     fixes: Sequence[Fix] = ()
-    is_shown: bool = False  # a predicate has found the operand that the exception is about: no change has to show it
-    trial: str = ""  # the change with which a predicate has run the step, and it did not fail
+    # The change with which a predicate has run the step, and it did not fail
+    trial: str = ""
