@@ -49,9 +49,9 @@ from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
 from reprokit.program.sites import make_site
 from reprokit.program.step import HasProgram, Step
-from reprokit.series.cause import usual_limits
 from reprokit.series.story import StepNumbers, failing_series
 from reprokit.series.timeline import parameters_of
+from reprokit.series.usual import Usual
 from reprokit.snapshot.format import OptimizerGroup, Snapshot, StateBefore, load
 from reprokit.snapshot.redact import redact_argv
 from reprokit.snapshot.rng import set_rng_state
@@ -578,14 +578,14 @@ class RetrySession(Session):
             norms = (float(native.vector_norm(native.double(one))) for one in gradients)
             self.grad_norm = math.hypot(*norms)
         rows = failing_series(captured.timeline)
-        high = usual_limits([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
+        usual = Usual([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
         if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):
             name = "a parameter" if world.newly_bad() is not None else f"`{bad[0][0]}`"
             self.still = f"{name} is nan or infinite after it"
         elif self.loss is not None and not math.isfinite(self.loss):
             self.still = f"its loss is {number_words(self.loss)}"
-        elif event is None and self.loss is not None and self.loss > max(high[1], self._loss_then(rows)):
-            self.still = f"its loss is {number_words(self.loss)}, and usual are up to {number_words(high[1])}"
+        elif event is None and self.loss is not None and self.loss > max(usual.high, self._loss_then(rows)):
+            self.still = f"its loss is {number_words(self.loss)}, and usual are up to {number_words(usual.high)}"
         elif event is not None:
             name = next((one.name for one in captured.program.inputs if one.value == captured.failure.value), "")
             leaf = next((one.value for one in program.inputs if one.name == name), None)

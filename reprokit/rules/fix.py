@@ -6,7 +6,6 @@ A step whose failure moved on to another call is edited again, as a person would
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,14 +23,12 @@ from reprokit.program.ir import Phase, Program, iter_refs
 from reprokit.rules.diagnosis import TriedFix
 from reprokit.rules.rule import Edited, Fix, asked
 from reprokit.rules.scene import Scene, observe
-from reprokit.series.cause import divergence, usual_limits
 from reprokit.series.story import StepNumbers
+from reprokit.series.usual import Usual
 
 _SECONDS = 10.0  # of all runs: a longer wait for the file is not worth a fix
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
 _LEAST_USUAL = 1e-3  # a loss that was smaller, or zero, is no measure
-_LEAST_SIGNED = 3  # losses, none below zero
-_ABSURD = 1e30  # for any loss
 WriteCode = Callable[[Program, Program], str]
 """Writes what differs between a step and its edited form as Python, in the names of the user's code."""
 
@@ -164,8 +161,11 @@ def _judged(
     numbers = [float(number) for number in kept if native.numel(number) == 1]
     words, is_plausible = [], None
     if numbers:
-        usual, is_plausible = _compared(numbers, timeline)
-        note = f" (about {usual:.3g} in the steps before)" if not is_plausible and usual is not None else ""
+        known = [(row.step, row.loss) for row in timeline if row.loss is not None]
+        usual = Usual(known, least=_LEAST_USUAL)
+        is_plausible = usual.has(numbers)
+        is_told = not is_plausible and usual.size is not None
+        note = f" (about {usual.size:.3g} in the steps before)" if is_told else ""
         words.append(f"loss {', '.join(f'{number:.4g}' for number in numbers)}{note}")
     if outcome.gradients:
         words.append(_all_words(list(outcome.gradients.values()), "gradient"))
@@ -176,24 +176,6 @@ def _judged(
     values = [value for number, value in outcome.values.items() if number in shown]
     loss = numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else None
     return ", ".join(words or ([_all_words(values, "result")] if values else [])), is_plausible, loss
-
-
-def _compared(numbers: list[float], timeline: Sequence[StepNumbers]) -> tuple[float | None, bool]:
-    """The usual size of the loss in the steps before, if there were any, and whether these numbers are like it.
-
-    Where no loss was below zero, one that is, by more than the losses before were large, is not.
-    """
-    known = [(row.step, row.loss) for row in timeline if row.loss is not None and math.isfinite(row.loss)]
-    worst = max(map(abs, numbers))
-    if not known:
-        return None, worst < _ABSURD
-    left = divergence(known)
-    signed = [loss for step, loss in known if left is None or step <= left.step]
-    sizes = sorted(map(abs, signed))
-    low, high = usual_limits(known, least=_LEAST_USUAL)
-    is_far = min(numbers) < low or max(numbers) > high
-    is_turned = len(signed) >= _LEAST_SIGNED and min(signed) >= 0 and min(numbers) < -sizes[-2:][0]
-    return statistics.median_low(sizes), not is_far and not is_turned and worst < _ABSURD
 
 
 def _all_words(tensors: list[torch.Tensor], noun: str) -> str:

@@ -38,6 +38,7 @@ from reprokit.rules.predicates import (
 )
 from reprokit.rules.rule import Fix, Numbers, Rule, of_scene
 from reprokit.rules.scene import Scene
+from reprokit.series.usual import growth
 
 _TAIL = 20  # steps before the failure that are looked at
 
@@ -167,22 +168,11 @@ def is_normalised_later(scene: Scene) -> Numbers | None:
 
 
 def loss_was_growing(scene: Scene) -> Numbers | None:
-    """True if the loss, or the norm of the gradients, of the steps before had grown tenfold, for good.
-
-    The later half of the steps has to go beyond everything in the earlier one, in more than a single step.
-    """
+    """True if the loss, or the norm of the gradients, of the steps before had grown tenfold, for good."""
     for name, word in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        steps = _numbers(scene, name)[-_TAIL:]
-        if len(steps) < 3:
-            continue
-        before, after = steps[: len(steps) // 2], steps[len(steps) // 2 :]
-        low_step, low = min(before, key=lambda item: item[1])
-        high_step, high = max(after, key=lambda item: item[1])
-        bound = max(abs(size) for _, size in before)
-        others = [size for step, size in steps if low_step < step != high_step]
-        if high > 10.0 * max(bound, 1e-12) and max(others, default=-math.inf) > bound:
-            return {"what": word, "low": low, "high": high, "from_step": low_step, "to_step": high_step,
-                    "lr": _rates_since(scene, low_step)}  # fmt: skip
+        found = growth(_numbers(scene, name)[-_TAIL:])
+        if found is not None:
+            return {"what": word, **found._asdict(), "lr": _rates_since(scene, found.from_step)}
     return None
 
 

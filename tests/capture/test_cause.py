@@ -26,7 +26,6 @@ from reprokit.cli.app import main
 from reprokit.limits import CpuLimit
 from reprokit.native import clock
 from reprokit.program.dataflow import same_bits
-from reprokit.series.cause import divergence, usual_limits
 from reprokit.series.unlike import Reading, drift, growth, unlike
 from reprokit.snapshot.format import Snapshot, load
 from reprokit.words import number_words
@@ -882,11 +881,3 @@ def test_growth_is_by_a_factor_in_every_step() -> None:
     found = growth("h", "carried", readings(9, 1, 2, 4, 8, 16, 32))
     assert found is not None and found.first == 1 and "grows by 2 times in each" in found.text
     assert growth("h", "carried", readings(1, 2, 4, 8, 4, 8, 16)) is None
-
-
-def test_divergence_begins_with_the_last_usual_loss() -> None:
-    found = divergence([(0, 5.0), (1, 4.7), (2, 2356.0), (3, 8960.0), (4, 39810.0)])
-    assert found is not None and (found.step, found.usual, found.last_step) == (1, 4.7, 4)
-    assert divergence([(0, 5.0), (1, 4.7), (2, 9.0)]) is None
-    assert divergence([(0, -4.0), (1, -45.0)]) is None
-    assert usual_limits([(0, 5.0), (1, 4.7), (2, 2356.0)]) == pytest.approx((-15, 3 * 4.85))
