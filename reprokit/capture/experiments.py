@@ -41,7 +41,7 @@ from reprokit.series.cause import EVENTS, SMALLER_RATES, TENTH, Cause, Intervent
 from reprokit.series.story import failing_series
 from reprokit.series.timeline import parameters_of
 from reprokit.series.unlike import JUMP, Reading, Unlike
-from reprokit.series.usual import Usual
+from reprokit.series.usual import UsualLoss
 from reprokit.words import counted, number_words, row_words, user_path
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Experiments:
         losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
         if is_exception and snapshot.failure.cause is None:
             losses = []  # a high loss raises nothing
-        usual = Usual(losses)
+        usual = UsualLoss(losses)
         self._diverged, self._limits = usual.divergence, (usual.low, usual.high)
         self._limit = limited(_CONTROL_SECONDS)
         self._longest = 0.0  # CPU seconds of a play

@@ -51,7 +51,7 @@ from reprokit.program.sites import make_site
 from reprokit.program.step import HasProgram, Step
 from reprokit.series.story import StepNumbers, failing_series
 from reprokit.series.timeline import parameters_of
-from reprokit.series.usual import Usual
+from reprokit.series.usual import UsualLoss
 from reprokit.snapshot.format import OptimizerGroup, Snapshot, StateBefore, load
 from reprokit.snapshot.redact import redact_argv
 from reprokit.snapshot.rng import set_rng_state
@@ -578,7 +578,7 @@ class RetrySession(Session):
             norms = (float(native.vector_norm(native.double(one))) for one in gradients)
             self.grad_norm = math.hypot(*norms)
         rows = failing_series(captured.timeline)
-        usual = Usual([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
+        usual = UsualLoss([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
         if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):
             name = "a parameter" if world.newly_bad() is not None else f"`{bad[0][0]}`"
             self.still = f"{name} is nan or infinite after it"

@@ -253,43 +253,60 @@ class LineView(View):
 def print_result(reduction: Reduction, summary: dict[str, Any], folder: Path, snapshot: Snapshot) -> None:
     """What was reached, on stderr: the sizes, the cause, and what to do next."""
     from reprokit.render.expectation import retry
-    from reprokit.render.findings import one_line
 
-    before, repro, context, cause = reduction.before, summary["repro"], summary["context"], snapshot.cause
-    if repro is not None:
-        calls, elements = counted(summary["calls"], "torch call"), counted(summary["elements"], "input element")
-        console.say(f"{calls} of {before.calls:,}, {elements} of {before.elements:,}")
-        checks, seconds = counted(reduction.checks, "check"), reduction.seconds
-        console.say(
-            f"{checks} ({verdict_words(reduction.verdicts)}) in {seconds:.1f} s; reproduces {reduction.reproduces}"
-        )
-    if reduction.stopped:
-        why = f" by --{reduction.stopped}" if reduction.stopped in ("max-time", "max-checks") else ""
-        console.say(f"stopped early{why}: the result may shrink further")
-    elif not (reduction.one_minimal or reduction.no_repro):
-        console.say("search incomplete: the result may shrink further")
-    for note in reduction.notes:
-        console.say(note)
-    found = reduction.diagnosis
-    if cause is not None and (found is None or not cause.text.startswith(found.title)):  # the rule says the same
-        console.say(f"cause: {redact_text(cause.text)}")
-    if found is not None and (found.is_known or cause is None):
-        console.say(f"diagnosis: {one_line(found, cause)}")
-    if doubt := replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note")):
-        console.say(f"note that {redact_text(doubt)}")
-    if repro is None:
-        console.say(f"there is no repro.py: {reduction.no_repro}")
-    else:
-        lines = counted(repro["lines"], "line")
-        console.say(f"{lines}, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
-    if context:
-        words = f"{context['lines']} lines, verified {context['verified']}"
-        console.say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
-    if (folder / "issue.md").is_file():
-        console.say(f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}")
-    else:
-        console.say(f"to read: {shown_path(folder / 'summary.md')}")
+    repro = summary["repro"]
+    for line in (*_sizes(reduction, summary), *_completeness(reduction), *reduction.notes):
+        console.say(line)
+    for line in (*_findings(reduction, summary, snapshot), *_places(reduction, summary, folder)):
+        console.say(line)
     if words := retry(snapshot, reduction):
         console.say(words)
     if repro is not None:
         console.say(f"next: {shlex.join(['python', shown_path(Path(repro['path']))])}")
+
+
+def _sizes(reduction: Reduction, summary: dict[str, Any]) -> Iterator[str]:
+    if summary["repro"] is None:
+        return
+    before = reduction.before
+    calls, elements = counted(summary["calls"], "torch call"), counted(summary["elements"], "input element")
+    yield f"{calls} of {before.calls:,}, {elements} of {before.elements:,}"
+    checks, seconds = counted(reduction.checks, "check"), reduction.seconds
+    yield f"{checks} ({verdict_words(reduction.verdicts)}) in {seconds:.1f} s; reproduces {reduction.reproduces}"
+
+
+def _completeness(reduction: Reduction) -> Iterator[str]:
+    if reduction.stopped:
+        why = f" by --{reduction.stopped}" if reduction.stopped in ("max-time", "max-checks") else ""
+        yield f"stopped early{why}: the result may shrink further"
+    elif not (reduction.one_minimal or reduction.no_repro):
+        yield "search incomplete: the result may shrink further"
+
+
+def _findings(reduction: Reduction, summary: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
+    from reprokit.render.findings import one_line
+
+    found, cause = reduction.diagnosis, snapshot.cause
+    if cause is not None and (found is None or not cause.text.startswith(found.title)):  # the rule says the same
+        yield f"cause: {redact_text(cause.text)}"
+    if found is not None and (found.is_known or cause is None):
+        yield f"diagnosis: {one_line(found, cause)}"
+    if doubt := replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note")):
+        yield f"note that {redact_text(doubt)}"
+
+
+def _places(reduction: Reduction, summary: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Where the results are."""
+    repro, context = summary["repro"], summary["context"]
+    if repro is None:
+        yield f"there is no repro.py: {reduction.no_repro}"
+    else:
+        lines = counted(repro["lines"], "line")
+        yield f"{lines}, verified {repro['verified']} in clean processes -> {shown_path(folder)}"
+    if context:
+        words = f"{context['lines']} lines, verified {context['verified']}"
+        yield f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}"
+    if (folder / "issue.md").is_file():
+        yield f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}"
+    else:
+        yield f"to read: {shown_path(folder / 'summary.md')}"

@@ -9,6 +9,7 @@ program computes in half precision, half precision's hold for all that it return
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -170,21 +171,14 @@ def compare(step: HasProgram, reference: Reference, way: str | None = None) -> D
     runs. Raises `Incomparable` when the reference alone cannot be run.
     """
     program = step.program
-    keep = frozenset(results_of(program))
-    try:
-        actual, expected = reference.pair(step, keep)
-    except Exception as error:  # compilers and devices fail in as many ways as there are
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise Incomparable(
-            f"the reference `{reference.name}` cannot be run: {type(error).__name__}: {said}",
-            hint="see whether it runs on the whole step, or use another check",
-        ) from error
+    results = results_of(program)
+    actual, expected = _pair(reference, step, frozenset(results))
     for outcome in (actual, expected):
         if outcome.error is not None:
             return exception_failure(program, outcome) if outcome.error_call is not None else None
     halves = halves_in(program, step.tensors)
-    places = [(value, False) for value in results_of(program)] + [(item.value, True) for item in program.inputs]
-    eager: list[Outcome] | None = None
+    eager = _EagerRuns(step, frozenset(results))
+    places = [(value, False) for value in results] + [(item.value, True) for item in program.inputs]
     for value, is_gradient in places:
         one, other = (_result(outcome, value, is_gradient) for outcome in (actual, expected))
         if one is None:
@@ -192,32 +186,54 @@ def compare(step: HasProgram, reference: Reference, way: str | None = None) -> D
         if other is None:
             raise Incomparable(f"value {value} is missing")
         found = _difference(value, is_gradient, one, other, tolerances(one.dtype, halves))
-        if found is None or way not in (None, way_of(found, reference)):
-            continue
-        eager = _eager_runs(step, keep) if eager is None else eager
-        runs = [result for outcome in eager if (result := _result(outcome, value, is_gradient)) is not None]
-        noise = max((_largest(first, second) for first in runs for second in runs), default=0.0)
-        if _largest(one, other) > MARGIN * noise:
+        is_of_way = found is not None and way in (None, way_of(found, reference))
+        if is_of_way and _largest(one, other) > MARGIN * eager.noise(value, is_gradient):
             return found
     return None
+
+
+def _pair(reference: Reference, step: HasProgram, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+    try:
+        return reference.pair(step, keep)
+    except Exception as error:  # compilers and devices fail in as many ways as there are
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise Incomparable(
+            f"the reference `{reference.name}` cannot be run: {type(error).__name__}: {said}",
+            hint="see whether it runs on the whole step, or use another check",
+        ) from error
 
 
 def _result(outcome: Outcome, value: int, is_gradient: bool) -> torch.Tensor | None:
     return (outcome.gradients if is_gradient else outcome.values).get(value)
 
 
-def _eager_runs(step: HasProgram, keep: frozenset[int]) -> list[Outcome]:
-    """Two runs as they are; the second one with another number of threads, which adds up in another order."""
-    threads = native.get_num_threads()
-    outcomes = [run(step.program, step.tensors, keep=keep)]
-    try:
-        native.set_num_threads(1 if threads > 1 else 2)
-        outcomes.append(run(step.program, step.tensors, keep=keep))
-    finally:
-        native.set_num_threads(threads)
-    if any(outcome.error is not None for outcome in outcomes):
-        raise Incomparable("an eager run ended early")
-    return outcomes
+class _EagerRuns:
+    """Two runs as they are, made when they are needed."""
+
+    def __init__(self, step: HasProgram, keep: frozenset[int]) -> None:
+        self._step = step
+        self._keep = keep
+
+    def noise(self, value: int, is_gradient: bool) -> float:
+        """The largest difference between both at one result."""
+        results = [_result(outcome, value, is_gradient) for outcome in self._outcomes]
+        known = [result for result in results if result is not None]
+        return max((_largest(first, second) for first in known for second in known), default=0.0)
+
+    @functools.cached_property
+    def _outcomes(self) -> list[Outcome]:
+        """The second one with another number of threads, which adds up in another order."""
+        program, tensors = self._step.program, self._step.tensors
+        threads = native.get_num_threads()
+        outcomes = [run(program, tensors, keep=self._keep)]
+        try:
+            native.set_num_threads(1 if threads > 1 else 2)
+            outcomes.append(run(program, tensors, keep=self._keep))
+        finally:
+            native.set_num_threads(threads)
+        if any(outcome.error is not None for outcome in outcomes):
+            raise Incomparable("an eager run ended early")
+        return outcomes
 
 
 def way_of(found: Difference, reference: Reference) -> str:

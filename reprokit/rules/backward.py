@@ -125,16 +125,26 @@ def freed_before(scene: Scene) -> Numbers | None:
     shared = max((n for node in both if (n := watch.owners.owner(node)) is not None), default=None)
     if freed is None or shared is None:
         return {"seen": found["exception"]}
+    ago = 0  # passes of the same line since
+    if calls[freed].site == calls[index].site:
+        ago = sum(shared < n < index for n in watch.graphs if calls[n].site == calls[index].site)
+    name, used = _shared_words(scene, shared, ago), "used again" if ago else "part of both graphs"
+    by = f"the backward pass of {name_of(program, starts_of(calls[freed])[0], freed)}{_line(calls[freed])}"
+    return {"seen": f"{name} is {used}, and {by} has freed its graph"}
+
+
+def _shared_words(scene: Scene, shared: int, ago: int) -> str:
+    """What a call has made that leads to a freed graph, so many steps ago."""
+    calls, index = scene.program.calls, scene.index
     behind = values_behind(calls, starts_of(calls[index]), index)
     value = next((value for value in calls[shared].output_refs() if value in behind), None)
-    passes = [n for n in watch.graphs if calls[n].site == calls[index].site]
-    ago = sum(shared < n < index for n in passes) if calls[freed].site == calls[index].site else 0
-    step = f"step {scene.number - ago}" if scene.number is not None else "an earlier step"
-    name = place_of(calls[shared])
-    if value is not None:
-        name = f"{name_of(program, value, index)}{f' of {step}' if ago else ''}, made by {name},"
-    by = f"the backward pass of {name_of(program, starts_of(calls[freed])[0], freed)}{_line(calls[freed])}"
-    return {"seen": f"{name} is {'used again' if ago else 'part of both graphs'}, and {by} has freed its graph"}
+    if value is None:
+        return place_of(calls[shared])
+    name = name_of(scene.program, value, index)
+    if ago:
+        step = f"step {scene.number - ago}" if scene.number is not None else "an earlier step"
+        name = f"{name} of {step}"
+    return f"{name}, made by {place_of(calls[shared])},"
 
 
 def name_of(program: Program, value: int, before: int) -> str:

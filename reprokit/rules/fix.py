@@ -24,7 +24,7 @@ from reprokit.rules.diagnosis import TriedFix
 from reprokit.rules.rule import Edited, Fix, asked
 from reprokit.rules.scene import Scene, observe
 from reprokit.series.story import StepNumbers
-from reprokit.series.usual import Usual
+from reprokit.series.usual import UsualLoss
 
 _SECONDS = 10.0  # of all runs: a longer wait for the file is not worth a fix
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
@@ -162,7 +162,7 @@ def _judged(
     words, is_plausible = [], None
     if numbers:
         known = [(row.step, row.loss) for row in timeline if row.loss is not None]
-        usual = Usual(known, least=_LEAST_USUAL)
+        usual = UsualLoss(known, least=_LEAST_USUAL)
         is_plausible = usual.has(numbers)
         is_told = not is_plausible and usual.size is not None
         note = f" (about {usual.size:.3g} in the steps before)" if is_told else ""

@@ -172,7 +172,9 @@ def loss_was_growing(scene: Scene) -> Numbers | None:
     for name, word in (("loss", "loss"), ("grad_norm", "gradient norm")):
         found = growth(_numbers(scene, name)[-_TAIL:])
         if found is not None:
-            return {"what": word, **found._asdict(), "lr": _rates_since(scene, found.from_step)}
+            first, low, last, high = found
+            rates = _rates_since(scene, first)
+            return {"what": word, "low": low, "high": high, "from_step": first, "to_step": last, "lr": rates}
     return None
 
 

@@ -67,24 +67,41 @@ _INDEXED = {
 def outside(scene: Scene) -> Numbers | None:
     """The index that is outside of what it indexes, with its place and the size."""
     found = raises("out of (dimension )?(bounds|range)|not in the valid range|smaller than num_classes")(scene)
+    if found is None:
+        return None
     name = short_name(scene.call) if scene.call is not None else ""
-    if found is None or name not in _INDEXED or not isinstance(scene.recorded(_INDEXED[name][0]), Ref):
-        return found and {"seen": f"`{name}` raises {found['exception'].removesuffix('.')}"}
+    if name in _INDEXED and isinstance(scene.recorded(_INDEXED[name][0]), Ref):
+        return {"seen": _index_words(scene, name)}
+    return {"seen": f"`{name}` raises {found['exception'].removesuffix('.')}"}
+
+
+def _index_words(scene: Scene, name: str) -> str:
+    """``the target is 12 at [3] (1 of 8 elements, in row 3), and its input has 10 classes``."""
     slot, of = _INDEXED[name]
     indexes, table, is_loss = scene.tensor(slot), scene.tensor(of), name in ("cross_entropy", "nll_loss")
-    dim = scene.operand(1) if slot == 2 else 1 if is_loss and native.dim(table) > 1 else 0
+    dim = 0
+    if slot == 2:
+        dim = scene.operand(1)
+    elif is_loss and native.dim(table) > 1:
+        dim = 1
     size, least = table.shape[dim], -table.shape[0] if name == "__getitem__" else 0
     bad = (indexes < least) | (indexes >= size)
-    bad &= indexes != scene.operand("ignore_index") if is_loss else True
-    (first, *_), (own, other) = native.tolist(native.nonzero(bad)), (scene.recorded(one).value for one in (slot, of))
-    names = [name_of(scene.program, value, scene.index) for value in (own, other)]
-    general = ("the target", "its input") if is_loss else ("the index", "what it indexes")
-    names = [name if name[0] == "`" else word for name, word in zip(names, general, strict=True)]
+    if is_loss:
+        bad &= indexes != scene.operand("ignore_index")
+    first, beyond = native.tolist(native.nonzero(bad))[0], indexes[bad]
+    words = f"{indexes[tuple(first)]} at {first}"
+    if len(set(native.tolist(beyond))) > 1:
+        words += f", and up to {int(native.max(beyond))}"
     rows = scene.row_text(scene.recorded(slot), rows_where(bad)) if native.dim(indexes) else ""
-    many = f" ({int(native.sum(bad))} of {native.numel(bad)} elements, in {rows})" if rows else ""
-    what = "classes" if is_loss else "rows" if dim == 0 else f"elements in dimension {dim}"
-    most = f", and up to {int(native.max(indexes[bad]))}" if len(set(native.tolist(indexes[bad]))) > 1 else ""
-    return {"seen": f"{names[0]} is {indexes[tuple(first)]} at {first}{most}{many}, and {names[1]} has {size} {what}"}
+    if rows:
+        words += f" ({int(native.sum(bad))} of {native.numel(bad)} elements, in {rows})"
+    what = "rows" if dim == 0 else f"elements in dimension {dim}"
+    general = ("the index", "what it indexes")
+    if is_loss:
+        what, general = "classes", ("the target", "its input")
+    known = (name_of(scene.program, scene.recorded(one).value, scene.index) for one in (slot, of))
+    own, other = (name if name[0] == "`" else word for name, word in zip(known, general, strict=True))
+    return f"{own} is {words}, and {other} has {size} {what}"
 
 
 def has_empty_sequence(scene: Scene) -> Numbers | None:

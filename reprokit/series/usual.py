@@ -1,6 +1,6 @@
 """What is usual of a number of a run, such as its loss: that of the steps before those in which it left its course.
 
-    usual = Usual([(0, 2.4), (1, 2.3), (2, 2.5), (3, 41.0), (4, 900.0)])
+    usual = UsualLoss([(0, 2.4), (1, 2.3), (2, 2.5), (3, 41.0), (4, 900.0)])
     usual.divergence.text    "The run diverged before: the loss rose from 2.5 to 900 in 2 steps"
     usual.high               7.5
 
@@ -57,7 +57,7 @@ def divergence(losses: Numbers) -> Divergence | None:
     return Divergence(step, usual, last_step, last) if last > _DIVERGED * abs(usual) else None
 
 
-class Usual:
+class UsualLoss:
     """The losses of a run as far as they are usual. Smaller ones than ``least`` are no measure."""
 
     def __init__(self, losses: Numbers, *, least: float = 0.0) -> None:

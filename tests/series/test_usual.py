@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from reprokit.series.usual import Usual, divergence, growth
+from reprokit.series.usual import UsualLoss, divergence, growth
 
 
 def test_divergence_begins_with_the_last_usual_loss() -> None:
@@ -17,7 +17,7 @@ def test_divergence_begins_with_the_last_usual_loss() -> None:
 
 
 def test_losses_of_a_divergence_are_not_usual() -> None:
-    usual = Usual([(0, 5.0), (1, 4.7), (2, 2356.0)])
+    usual = UsualLoss([(0, 5.0), (1, 4.7), (2, 2356.0)])
     assert usual.losses == [5.0, 4.7]
     assert (usual.low, usual.high) == pytest.approx((-15, 3 * 4.85))
     assert usual.size == 4.7
@@ -25,16 +25,16 @@ def test_losses_of_a_divergence_are_not_usual() -> None:
 
 
 def test_nothing_is_usual_before_the_first_step() -> None:
-    usual = Usual([(0, math.nan)])
+    usual = UsualLoss([(0, math.nan)])
     assert usual.size is None
     assert usual.has([1e20]) and not usual.has([1e31]) and not usual.has([math.nan])
 
 
 def test_a_loss_that_turns_negative_is_not_usual() -> None:
     steps = [(0, 1.0), (1, 0.9), (2, 0.8)]
-    assert Usual(steps).has([-0.5]) and not Usual(steps).has([-0.95])
-    assert Usual(steps[:2]).has([-0.95])
-    assert Usual([*steps, (3, -0.1)]).has([-0.95])
+    assert UsualLoss(steps).has([-0.5]) and not UsualLoss(steps).has([-0.95])
+    assert UsualLoss(steps[:2]).has([-0.95])
+    assert UsualLoss([*steps, (3, -0.1)]).has([-0.95])
 
 
 def test_a_growth_goes_on_for_more_than_a_step() -> None:
