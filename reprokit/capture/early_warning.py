@@ -35,7 +35,7 @@ from reprokit.capture.meters import MeasuredStep, Meter, is_capturing
 from reprokit.capture.mode import seen
 from reprokit.capture.readings import Slot
 from reprokit.capture.replay import Case
-from reprokit.capture.save import Describing, NotKept, Raised, Verdict, why_not_played
+from reprokit.capture.save import Describing, NotKept, Verdict, why_not_played
 from reprokit.capture.tape import Op, Segment
 from reprokit.capture.usual import Usual
 from reprokit.compare.healthy import blocked, explained, let_through
@@ -93,7 +93,6 @@ _SEEN = {  # where a quantity shows
     "gradient norm": (Phase.BACKWARD, "gradient"),
     "update": (Phase.OPTIMIZER, "parameter"),
 }
-_WHOLE = Raised("", "", None, None, Phase.BACKWARD, is_call=True, is_deliberate=False)  # no call is left out
 Explain = Callable[[Program, Tensors], Failure | None]
 T = TypeVar("T")
 
@@ -390,7 +389,7 @@ class EventStep(Describing):
             with self._until_seen(steps, number, "gradient norm") as case:
                 last = max((n for n, op in enumerate(case.ops) if op.kind is Backward), default=None)
                 if is_forward and last is not None:
-                    case = replace(case, where="output", ops=case.ops[:last], pending=case.ops[last], raised=_WHOLE)
+                    case = replace(case, where="output", ops=case.ops[:last], pending=case.ops[last], is_whole=True)
                 self.replayed(replace(case, explain=explain))
 
     def _silent(self, steps: list[Segment], number: int, silence: Silence) -> Made:
@@ -398,7 +397,7 @@ class EventStep(Describing):
         failure = replace(silence.origin, kind=kind_named(silence.kind), way=silence.text)
         # the values and calls of the origin are those of the program that was looked at, and not of the one saved
         plain = replace(failure, call=None, call_index=None, value=None, element=None, input_name=None)
-        explain: Explain = lambda *_: plain  # noqa: E731
+        explain: Explain | None = None
         if silence.key is not None:
             before, began = steps[max(number - 1, 0)].mark.step, steps[number].mark.step
             event = Predicate("share of zeros", 1.0, 1.0, before, began, source=silence.name)
@@ -406,8 +405,9 @@ class EventStep(Describing):
             explain = without_gradient(self.loop, silence.key, plain)
         try:
             with self._until_seen(steps, number, "gradient norm") as case:
-                case.explain, case.mark.micro_step = explain, 0
-                return self.make(case)
+                case.mark.micro_step = 0
+                found = plain if explain is None else None
+                return self.make(replace(case, explain=explain, found=found))
         except Exception as error:
             notes, (ops, mark) = [why_not_played(error)], steps[number]
             case = Case("gradient", ops, None, mark, True, self.verdict.frame, {}, None, None, notes)

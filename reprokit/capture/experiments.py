@@ -32,12 +32,11 @@ from reprokit.capture.tensor_names import Names, root_names
 from reprokit.capture.world import CannotGoBack, give_gradients
 from reprokit.errors import pass_on
 from reprokit.limits import CpuLimit
-from reprokit.locate.kinds import EXCEPTION
 from reprokit.locate.samples import bad_rows, rows_where
 from reprokit.locate.ways import HALVES, bad_tensor
 from reprokit.program.functions import called_function
 from reprokit.series import cause, unlike
-from reprokit.series.cause import EVENTS, SMALLER_RATES, TENTH, Cause, Intervention
+from reprokit.series.cause import SMALLER_RATES, TENTH, Cause, Intervention
 from reprokit.series.story import failing_series
 from reprokit.series.timeline import parameters_of
 from reprokit.series.unlike import JUMP, Reading, Unlike
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
     from reprokit.capture.world import World
     from reprokit.snapshot.format import Snapshot
 
-DEAD = "dead"  # a play cannot show it: the difference from the steps before is printed, and no change is tried
-KINDS = EVENTS | {"nan", "inf", "exception", DEAD}
 _CONTROL_SECONDS = 20.0  # of CPU time, to play the steps unchanged: a longer wait for the file is not worth a cause
 _DATA_SECONDS = 10.0  # to make their data again, where they cannot be played
 _MOST_SECONDS = 20.0  # to play them changed
@@ -201,12 +198,12 @@ class Experiments:
         raised: Raised | None,
     ) -> None:
         self._loop, self._segments, self._frame, self._raised = loop, segments, frame, raised
-        self._kind, is_exception = snapshot.failure.kind, snapshot.failure.kind == EXCEPTION
-        self._is_event = self._kind in EVENTS  # then no value is bad, and a smaller step makes any loss more usual
-        self._since = snapshot.step if self._is_event else segments[-1].mark.step
+        self._kind = snapshot.failure.kind
+        # No value of an event is bad, and a smaller step makes any loss more usual.
+        self._since = snapshot.step if self._kind.is_unusual else segments[-1].mark.step
         rows = failing_series(snapshot.timeline)
         losses = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < snapshot.step]
-        if is_exception and snapshot.failure.cause is None:
+        if self._kind.raises and snapshot.failure.cause is None:
             losses = []  # a high loss raises nothing
         usual = UsualLoss(losses)
         self._diverged, self._limits = usual.divergence, (usual.low, usual.high)
@@ -233,7 +230,7 @@ class Experiments:
                 return emptied
         if control is not None and not control.is_alike:
             self._why_not = "the steps before, played again, had other losses than in training"
-        elif control is not None and not (control.is_bad or self._kind == DEAD):
+        elif control is not None and not control.is_bad and self._kind.is_played:
             self._why_not = "the failure did not occur again when the steps before were played"
         if self._why_not:
             return self._told_unplayed()
@@ -249,13 +246,13 @@ class Experiments:
             is_odd = is_odd or (plan.kind == "data" and plan.is_odd)
             if plan.is_odd:
                 note(plan)
-            if plan.text and self._kind != DEAD and self._removes(plan):
+            if plan.text and self._kind.is_played and self._removes(plan):
                 note(plan)
                 return Cause(plan.kind, self._told(plan), tuple(evidence), tuple(self._tried))
-        exchanges = self._exchanges(watch) if self._kind != DEAD else iter(())
+        exchanges = self._exchanges(watch) if self._kind.is_played else iter(())
         exchanged = next((plan for plan in exchanges if self._removes(plan)), None)
         if exchanged is not None:
-            is_data = self._is_event or is_odd or exchanged.is_odd
+            is_data = self._kind.is_unusual or is_odd or exchanged.is_odd
             kind, why = ("data", "") if is_data else ("unknown", "; why, no experiment has decided")
             return Cause(kind, f"{self._told(exchanged).removesuffix('.')}{why}.", tuple(evidence), tuple(self._tried))
         why_not = self._not_tried()
@@ -420,7 +417,7 @@ class Experiments:
         usual = median(norms) if norms else 0.0
         largest = max(norms[-_RECENT:], default=0.0)
         is_scaled = any(op.kind is ScaleLoss for ops, _ in self._segments for op in ops)
-        if not self._is_event and usual > 0 and largest > _LARGE_NORM * usual and not is_scaled:
+        if not self._kind.is_unusual and usual > 0 and largest > _LARGE_NORM * usual and not is_scaled:
             says = f"The norm of the gradients was {number_words(largest)}, and its median {number_words(usual)}."
             yield _Plan("setting", says, f"gradients clipped to a norm of {number_words(usual)}", norm=usual)
 
@@ -437,7 +434,7 @@ class Experiments:
         """A smaller learning rate, for a run that has diverged or had a large update."""
         steps = [op for ops, _ in self._own for op in ops if op.kind is OptimizerStep]
         rates = [group["lr"] for op in steps for group in op.note.options if _is_number(group.get("lr"))]
-        update = max(watch.updates[-_RECENT:], default=0.0) if not self._is_event else 0.0
+        update = max(watch.updates[-_RECENT:], default=0.0) if not self._kind.is_unusual else 0.0
         if rates and (self._diverged is not None or update > _LARGE_UPDATE):
             says = cause.rate_words(self._diverged, update, min(rates), max(rates))
             for text, factor in SMALLER_RATES.items():
@@ -566,7 +563,7 @@ class Experiments:
             parts["the batch"] = {number: value for values in pairs.values() for number, value in values.items()}
         for name, values in parts.items():
             text = f"{name} of step {step} in its place"
-            says = sizes.get(name, "") if self._kind == EXCEPTION and len(later) == 1 else ""
+            says = sizes.get(name, "") if self._kind.raises and len(later) == 1 else ""
             yield _Plan("data", f"{says or f'It depends on {name} of {which}'}.", text, bool(says), values=values)
 
 

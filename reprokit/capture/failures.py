@@ -28,6 +28,7 @@ from reprokit.capture.judge import Pending
 from reprokit.capture.loop import Loop
 from reprokit.capture.meeting import Parted, SavedElsewhere
 from reprokit.capture.operands import carried_by, operands_at, option_words
+from reprokit.capture.replay import Forward
 from reprokit.capture.save import (
     Describing,
     NothingFound,
@@ -190,8 +191,9 @@ class Failures:
             path = self.silent.look(None, frame)
         if path is None and is_buffer_bad:
             path = self.save(Verdict("output", frame, is_late=True))
-        if path is None and -1 in loop.forwards and loop.is_forward_only:
-            path = self.save(Verdict("output", frame, keep=loop.forwards[-1][1][0]))
+        bad_forward = loop.forwards.bad
+        if path is None and bad_forward is not None and loop.is_forward_only:
+            path = self.save(Verdict("output", frame, keep=bad_forward.ops[0]))
         return path
 
     def _look_at_the_last_step(self, error: BaseException | None, frame: FrameType | None) -> Path | None:
@@ -246,18 +248,18 @@ class Failures:
         known = {mark.step for mark in loop.tape.marks}
         for step in sorted(step for step in loop.asked if step < before):
             loop.asked.discard(step)
-            key = step if is_over and loop.is_forward_only and step in loop.forwards else None
+            forward = loop.forwards.asked.get(step) if is_over and loop.is_forward_only else None
             is_new = step not in known and step >= loop.iterations.completed
             is_last = is_over and is_new and step == loop.iterations.completed
-            has_begun = key is not None or (is_last and loop.has_differentiated)  # and did not come to its end
+            has_begun = forward is not None or (is_last and loop.has_differentiated)  # and did not come to its end
             if is_new and not has_begun:
                 session.say(f"step {step} of `--at-step` is not saved: the training ended before it was over")
                 continue
-            verdict = Verdict("", sys._getframe(2), together=loop.ranks.together())
+            verdict = Verdict.asked(sys._getframe(2), loop.ranks.together())
             with session.replaying(ends=False):
                 try:
                     describing = Describing(loop, verdict, self._command)
-                    made = describing.unfinished(step, key) if has_begun else describing.asked(step)
+                    made = describing.unfinished(step, forward) if has_begun else describing.asked(step)
                     path = self._write(made, is_asked=True)
                 except NotKept as reason:
                     session.say(f"step {step} was not saved: {reason}")
@@ -284,8 +286,9 @@ class Failures:
         if verdict.alarm is not None:
             return EventStep(loop, verdict, self._command).snapshot()
         describing = Describing(loop, verdict, self._command)
-        if self._is_of_forward(verdict):
-            made = describing.unfinished(0, -1)
+        forward = self._forward_of(verdict)
+        if forward is not None:
+            made = describing.unfinished(0, forward)
             return replace(made, snapshot=replace(made.snapshot, cause=describing.cause(made)))
         if verdict.difference is not None:
             return loop.ranks.difference_made(describing)
@@ -301,15 +304,17 @@ class Failures:
         """Prints how far locating the origin has come, if that takes long."""
         return Progress(self.session.say, "locating")
 
-    def _is_of_forward(self, verdict: Verdict) -> bool:
-        held = self._loop.forwards.get(-1)
-        return held is not None and verdict.keep is held[1][0]
+    def _forward_of(self, verdict: Verdict) -> Forward | None:
+        """The forward pass that a verdict is about, in a run without a backward call."""
+        bad = self._loop.forwards.bad
+        return bad if bad is not None and verdict.keep is bad.ops[0] else None
 
     def _announcement(self, verdict: Verdict) -> str:
         """The line before the replay, which may take long: the failure and its step."""
         loop, op, alarm = self._loop, verdict.op, verdict.alarm
-        if self._is_of_forward(verdict):
-            return f"an output is nan or inf in forward pass {loop.forwards[-1][0]}; replaying it"
+        forward = self._forward_of(verdict)
+        if forward is not None:
+            return f"an output is nan or inf in forward pass {forward.number}; replaying it"
         if isinstance(alarm, Silence):
             return f"something is not learned; saving step {alarm.step}"
         if alarm is not None:

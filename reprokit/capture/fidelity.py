@@ -31,7 +31,6 @@ from reprokit.compare.quantity import observed
 from reprokit.errors import SnapshotError, ignored_errors, pass_on
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import Failure
-from reprokit.locate.kinds import EXCEPTION, MISMATCH
 from reprokit.own_work import ignored_warnings
 from reprokit.program.code_lines import lines_of_run
 from reprokit.program.dataflow import prepared, same_bits
@@ -168,7 +167,7 @@ def _differences(snapshot: Snapshot, made: Made, progress: Progress | None) -> I
     if failure.event is not None:
         found, outcome = observed(program, tensors, failure, losses)
         seen = outcome.values
-    elif failure.kind not in (EXCEPTION, MISMATCH) and has_origin(snapshot):
+    elif not (failure.kind.raises or failure.kind.compares) and has_origin(snapshot):
         found, seen = locate_with_losses(program, tensors, losses, failure.through, progress)
     else:
         outcome = run(program, tensors, keep=frozenset(losses))
@@ -179,7 +178,7 @@ def _differences(snapshot: Snapshot, made: Made, progress: Progress | None) -> I
         new = seen.get(value)
         if new is not None and not same_bits(old, new):
             yield describe_mismatch("the program's loss", old, new), is_close(old, new)
-    if found is not None and found.exception is not None and failure.kind != EXCEPTION:
+    if found is not None and found.exception is not None and not failure.kind.raises:
         yield f"`{found.call}` raised in the replay: {found.exception[1]}", False
     if reference is None and (has_origin(snapshot) or failure.event is not None):
         if found is None:
@@ -232,7 +231,7 @@ def compiled_mismatch(replayed: TracedPlayer, compilers: Sequence[Compiled]) -> 
         for compiler in dict.fromkeys(found for one in compilers for found in (one.simpler, one)):
             with ignored_errors():  # compilers fail in as many ways as there are
                 failure = first_difference(replayed, compiler, compiler.name + NOT_FINITE, seconds=_SECONDS)
-                if failure is None or failure.kind != MISMATCH:
+                if failure is None or not failure.kind.compares:
                     continue
                 values = run_compiled(replayed, frozenset(replayed.seen), compiler.compiler).values
                 pairs = [(old, values[value]) for value, old in replayed.seen.items() if value in values]

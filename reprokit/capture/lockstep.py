@@ -103,7 +103,7 @@ def recorded_by_all(describing: Describing, case: Case) -> Made:
     assert together is not None, "ranks record together"
     if case.pending is None:
         last = max((n for n, op in enumerate(case.ops) if op.kind is Backward), default=len(case.ops))
-        where = "gradient" if case.explain is None else ""
+        where = "gradient" if case.found is None else ""
         case = replace(case, where=where, ops=case.ops[: last + 1])
     with together.playing():
         size = sum({id(p): native.numel(p) * native.element_size(p) for p in world.parameters}.values())

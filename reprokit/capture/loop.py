@@ -11,7 +11,6 @@ import functools
 import inspect
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import CodeType, FrameType
@@ -32,6 +31,7 @@ from reprokit.capture.mode import unseen, without_functions
 from reprokit.capture.options import Watch
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.recorder import Begun, Recorder, op_of
+from reprokit.capture.replay import Forward, Forwards
 from reprokit.capture.samples import SampleWatch
 from reprokit.capture.stand_ins import as_called
 from reprokit.capture.stand_ins import forget as forget_stand_ins
@@ -66,8 +66,7 @@ class Loop:
     ``compiled`` is the first compiled function that the loop called itself. ``clipped`` is the norm that the loop
     clipped its gradients by, since the last look at them. While ``is_urgent`` everything is checked at once.
     ``has_differentiated``: backward was called in the running step. ``early`` is called when a step is over.
-    ``forwards`` are calls of root modules with copies of what they were given, for a run that ``is_forward_only``:
-    those asked for, by the number of the call of each, and under -1 the first with a bad output.
+    ``forwards`` are for a run that ``is_forward_only``.
     """
 
     def __init__(self, recorder: Recorder, world: World, budget: Budget, watch: Watch, *, matter: bool) -> None:
@@ -95,8 +94,7 @@ class Loop:
         self.has_alarm: Callable[[], bool] = lambda: False  # asked before a copy
         self.asked: set[int] = set()  # steps to save although they are healthy
         self.last_step: int | None = None  # after which the loop is stopped
-        self.forwards: dict[int, tuple[int, list[Op], dict[Number, torch.Tensor]]] = {}
-        self._num_forwards: Counter[int] = Counter()  # by the ``id`` of the module
+        self.forwards = Forwards()
         self.copied_at = -1  # the step of the last copy; the first ones begin before any step
         self.loss_sites: set[tuple[Any, int]] = set()  # where the first steps computed losses
         self._sentinel, self._last_layer = Sentinel(), Sentinel(is_last=True)
@@ -162,17 +160,18 @@ class Loop:
 
     def after_forward(self, target: Any, output: Any) -> None:
         """A root module was called, and the run has made no backward call so far. An output of -inf may be a mask."""
-        number = self._num_forwards[id(target)]
-        self._num_forwards[id(target)] += 1
-        is_bad = self.matter and -1 not in self.forwards
-        is_bad = is_bad and any(
-            not {NAN, PLUS}.isdisjoint(ways_of(native.detach(tensor))) for tensor in iter_tensors(output)
-        )
-        for key in ([-1] if is_bad else []) + ([number] if number in self.asked else []):
+        forwards = self.forwards
+        number = forwards.nums[id(target)]
+        forwards.nums[id(target)] += 1
+        kept = []
+        if self.matter and forwards.bad is None and _is_bad(output):
+            kept.append(forwards.begin_bad(number))
+        if number in self.asked:
+            kept.append(forwards.asked.setdefault(number, Forward(number)))
+        for one in kept:
             (op,), alive = self.tape.ops(len(self.tape.log) // SLOTS - 1), self.tape.alive()
-            _, ops, given = self.forwards.setdefault(key, (number, [], {}))
-            ops.append(op)
-            given |= {
+            one.ops.append(op)
+            one.given |= {
                 n: native.requires_grad_(native.clone(native.detach(alive[n])), alive[n].requires_grad)
                 for n in op.ins
                 if n in alive
@@ -944,3 +943,8 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
         closure = inspect.signature(step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
     return False
+
+
+def _is_bad(output: Any) -> bool:
+    """True if a tensor of an output is NaN or +inf."""
+    return any(not {NAN, PLUS}.isdisjoint(ways_of(native.detach(tensor))) for tensor in iter_tensors(output))

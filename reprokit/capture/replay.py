@@ -16,7 +16,7 @@ import contextlib
 import functools
 import io
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -483,7 +483,9 @@ class Case:
     notes: list[str] = field(default_factory=list)
     gradients: Gradients | None = None  # those of training, if they are known and not the live ones
     stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by ``id``: whole for spread parameters
+    found: Failure | None = None  # what it shows, where nothing is to be located
     explain: Callable[[Program, Tensors], Failure | None] | None = None  # in the place of `locate`
+    is_whole: bool = False  # no call is left out, even if no backward pass depends on it
     together: Meeting | None = None  # all ranks record at once
     number: int = -1  # among the steps that were played to find it
 
@@ -491,6 +493,37 @@ class Case:
     def all_ops(self) -> list[Op]:
         """The calls, the last of them not yet run."""
         return [*self.ops, *([self.pending] if self.pending is not None else [])]
+
+
+@dataclass(slots=True)
+class Forward:
+    """Calls of root modules, each that many times called before, with copies of what they were given."""
+
+    number: int
+    ops: list[Op] = field(default_factory=list)
+    given: dict[Number, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Forwards:
+    """What is kept of a run that makes no backward call."""
+
+    # Calls made so far, by the `id` of the module.
+    nums: Counter[int] = field(default_factory=Counter)
+    # Those that `--at-step` names, by the number of the call.
+    asked: dict[int, Forward] = field(default_factory=dict)
+    # The first with a bad output.
+    bad: Forward | None = None
+
+    def begin_bad(self, number: int) -> Forward:
+        """The first with a bad output, still without its call."""
+        self.bad = Forward(number)
+        return self.bad
+
+    def clear(self) -> None:
+        """Let go of what was kept."""
+        self.asked.clear()
+        self.bad = None
 
 
 class PlayObserver:

@@ -39,14 +39,13 @@ from reprokit.compare.quantity import measured, number_of, observed
 from reprokit.compare.reading import StepReading
 from reprokit.errors import NotMatched, pass_on
 from reprokit.locate.blame import locate
-from reprokit.locate.kinds import HEALTHY
 from reprokit.native import clock
 from reprokit.program.code_lines import files_of_run
 from reprokit.program.edits import Edits, Spans
 from reprokit.program.executed import ExecutedLines
 from reprokit.program.functions import called_function, is_factory
 from reprokit.program.interpreter import Tensors, run
-from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
+from reprokit.program.ir import Call, Program, Ref, map_leaves
 from reprokit.program.sites import make_site
 from reprokit.program.step import HasProgram, Step
 from reprokit.series.story import StepNumbers, failing_series
@@ -362,7 +361,7 @@ class RetrySession(Session):
         if found:
             return f"{found[0].words}, and {found[0].reason}"
         moved = [one for one in reading.differences if one.is_random]
-        is_failure = captured.failure.kind != HEALTHY
+        is_failure = captured.failure.kind.is_failure
         if is_failure and not (edits.is_any and reading.differences):
             return "nothing that the step reads or runs was edited since the capture"
         self.notes.extend(f"an edited line draws random numbers, so {one.words}" for one in moved[:1])
@@ -371,7 +370,7 @@ class RetrySession(Session):
     def _recorded(self) -> tuple[TracedPlayer, list[Op]]:
         try:
             with self.replaying(ends=False):
-                return Describing(self._loop, Verdict("", sys._getframe()), []).recorded()
+                return Describing(self._loop, Verdict.asked(sys._getframe()), []).recorded()
         except NotKept as reason:
             raise OtherStep(f"the script's own step cannot be played: {reason}") from None
 
@@ -608,7 +607,7 @@ class RetrySession(Session):
         the step leaves behind depends on it. It is one of its ``ops``.
         """
         captured = self._captured.program
-        is_update = self._captured.failure.phase == Phase.OPTIMIZER
+        is_update = self._captured.failure.in_update
         made = _lines_of(program.calls[: None if is_update else _num_before_backward(program)])
         is_new = not made <= _lines_of(captured.calls)
         is_made = line in _lines_of(program.calls)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 from reprokit import native, torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
-from reprokit.capture.experiments import KINDS, Experiments, rewritten_inputs
+from reprokit.capture.experiments import Experiments, rewritten_inputs
 from reprokit.capture.fidelity import Made, by_itself, compiled_mismatch, placed
 from reprokit.capture.meeting import DONE, Meeting, Parted, Stopped
 from reprokit.capture.meters import Meter, layers_of
@@ -32,6 +32,7 @@ from reprokit.capture.replay import (
     BEGUN_BEFORE,
     Case,
     Finder,
+    Forward,
     Gradients,
     Replay,
     TracedPlayer,
@@ -162,6 +163,15 @@ class Verdict:
     together: Meeting | None = None  # all ranks go back
     difference: RankDifference | None = None  # this parameter differs between ranks
     keep: Op | None = None  # a call that gave bad gradients
+    is_asked: bool = False  # `--at-step` names the step, and nothing has failed
+
+    @classmethod
+    def asked(cls, frame: FrameType, together: Meeting | None = None) -> Verdict:
+        """That a healthy step is to be saved."""
+        return cls("", frame, together=together, is_asked=True)
+
+
+HEALTHY_STEP = Failure(Phase.FORWARD, HEALTHY)
 
 
 class Describing:
@@ -204,7 +214,7 @@ class Describing:
         """True if experiments would need steps before the failing one that were not kept. In a first step, and in one
         of another kind of failure, none is ever made."""
         began = snapshot.settings.began_at or 0
-        return snapshot.failure.kind in KINDS and snapshot.step > began
+        return snapshot.failure.kind.has_cause and snapshot.step > began
 
     def _recomputed(self, cause: Cause | None, segments: list[Segment]) -> Cause | None:
         """The cause, behind what a checkpoint has recomputed in another way, where that has raised the exception."""
@@ -223,7 +233,7 @@ class Describing:
     def _kept_steps(self, snapshot: Snapshot) -> list[Segment]:
         """The steps to play again with one thing changed, up to the failure; none where that is not possible."""
         loop, world, alarm, last = self.loop, self.loop.world, self.verdict.alarm, snapshot.step
-        raised, raising, is_told = self.verdict.raised, loop.recorder.raised, snapshot.failure.kind in KINDS
+        raised, raising, is_told = self.verdict.raised, loop.recorder.raised, snapshot.failure.kind.has_cause
         if not (is_told and world.is_complete and world.copies):
             return []
         if isinstance(alarm, Alarm):  # later steps have shown the event
@@ -307,14 +317,17 @@ class Describing:
             with self.healthy(segments, len(segments) - 1, copy) as case:
                 return self.replayed(case), case.ops
 
-    def unfinished(self, step: int, key: int | None = None) -> Made:
-        """The running step as far as it has come, or the calls of `Loop.forwards` under a ``key``; healthy where a step
-        was asked for."""
-        number, ops, given = self.loop.forwards[key] if key is not None else (step, self.loop.tape.running(), {})
-        case = self.now(ops, None, [])
-        case.mark.step = number
-        explain = None if self.verdict.where else lambda *_: Failure(Phase.FORWARD, HEALTHY)
-        return self.make(replace(case, contents=given, explain=explain))
+    def unfinished(self, step: int, forward: Forward | None = None) -> Made:
+        """The running step as far as it has come, or a forward pass of a run without a backward call.
+
+        It is healthy if it was asked for.
+        """
+        if forward is None:
+            forward = Forward(step, self.loop.tape.running())
+        case = self.now(forward.ops, None, [])
+        case.mark.step = forward.number
+        found = HEALTHY_STEP if self.verdict.is_asked else None
+        return self.make(replace(case, contents=forward.given, found=found))
 
     def now(self, ops: list[Op], pending: Op | None, notes: list[str]) -> Case:
         """The running step, from the state of now."""
@@ -442,8 +455,8 @@ class Describing:
     def healthy(self, segments: Sequence[Segment], first: int, copy: int = -1) -> Iterator[Case]:
         """As `begun`, for steps in which nothing has failed."""
         with self.begun(segments, first, copy) as case:
-            case.explain, case.mark.micro_step = lambda *_: Failure(Phase.FORWARD, HEALTHY), 0
-            yield case
+            case.mark.micro_step = 0
+            yield replace(case, found=HEALTHY_STEP)
 
     def _joined(self, case: Case, segments: list[Segment]) -> Made | None:
         """The step of ``case``, the last of ``segments``, with those before that it goes on with; ``None`` if there are
@@ -532,9 +545,9 @@ class Describing:
         is_output = case.where in ("output", "parameter") and case.keep is not None
         if failure is None and (raised is not None or is_output):
             failure = _seen_by_check(replayed, is_all=is_hook or is_output)
-        if raised is not None and failure is not None and failure.kind != EXCEPTION:
+        if raised is not None and failure is not None and not failure.kind.raises:
             replayed.program, raised = replayed.program.pruned(), None
-            case = replace(case, raised=None, where="gradient" if failure.phase == Phase.BACKWARD else "output")
+            case = replace(case, raised=None, where="gradient" if failure.in_backward else "output")
         if failure is None and raised is None:
             failure, reference = compiled_mismatch(replayed, tuple(loop.compilers.values()))
         is_known = loop.is_noted or not case.is_now  # else nothing that differs says anything about training
@@ -565,7 +578,7 @@ class Describing:
         loop, world, tape, ranks = self.loop, self.loop.world, self.loop.tape, self.loop.ranks
         graphs = graphs_in(case.all_ops, tape, {**tape.alive(), **_values(case.contents)})
         case = replace(case, ops=[*makers_of(graphs, [*tape.carried, *tape.ops()]), *case.ops])
-        raises = case.raised is not None and case.raised.is_call
+        raises = case.is_whole or (case.raised is not None and case.raised.is_call)
         trained: list[Any] = [*world.modules, *world.optimizers]
         owners = {id(p): p for owner in trained for p in owned_by(owner)}
         owners.update((id(leaf), leaf) for leaf in leaves_in(case.ops, tape.alive()))
@@ -600,8 +613,10 @@ class Describing:
                 replayed.program = replace(replayed.program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
             if self._has_other_gradients(case, seen or []):
                 replayed.mismatches.insert(0, OTHER_GRADIENTS)
-            explain = case.explain or functools.partial(locate, progress=loop.failures.locating())
-            failure = explain(replayed.program, replayed.tensors)
+            failure = case.found
+            if failure is None:
+                explain = case.explain or functools.partial(locate, progress=loop.failures.locating())
+                failure = explain(replayed.program, replayed.tensors)
             result = _bad_result(failure, replayed.program)
             if result is not None and loop.compiled is not None:
                 made = replace(loop.compiled, outputs=result)
@@ -739,8 +754,8 @@ def _samples_in(replayed: TracedPlayer, watch: SampleWatch) -> dict[int, Samples
 
 def _with_operands(cause: Cause | None, raised: Raised | None, failure: Failure) -> Cause | None:
     """The cause, behind the operands of the expression that raised, or before them where it is known."""
-    is_shown = failure.phase is Phase.BACKWARD and failure.call is not None
-    if raised is None or not raised.facts or failure.kind != EXCEPTION or is_shown:
+    is_shown = failure.in_backward and failure.call is not None
+    if raised is None or not raised.facts or not failure.kind.raises or is_shown:
         return cause
     facts = "; ".join(raised.facts)
     says = f"{facts[0].upper()}{facts[1:]}."
@@ -880,7 +895,7 @@ def _micro_step(case: Case, replayed: TracedPlayer, failure: Failure) -> int:
     """Backward calls made before the failing call; a bad value may be noticed several of them later."""
     made = case.mark.micro_step
     differs = any(mismatch != OTHER_GRADIENTS for mismatch in replayed.mismatches)
-    if failure.phase == Phase.OPTIMIZER or failure.call_index is None or differs:
+    if failure.in_update or failure.call_index is None or differs:
         return made
     backward = [n for n, call in enumerate(replayed.program.calls) if call.target in (BACKWARD, AUTOGRAD_BACKWARD)]
     later = sum(number > failure.call_index for number in backward)

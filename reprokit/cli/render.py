@@ -16,7 +16,7 @@ import click
 from reprokit.capture.failure_text import shown_path
 from reprokit.cli import console
 from reprokit.errors import UsageError
-from reprokit.render import KINDS
+from reprokit.render import TEXTS
 from reprokit.snapshot.files import REPRO_FILE
 from reprokit.words import retry_words
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
 @click.argument("file", type=console.PATH, metavar="(FILE | DIR)")
 @click.option(
-    "--as", "kind", type=click.Choice(KINDS), help="What to write: the repro, unless an option below is about an issue."
+    "--as", "kind", type=click.Choice(TEXTS), help="What to write: the repro, unless an option below is about an issue."
 )
 @click.option(
     "--template",

@@ -85,10 +85,9 @@ def _print_screen(snapshot: Snapshot, file: Path, screen: Console) -> None:
     """The failure, its line, the calls that led to it, what surrounded the step, and the next command."""
     from rich.text import Text
 
-    from reprokit.locate.kinds import HEALTHY
     from reprokit.words import sentence
 
-    summary, is_healthy = snapshot.summary(), snapshot.failure.kind == HEALTHY
+    summary, is_healthy = snapshot.summary(), not snapshot.failure.kind.is_failure
     screen.print(Text(f"{what(summary)}{',' if is_healthy else ' at'} step {snapshot.step}", style="bold"))
     if snapshot.cause is not None:
         for text in filter(None, [snapshot.cause.text, sentence(snapshot.cause.why_not)]):

@@ -180,7 +180,8 @@ class Failure:
     @property
     def is_of_whole_step(self) -> bool:
         """True if no single call or input shows it, so that there is no origin to follow it to."""
-        return self.kind.may_be_of_whole_step and self.call is None and self.input_name is None
+        begins = self.kind.is_local or self.call is not None or self.input_name is not None
+        return self.kind.is_failure and not begins
 
 
 def wording_of(kind: str, message: str) -> tuple[str, str]:

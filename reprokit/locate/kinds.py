@@ -6,7 +6,8 @@ files and JSON have: of a loss that is NaN it is ``NonFinite("nan")``, and equal
     class         words in files                   phase      the same if these are equal
     NonFinite     nan, inf                         any        origin, node, operand, rule
     ExceptionRaised        exception                        any        call, wording, cause
-    Event         spike, explosion, scale          any        phase, call; there is a threshold
+    Event         spike, explosion                 any        phase, call; there is a threshold
+    ScaleFell     scale                            any        the same
     Dead          dead                             backward   the same
     Unlearned     silent                           backward   the same
     Mismatch      mismatch                         any        call
@@ -67,8 +68,14 @@ class FailureKind(str):
     raises: ClassVar[bool] = False
     # Two results that should be equal are not.
     compares: ClassVar[bool] = False
-    # It may have no single call or input to begin at; then a cut keeps parts of the step.
-    may_be_of_whole_step: ClassVar[bool] = True
+    # False for a step that was asked for.
+    is_failure: ClassVar[bool] = True
+    # A number is unusual, and a change of the steps before can make it usual.
+    is_unusual: ClassVar[bool] = False
+    # The steps before are compared with the one that fails, to find what has led to it.
+    has_cause: ClassVar[bool] = False
+    # Those steps, played again, show the failure, so that a change of them can be tried.
+    is_played: ClassVar[bool] = True
     # The end of the sentence "with this change ...".
     mended: ClassVar[str] = "finite"
 
@@ -100,7 +107,7 @@ class NonFinite(FailureKind):
 
     words = ("nan", "inf")
     is_nonfinite = True
-    may_be_of_whole_step = False
+    has_cause = True
 
     def key(self, failure: Failure) -> Key:
         """The origin, and the operand and the rule by which it fails.
@@ -129,7 +136,7 @@ class ExceptionRaised(FailureKind):
     words = ("exception",)
     check = "exception"
     raises = True
-    may_be_of_whole_step = False
+    has_cause = True
     mended = "the call returns"
 
     def key(self, failure: Failure) -> Key:
@@ -149,17 +156,28 @@ class ExceptionRaised(FailureKind):
 class Event(FailureKind):
     """A quantity of the step, such as its loss, is out of what is usual; every value is finite."""
 
-    words: ClassVar[tuple[str, ...]] = ("spike", "explosion", "scale")
+    words: ClassVar[tuple[str, ...]] = ("spike", "explosion")
+    is_unusual = True
+    has_cause = True
 
     def has_rules(self, failure: Failure) -> bool:
         """True: the call that an event begins with has rules as well."""
         return True
 
 
+class ScaleFell(Event):
+    """The factor of a grad scaler falls over many steps."""
+
+    words = ("scale",)
+    has_cause = False
+
+
 class Dead(Event):
     """A parameter gets no gradient any more."""
 
     words = ("dead",)
+    is_unusual = False
+    is_played = False
 
 
 class Unlearned(FailureKind):
@@ -208,7 +226,7 @@ class Healthy(FailureKind):
     """No failure: the step was asked for with ``--at-step``."""
 
     words = ("none",)
-    may_be_of_whole_step = False
+    is_failure = False
 
     def refusal(self, failure: Failure) -> ReprokitError | None:
         """There is nothing to show."""
@@ -218,7 +236,7 @@ class Healthy(FailureKind):
         )
 
 
-KINDS = (NonFinite, ExceptionRaised, Event, Dead, Unlearned, Mismatch, RanksDiffer, OwnCheck, Healthy)
+KINDS = (NonFinite, ExceptionRaised, Event, ScaleFell, Dead, Unlearned, Mismatch, RanksDiffer, OwnCheck, Healthy)
 # `RanksDiffer` has the word of `Mismatch`: a failure with a difference between ranks is one.
 _BY_WORD = {word: kind(word) for kind in KINDS if kind is not RanksDiffer for word in kind.words}
 WORDS = tuple(_BY_WORD)

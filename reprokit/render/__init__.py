@@ -1,3 +1,3 @@
 """Turning a reduction into what people read and run: the repro, the issue text, the report, a test."""
 
-KINDS = ("repro", "summary", "issue", "report", "test")
+TEXTS = ("repro", "summary", "issue", "report", "test")

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 from reprokit.locate.failure import Failure, root_of
-from reprokit.locate.kinds import HEALTHY
 from reprokit.locate.ranges import Range
 from reprokit.locate.samples import bad_row_text, batch_words
 from reprokit.program.step import Step
@@ -245,7 +244,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("replay", f"{snapshot.fidelity}{note}"),
         ("program", f"{calls}, {elements}"),
     ]
-    if failure.kind == HEALTHY:
+    if not failure.kind.is_failure:
         return [("when", when(snapshot)), *ending]
     noticed = noticed_in(snapshot)
     facts = [

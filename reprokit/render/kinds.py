@@ -368,6 +368,7 @@ ROWS: dict[type[FailureKind], tuple[type[Words], WriteParts]] = {
     kinds.NonFinite: (NonFiniteWords, check.of_value),
     kinds.ExceptionRaised: (RaisedWords, check.of_value),
     kinds.Event: (EventWords, check.of_event),
+    kinds.ScaleFell: (EventWords, check.of_event),
     kinds.Dead: (DeadWords, check.of_event),
     kinds.Unlearned: (UnlearnedWords, check.of_event),
     kinds.Mismatch: (MismatchWords, check.of_mismatch),

@@ -17,7 +17,7 @@ from typing import Any
 
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.program.step import Step
-from reprokit.render import KINDS, sources
+from reprokit.render import TEXTS, sources
 from reprokit.render.facts import Facts
 from reprokit.render.gate import require_test
 from reprokit.render.issue import Issue, make_issue, write_summary
@@ -202,8 +202,8 @@ def render_one(
 
     ``on_warning`` gets a line about a script that runs another file.
     """
-    if kind not in KINDS:
-        raise UsageError(f"cannot render as `{kind}`", hint=f"one of {', '.join(KINDS)}")
+    if kind not in TEXTS:
+        raise UsageError(f"cannot render as `{kind}`", hint=f"one of {', '.join(TEXTS)}")
     opened = sources.open_source(source, snapshot).private(policy, no_data=no_data)
     script = opened.script()
     if kind in ("repro", "test"):

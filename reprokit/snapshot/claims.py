@@ -14,7 +14,7 @@ import torch
 
 from reprokit import native
 from reprokit.locate.failure import Failure
-from reprokit.locate.kinds import Event, ExceptionRaised, FailureKind, Mismatch, OwnCheck, RanksDiffer
+from reprokit.locate.kinds import Event, ExceptionRaised, FailureKind, Mismatch, OwnCheck, RanksDiffer, ScaleFell
 from reprokit.program.functions import display_name
 from reprokit.program.ir import Input, Program
 from reprokit.program.step import HasProgram
@@ -132,6 +132,7 @@ def _require_ranks(step: FailedProgram, failure: Failure) -> None:
 _KINDS: dict[type[FailureKind], Callable[[FailedProgram, Failure], None]] = {
     ExceptionRaised: _require_exception,
     Event: _require_numbers,
+    ScaleFell: _require_numbers,
     OwnCheck: _require_file,
     Mismatch: _require_reference,
     RanksDiffer: _require_ranks,

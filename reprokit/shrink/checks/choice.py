@@ -8,7 +8,7 @@ from dataclasses import replace
 from reprokit.compare.compiled import Compiled
 from reprokit.compare.difference import NOT_FINITE, Reference
 from reprokit.locate.failure import Failure
-from reprokit.locate.kinds import MISMATCH, Dead, Event, Unlearned
+from reprokit.locate.kinds import MISMATCH, Dead, Event, ScaleFell, Unlearned
 from reprokit.program.step import Step
 from reprokit.shrink import spec as specs
 from reprokit.shrink.checks.check import Check
@@ -27,7 +27,7 @@ def choose_check(text: str | None, snapshot: Snapshot) -> Check:
     failure = snapshot.failure
     if text is None:
         require_reproducible(snapshot)
-    if failure.event is not None and text in (None, *Event.words, *Dead.words, *Unlearned.words):
+    if failure.event is not None and text in (None, *Event.words, *ScaleFell.words, *Dead.words, *Unlearned.words):
         return PredicateCheck(event=failure, rows=odd_rows(snapshot), rate=jumped_rate(snapshot))
     if text is None and failure.kind.compares:
         return _as_recorded(_mismatch(_recorded(*failure.reference)), failure)

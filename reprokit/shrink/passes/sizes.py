@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from reprokit.locate.kinds import FailureKind
 from reprokit.program.ir import Call, Ref, iter_refs
 from reprokit.program.step import Step
 from reprokit.shrink.checks.check import Ruling
@@ -190,7 +191,7 @@ def _with_lower_dimensions(candidate: Step) -> Iterator[Step]:
         yield candidate.with_calls(calls)
 
 
-def _extremes(candidate: Step, kind: str, may_be_large: bool) -> Iterator[tuple[str, Step]]:
+def _extremes(candidate: Step, kind: FailureKind, may_be_large: bool) -> Iterator[tuple[str, Step]]:
     """The candidate with all numbers replaced at once by extreme ones, the likeliest to fail in this way first.
 
     Incoming gradients stay as they are, since zeros there hide a failure and large ones make another. A NaN by overflow
@@ -208,7 +209,8 @@ def _extremes(candidate: Step, kind: str, may_be_large: bool) -> Iterator[tuple[
         "large constants, the last one negative": [1.0] * (len(values) - 1) + [-1.0],
         "ones": None,
     }
-    order = list(choices) if kind == "nan" else ["large constants", "zeros", "large constants of recorded sign", "ones"]
+    is_nan = kind.is_nonfinite and not kind.is_infinite
+    order = list(choices) if is_nan else ["large constants", "zeros", "large constants of recorded sign", "ones"]
     for name in order:
         if may_be_large or "large" not in name:
             yield name, candidate.with_tensors(_chosen(candidate, values, choices[name]))
