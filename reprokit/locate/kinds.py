@@ -20,7 +20,7 @@ How people read about a kind is in `render/kinds.py`; a test demands that each c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from reprokit.errors import NotReproduced, ReprokitError, UsageError
@@ -91,7 +91,14 @@ class FailureKind(str):
 
     def key(self, failure: Failure) -> Key:
         """What another failure has to have in common with this one to be the same."""
-        return Key(failure.phase, self, failure.call, exception=failure.wording)
+        return Key(
+            failure.phase,
+            self,
+            failure.call,
+            operand=failure.operand,
+            input=failure.input_name if failure.call is None else None,
+            exception=failure.wording,
+        )
 
     def has_rules(self, failure: Failure) -> bool:
         """True if the rules of a diagnosis may fit."""
@@ -116,18 +123,14 @@ class NonFinite(FailureKind):
         of the leaf is named. The node that multiplies zero with a NaN that the origin made may be
         another one in a smaller program.
         """
-        call = failure.call
-        node = failure.backward_node
-        operand = failure.operand
-        given = failure.input_name if call is None else None
-        drop = None
-        if failure.drop is not None:
-            drop = "given" if failure.drop.is_given else "made"
-        if node == ACCUMULATION:
-            call, operand, given = ACCUMULATION, None, None
-        if drop == "made":
-            node, operand = None, None
-        return Key(failure.phase, self, call, node, operand, given, drop=drop, rule=failure.rule)
+        key = replace(super().key(failure), backward_node=failure.backward_node, rule=failure.rule)
+        if key.backward_node == ACCUMULATION:
+            key = replace(key, call=ACCUMULATION, operand=None, input=None)
+        if failure.drop is None:
+            return key
+        if failure.drop.is_given:
+            return replace(key, drop="given")
+        return replace(key, drop="made", backward_node=None, operand=None)
 
 
 class ExceptionRaised(FailureKind):
@@ -142,15 +145,8 @@ class ExceptionRaised(FailureKind):
     def key(self, failure: Failure) -> Key:
         """The call, the wording of the exception, and the bad value that it is about."""
         cause = failure.cause
-        return Key(
-            failure.phase,
-            self,
-            failure.call,
-            operand=failure.operand,
-            input=failure.input_name if failure.call is None else None,
-            exception=failure.wording,
-            cause=(cause.kind, cause.call) if cause is not None else None,
-        )
+        key = super().key(failure)
+        return key if cause is None else replace(key, cause=(cause.kind, cause.call))
 
 
 class Event(FailureKind):
@@ -200,13 +196,16 @@ class Unlearned(FailureKind):
 class Mismatch(FailureKind):
     """A result differs from that of a reference: float64, a compiler, another device or way."""
 
-    words = ("mismatch",)
+    words: ClassVar[tuple[str, ...]] = ("mismatch",)
     check = "mismatch"
     compares = True
 
 
 class RanksDiffer(Mismatch):
     """A parameter that every rank should hold a copy of differs between ranks."""
+
+    # The word of `Mismatch`; a failure with a difference between ranks is one.
+    words = ()
 
     def refusal(self, failure: Failure) -> ReprokitError | None:
         """There is one process."""
@@ -237,8 +236,7 @@ class Healthy(FailureKind):
 
 
 KINDS = (NonFinite, ExceptionRaised, Event, ScaleFell, Dead, Unlearned, Mismatch, RanksDiffer, OwnCheck, Healthy)
-# `RanksDiffer` has the word of `Mismatch`: a failure with a difference between ranks is one.
-_BY_WORD = {word: kind(word) for kind in KINDS if kind is not RanksDiffer for word in kind.words}
+_BY_WORD = {word: kind(word) for kind in KINDS for word in kind.words}
 WORDS = tuple(_BY_WORD)
 NAN, INF, EXCEPTION, DEAD, SILENT, MISMATCH, FUNCTION, HEALTHY = map(
     _BY_WORD.__getitem__,

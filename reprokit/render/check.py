@@ -223,11 +223,10 @@ def of_mismatch(program: Program, tensors: Tensors, failure: Failure, aside: Col
 
 
 def _in_two_ways(given: Step) -> ScriptParts:
-    first, second = (ref.value for ref in given.program.outputs[:2])
     ends = [ref.value for ref in given.program.outputs]
     code = write_program(given.program, given.tensors, keep=ends, reserved=_WORDS_OF_A_COMPARISON)
-    names = {"FIRST": path(code.names[first]), "SECOND": path(code.names[second])}
-    own = fill("expected, actual = FIRST, SECOND", **names)
+    first, second = (path(code.names[value]) for value in ends[:2])
+    own = fill("expected, actual = FIRST, SECOND", FIRST=first, SECOND=second)
     return ScriptParts(code, code.body, [*own, *_ending(given)])
 
 
@@ -340,12 +339,12 @@ def of_own_check(program: Program, tensors: Tensors, failure: Failure, aside: Co
     keep = [*outputs, *([loss] if loss is not None else []), *(item.value for item in leaves)]
     code = write_program(program, tensors, keep=keep, reserved=_WORDS_OF_A_CHECK)
     # After an exception there is nothing else.
-    has_loss = loss is not None and not raises
+    loss = None if raises else loss
     shown = "exception" if raises else "loss"
     check = fill(
         _OWN_CHECK,
         OUTPUTS=ast.Tuple([path(code.names[value]) for value in outputs if not raises]),
-        LOSS=path(code.names[loss]) if has_loss and loss is not None else constant(None),
+        LOSS=path(code.names[loss]) if loss is not None else constant(None),
         GRADIENTS=ast.Dict(
             [constant(item.name) for item in leaves],
             [path(f"{code.names[item.value]}.grad") for item in leaves],
