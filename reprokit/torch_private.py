@@ -159,9 +159,14 @@ def positional_parameters(operator: Any) -> list[Any]:
 
 
 # The tables of modules, tensors and scalers. Public functions give copies, without what is ``None``.
-def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's own buffers, as the module holds them."""
-    return module._buffers
+MODULES, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
+space_of_module: Callable[[torch.nn.Module], dict[str, Any]] = vars(torch.nn.Module)["__dict__"].__get__
+
+
+def stored(module: torch.nn.Module, name: str) -> Any:
+    """What a module stores, without its `__getattribute__`; a scripted or traced one has some of it elsewhere."""
+    space = space_of_module(module)
+    return space[name] if name in space else getattr(module, name)
 
 
 Hooks = MutableMapping[int, Callable[..., Any]]
@@ -169,13 +174,12 @@ hooks_of_leaf = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def hook_tables(
-    modules: Iterable[torch.nn.Module], leaves: Iterable[torch.Tensor] = ()
+    parts: Collection[torch.nn.Module], leaves: Iterable[torch.Tensor] = ()
 ) -> Iterator[tuple[Hooks, bool]]:
-    """The tables of hooks that are not empty: of modules, of all modules, and of leaves; true for backward passes."""
-    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    """The tables of hooks that are not empty: of these modules, of all, and of leaves; true for backward passes."""
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         everywhere = getattr(torch.nn.modules.module, f"_global{name}", {})
-        tables = (*(getattr(part, name) for part in parts), everywhere)
+        tables = (*(stored(part, name) for part in parts), everywhere)
         yield from ((table, name.startswith("_backward")) for table in tables if table)
     for leaf in leaves:
         yield from ((table, True) for table in (leaf._backward_hooks, hooks_of_leaf(leaf)) if table)

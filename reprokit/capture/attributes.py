@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.generators import own_restored
 from reprokit.capture.structure import ATOMS, is_a, iter_tensors, space_of
 from reprokit.program.dataflow import node_of
@@ -48,9 +48,9 @@ class _Layout:
         self.spaces: list[dict[str, Any]] = []
         self.names: list[tuple[str, ...]] = []
         self.known: list[frozenset[str]] = []
-        self.parameters = list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
-        parts: list[Any] = list(owner.modules()) if isinstance(owner, torch.nn.Module) else [owner]
-        spaces = {id(part): vars(part) for part in parts}
+        self.parameters = [*members.parameters(owner)] if isinstance(owner, torch.nn.Module) else []
+        parts: list[Any] = [*members.modules(owner)] if isinstance(owner, torch.nn.Module) else [owner]
+        spaces = {id(part): space_of(part) for part in parts}
         for space in list(spaces.values()):
             spaces.update((id(held), fields) for held in space.values() if (fields := _fields_of(held)))
         for space in spaces.values():
@@ -148,12 +148,13 @@ def attributes_kept(roots: Iterable[torch.nn.Module], optimizers: Iterable[torch
     Lists, dicts and sets in attributes, at any depth, have the same items again, and tensors the same values; so do
     those of an object in an attribute, such as one that counts.
     """
-    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    modules = members.parts(roots)
     own = [optimizer for optimizer in optimizers if not is_of_torch(optimizer)]
-    flags = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters(False)]
-    objects = {id(value): value for module in modules for value in vars(module).values() if _is_of_user(value)}
+    flags = [(parameter, parameter.requires_grad) for module in modules for parameter in members.own_parameters(module)]
+    held = [value for module in modules for value in members.space_of_module(module).values()]
+    objects = {id(value): value for value in held if _is_of_user(value)}
     containers = Containers([*modules, *own, *objects.values()])
-    state = {id(buffer) for module in modules for buffer in module.buffers(False)}  # which is put back elsewhere
+    state = {id(buffer) for module in modules for buffer in members.own_buffers(module)}  # which is put back elsewhere
     state.update(id(tensor) for optimizer in own for tensor in iter_tensors([*optimizer.state.values()]))
     tensors = []
     num_bytes = 0
@@ -207,7 +208,7 @@ def _containers_of(owners: Iterable[Any], most_items: float = math.inf) -> list[
             waiting += [value for value in _values(container) if type(value) in _CONTAINERS]
             if isinstance(container, dict):
                 waiting += [fields for value in container.values() if (fields := _fields_of(value))]
-                waiting += [vars(value) for value in container.values() if isinstance(value, torch.optim.Optimizer)]
+                waiting += [space_of(value) for value in container.values() if isinstance(value, torch.optim.Optimizer)]
     return list(found.values())
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.attributes import is_of_torch
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.tape import Number, Op
@@ -144,7 +144,7 @@ class Root(Kind):
 
     @classmethod
     def is_pure(cls, op: Op) -> bool:
-        return not (op.note.is_training and next(op.target.buffers(), None) is not None)
+        return not (op.note.is_training and bool(members.buffers(op.target)))
 
     @classmethod
     def play(cls, player: Player, op: Op, args: Any, kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class Root(Kind):
         restore_generators(note)
         if note.attributes is not None:
             note.attributes.put_back()
-        attributes = vars(target)
+        attributes = members.space_of_module(target)
         now = {name: attributes[name] for name in ("forward",) if name in attributes}
         try:
             if note.forward is not None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from reprokit import native
+from reprokit import members, native
 from reprokit.capture import readings
 from reprokit.capture.calls import Backward, CompiledStep, OptimizerStep, Root, ScaleLoss, Transform
 from reprokit.capture.readings import UNNAMED, InputWatch, Key, LossWatch, Series, StatePart, States
@@ -162,7 +162,7 @@ class _Wide(TorchFunctionMode):
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        modules = [tensor for one in world.modules for tensor in (*one.parameters(), *one.buffers())]
+        modules = [tensor for one in world.modules for tensor in members.tensors(one)]
         self._state = {id(one): (one, one.data) for one in (*modules, *world.changing()) if one.dtype in HALVES}
 
     def __enter__(self) -> None:
@@ -374,7 +374,7 @@ class Experiments:
         stepped = {id(one) for optimizer in self._loop.world.optimizers for one in parameters_of(optimizer)}
         for module in self._loop.world.modules:
             root = self._roots.get(id(module), "")
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            for name, tensor in (*members.named_parameters(module), *members.named_buffers(module)):
                 path = ".".join(filter(None, [root, user_path(name)]))
                 parts.setdefault(id(tensor), StatePart(path, root, tensor, id(tensor) in stepped))
         return InputWatch(self._loop.world.state_ids(), parts)
@@ -402,7 +402,7 @@ class Experiments:
         halves = {dtype for op in self._segments[-1].ops for _, dtype in op.mode.autocast}
         halves &= {str(dtype) for dtype in HALVES}
         compiled = {op.kind for ops, _ in self._segments for op in ops} & {Transform, CompiledStep}
-        parts = [name for module in self._loop.world.modules for name, _ in module.named_children()]
+        parts = [name for module in self._loop.world.modules for name in members.children_names(module)]
         is_compiled = bool(compiled or self._loop.compilers) or "_orig_mod" in parts  # it would be compiled again
         # What is large in any precision ends as finite in a wider one.
         if halves and self._diverged is None and not is_compiled:

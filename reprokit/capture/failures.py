@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.calls import Backward, BackwardNote, OptimizerStep, Root, name_of
 from reprokit.capture.early_warning import EarlyWarning, EventStep
 from reprokit.capture.fidelity import Made, Place, has_origin
@@ -440,12 +440,14 @@ def describe(error: BaseException, op: Op | None, loop: Loop) -> Raised:
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
     calls = [n for n, entry in enumerate(entries) if entry.tb_frame.f_code is torch_private.call_impl_code]
     called = entries[calls[-1]].tb_frame.f_locals.get("self") if calls else None
-    paths = (user_path(path) for root in roots for path, part in root.named_modules() if part is called)
+    paths = (user_path(path) for root in roots for path, part in members.named_modules(root) if part is called)
     module = next((path for path in paths if path), f"<{type(called).__name__}>") if called is not None else None
     facts: list[str] = []
     if place is not None and not is_deliberate:
         with ignored_errors():  # objects of the user's
-            notes = {id(p): f"the parameter `{user_path(n)}`" for root in roots for n, p in root.named_parameters()}
+            named = [pair for root in roots for pair in members.named_parameters(root)]
+            notes = {id(p): f"the parameter `{user_path(n)}`" for n, p in named}
+
             notes |= _inference_notes(loop)
             of_loop = [n for n in own if n < min(calls, default=0)]
             for n in dict.fromkeys([max([own[-1], *library]), *of_loop[-1:]]):

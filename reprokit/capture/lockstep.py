@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.calls import Backward, OptimizerStep
 from reprokit.capture.fidelity import Made
 from reprokit.capture.meeting import DONE, Parted, SavedElsewhere, Stopped
@@ -155,7 +155,7 @@ def sharding_unseen(modules: Iterable[torch.nn.Module], tracer: Tracer) -> Itera
     Whole parameters lose their memory when their unit has run, so the program gets copies.
     """
     units = units_of(modules)
-    tables = [table for table, is_backward in torch_private.hook_tables(units) if not is_backward]
+    tables = [table for table, is_backward in torch_private.hook_tables(members.parts(units)) if not is_backward]
     before = [(table, dict(table)) for table in tables]
     tracer.borrows = not units
     try:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.budget import Budget
 from reprokit.capture.callers import KINDS, first_user_frame, learn_loop
@@ -330,7 +330,7 @@ class Loop:
     def cleared(self, owner: Any) -> None:
         """The loop has called `zero_grad`."""
         if self.judge.pending is not None:
-            found = parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters()
+            found = parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else members.parameters(owner)
             self.judge.clear(found)
         if self.recorder.gaps and all(p.grad is None for p in self.world.parameters):
             self.recorder.gaps = [gap for gap in self.recorder.gaps if gap is None or gap.kind is not Backward]
@@ -751,7 +751,7 @@ class Loop:
             return iterations.of(optimizer)
         if not leaves:
             roots = [op.target for op in self.tape.running() if op.kind is Root and op.mode.grad]
-            leaves = {id(parameter) for root in roots for parameter in root.parameters()}
+            leaves = {id(parameter) for root in roots for parameter in members.parameters(root)}
         return iterations.running(leaves)
 
     def _end_step(self, optimizer: torch.optim.Optimizer | None, ended: float, was_checked: bool = False) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 from torch.nn.parameter import is_lazy
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.tensor_names import parameter_names
 from reprokit.locate.failure import RankDifference
 from reprokit.native import clock
@@ -205,12 +205,12 @@ class Replicas:
         """
         wrapper, size = torch.nn.parallel.DistributedDataParallel, distributed.get_world_size()
         roots = self._modules()
-        wrapped = [part for root in roots for part in root.modules() if isinstance(part, wrapper)]
+        wrapped = [part for root in roots for part in members.modules(root) if isinstance(part, wrapper)]
         averaged = [part.module for part in wrapped if distributed.get_world_size(part.process_group) == size]
         return [
             parameter
             for root in (averaged if wrapped else roots)
-            for name, parameter in root.named_parameters()
+            for name, parameter in members.named_parameters(root)
             if name not in torch_private.ignored_by_ddp(root) and (wrapped or parameter.requires_grad)
             if not is_lazy(parameter) and type(native.detach(parameter)) is torch.Tensor and native.numel(parameter)
         ]

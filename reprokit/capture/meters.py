@@ -20,7 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from reprokit import native
+from reprokit import members, native
 from reprokit.capture.calls import Backward, Clip, OptimizerStep, Unscale
 from reprokit.capture.replay import PlayObserver, Replay
 from reprokit.capture.structure import iter_leaves, iter_tensors
@@ -220,7 +220,7 @@ class Meter(PlayObserver):
         self.rows: list[LayerNumbers] = []
         self._alive, self._last = alive, last
         self._names = {id(layer): name for name, layer in (layers or {}).items()}
-        self._parameters = {name: list(layer.parameters(recurse=False)) for name, layer in (layers or {}).items()}
+        self._parameters = {name: members.own_parameters(layer) for name, layer in (layers or {}).items()}
         self._weights: dict[int, torch.Tensor] = {}  # before an update
 
     @contextlib.contextmanager
@@ -299,8 +299,8 @@ class Meter(PlayObserver):
 
 def layers_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The layers of a model with their paths."""
-    for path, module in root.named_modules():
-        if next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None:
+    for path, module in members.named_modules(root):
+        if not members.children_names(module) or members.own_parameters(module):
             yield user_path(path), module
 
 

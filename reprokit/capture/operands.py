@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from reprokit import native
+from reprokit import members, native
 from reprokit.capture.structure import iter_tensors
 from reprokit.program.dataflow import node_of
 from reprokit.program.sites import relative_path
@@ -67,10 +67,10 @@ def option_words(options: Sequence[Mapping[str, Any]], before: Sequence[Mapping[
 
 def carried_by(roots: Iterable[torch.nn.Module]) -> Iterator[str]:
     """The attributes of modules that hold tensors with a graph and that their code reads, such as a hidden state."""
-    for path, module in (item for root in roots for item in root.named_modules()):
+    for path, module in (item for root in roots for item in members.named_modules(root)):
         file = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
         nodes = [node for node in ast.walk(_tree(file)) if isinstance(node, ast.Attribute)]
-        for name, value in list(vars(module).items()):
+        for name, value in list(members.space_of_module(module).items()):
             at = {type(node.ctx): node.lineno for node in nodes if node.attr == name}
             if {ast.Load, ast.Store} <= at.keys() and any(node_of(one) is not None for one in iter_tensors(value)):
                 where = f"assigned at {relative_path(file)}:{at[ast.Store]}, read in line {at[ast.Load]}"

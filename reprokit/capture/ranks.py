@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import distributed
 
-from reprokit import torch_private
+from reprokit import members, torch_private
 from reprokit.capture import lockstep
 from reprokit.capture.fidelity import has_origin
 from reprokit.capture.meeting import Late, Meeting, Parted, Replicas, SavedElsewhere
@@ -93,12 +93,12 @@ class Ranks:
             return
         self.rank, self._size = distributed.get_rank(), distributed.get_world_size()
         modules, fsdp = self._loop.world.modules, sys.modules.get("torch.distributed.fsdp")
-        kinds = {type(part) for module in modules for part in module.modules()}
+        kinds = {type(part) for module in modules for part in members.modules(module)}
         wrapper, other = torch.nn.parallel.DistributedDataParallel, getattr(fsdp, "FullyShardedDataParallel", ())
         self.is_parallel = self._is_manual or any(issubclass(kind, wrapper) for kind in kinds)
         self.is_sharded = any(map(torch_private.is_sharded, kinds))
         is_apart = "torch.distributed.pipelining.stage" in sys.modules or any(issubclass(one, other) for one in kinds)
-        is_apart |= any(hasattr(parameter, "to_local") for module in modules for parameter in module.parameters())
+        is_apart |= any(hasattr(p, "to_local") for module in modules for p in members.parameters(module))
         if is_apart and not (self.is_sharded or self._others is not None):
             self.is_apart, self.is_parallel = True, False
             self._loop.world.give_up()  # going back would need the parameters of the other processes

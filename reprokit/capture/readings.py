@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from reprokit import native
+from reprokit import members, native
 from reprokit.capture.calls import (
     Backward,
     Clip,
@@ -457,8 +457,8 @@ def setting_name(key: Key, loop: Loop, frame: FrameType | None) -> tuple[str, st
         name = parameter_names(modules, frame).get(where[0], "")
         return f"`{name}.requires_grad`", name.rpartition(".")[0] or None
     roots = root_names(modules, frame)
-    known = ((roots.get(id(root)), *one) for root in modules for one in root.named_modules())
-    owner = next((one for one in known if id(vars(one[2])) == where[0]), (None, "", None))
+    known = ((roots.get(id(root)), *one) for root in modules for one in members.named_modules(root))
+    owner = next((one for one in known if id(members.space_of_module(one[2])) == where[0]), (None, "", None))
     place = ".".join(filter(None, [owner[0], user_path(owner[1])]))
     return f"`{'.'.join(filter(None, [place, where[-1]]))}`", place or None
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.callers import KINDS, caller_of
 from reprokit.capture.calls import (
     Backward,
@@ -449,7 +449,7 @@ def _may_have_written(op: Op, error: BaseException) -> bool:
     if op.kind is Function:
         return op.note is not None and bool(op.note.is_write)
     if op.kind is Root:
-        return bool(op.note.is_training) and any(True for _ in op.target.buffers())
+        return bool(op.note.is_training and members.buffers(op.target))
     if op.kind is Clip:  # torch raises before it clips
         return has_arrived(error)
     if op.kind is ZeroGrad or op.kind is Unscale:

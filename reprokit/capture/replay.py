@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture import calls
 from reprokit.capture.calls import Backward, CompiledStep, Function, OptimizerStep, Root, Transform, ZeroGrad
 from reprokit.capture.judge import Judge, Pending, is_bad_start
@@ -276,7 +276,7 @@ def quiet_hooks(
             return RemovableHandle(OrderedDict())
         return register(tensor, quiet(hook) if _is_users(hook) else hook)
 
-    tables = list(torch_private.hook_tables(modules, leaves))
+    tables = list(torch_private.hook_tables(members.parts(modules), leaves))
     before = [(table, dict(table)) for table, _ in tables]
     try:
         torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
@@ -453,7 +453,7 @@ def needed_ops(ops: Sequence[Op], keep: Op | None = None) -> list[Op]:
     kept: list[Op] = []
     for op in reversed(ops):
         is_root = op.kind is Root
-        buffers = set(map(id, op.target.buffers())) if is_root else set()
+        buffers = set(map(id, members.buffers(op.target))) if is_root else set()
         is_pure = op.kind.is_forward and (op.kind.is_pure(op) or is_root)
         is_pure = is_pure and not (is_root and op.note.is_training and buffers & read)
         if op is keep or not is_pure or not needed.isdisjoint(op.outs):
@@ -618,14 +618,14 @@ class Replay:
         ops = [op for segment in self.segments for op in segment.ops if op.kind is Function and op.note is not None]
         written = {id(self._alive.get(n)) for op in ops if op.note.is_write for n in op.ins[:1]}
         held = set(map(id, self._copy.contents.tensors))
-        parameters = {id(p): p for module in self.world.modules for p in module.parameters()}
+        parameters = {id(p): p for module in self.world.modules for p in members.parameters(module)}
         return [p for key, p in parameters.items() if key in written and key not in held]
 
     def leaves(self) -> list[torch.Tensor]:
         """Everything that a played step may give a gradient."""
         leaves = {id(tensor): tensor for tensor in self.world.changing() if is_leaf(tensor)}
         for module in self.world.modules:  # also what is frozen by now and has a gradient from before
-            leaves.update((id(parameter), parameter) for parameter in module.parameters())
+            leaves.update((id(parameter), parameter) for parameter in members.parameters(module))
         for segment in self.segments:
             leaves.update((id(leaf), leaf) for leaf in leaves_in(segment.ops, self._alive))
         return list(leaves.values())
@@ -914,7 +914,9 @@ def split(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
 
 def averaged_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The parameters whose gradients `DistributedDataParallel` averages, each with a copy of its gradient."""
-    leaves = [parameter for module in modules if unwrapped(module) is not module for parameter in module.parameters()]
+    wrapped = [module for module in modules if unwrapped(module) is not module]
+    leaves = [parameter for module in wrapped for parameter in members.parameters(module)]
+
     return [(leaf, native.clone(leaf.grad)) for leaf in leaves if leaf.grad is not None]
 
 

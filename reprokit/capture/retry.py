@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.callers import first_user_frame
 from reprokit.capture.calls import Function, Root, name_of
 from reprokit.capture.data_code import lines_of_data
@@ -424,7 +424,7 @@ class RetrySession(Session):
         """Models and optimizers of the script, each with the captured state for it. Raises `OtherStep`."""
         world, frame, before = self._loop.world, sys._getframe(), self._before
         modules, optimizers = [], []
-        roots = [unwrapped(root) for root in world.modules if [*root.parameters(), *root.buffers()]]
+        roots = [unwrapped(root) for root in world.modules if members.tensors(root)]
         names = names_of(roots, frame)
         for name, state in before.modules.items():
             named = [root for root in roots if names[id(root)] == name] or roots

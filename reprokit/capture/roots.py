@@ -251,8 +251,11 @@ class RootCalls(LeftOut):
             note = FunctionNote(rng=rng, generators=drawn, attributes=attributes)
             return Function, torch.func.functional_call, (module, *given), None, user.f_code, user.f_lasti, mode, note
         given, named = recorder.encode(args, kwargs)
-        inner: Any = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
-        root_note = RootNote(module.training, rng, drawn, inner.__dict__.get("forward"), attributes)
+        inner: Any = module.module if issubclass(type(module), torch.nn.parallel.DistributedDataParallel) else module
+        is_training = _space_of_module(module).get("training")
+        if is_training is None:  # a scripted module has it elsewhere
+            is_training = module.training
+        root_note = RootNote(is_training, rng, drawn, _space_of_module(inner).get("forward"), attributes)
         return Root, module, given, named, user.f_code, user.f_lasti, mode, root_note
 
     def finish(self, begun: tuple[Any, ...], output: Any) -> None:
@@ -307,6 +310,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 _FUNCTIONAL_CALL = torch_private.functional_call_code
 _PLAIN_MODE = Mode()
 _is_any_autocast_enabled = torch_private.is_any_autocast_enabled
+_space_of_module = torch_private.space_of_module
 _num_dispatch_modes = torch_private.num_dispatch_modes
 _peek_transforms = torch_private.peek_transforms
 is_tracing = torch_private.is_tracing

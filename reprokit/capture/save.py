@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.calls import Backward, OptimizerStep, Root, ZeroGrad, name_of, starts_of
 from reprokit.capture.experiments import Experiments, rewritten_inputs
@@ -502,7 +502,7 @@ class Describing:
                 updated.update(id(alive[number]) for number in op.ins if number in alive)
         read = {id(alive[number]) for op in makers.values() for number in op.ins if number in alive}
         modules = [value for op in makers.values() for value in (op.target, *op.args[:1])]
-        read.update(id(p) for module in modules if isinstance(module, torch.nn.Module) for p in module.parameters())
+        read.update(id(p) for one in modules if isinstance(one, torch.nn.Module) for p in members.parameters(one))
         return last if updated.isdisjoint(read) else first, is_from_before
 
     def layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
@@ -805,7 +805,8 @@ def _state_before(
 
     def of_module(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         inner = unwrapped(module)
-        live = dict([*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)])
+        live: dict[str, torch.Tensor] = dict(members.named_parameters(inner, remove_duplicate=False))
+        live.update(members.named_buffers(inner, remove_duplicate=False))
         state = inner.state_dict()
         odd = next((name for name, value in state.items() if not isinstance(value, torch.Tensor)), None)
         if odd is not None:
@@ -826,7 +827,11 @@ def _state_before(
                 pass_on(error)
                 found.left_out.append(f"the state of `{cls}`: {error}".partition("\n")[0])
 
-    keep([module for module in modules if [*module.parameters(), *module.buffers()]], found.modules, of_module)
+    keep(
+        [module for module in modules if members.tensors(module)],
+        found.modules,
+        of_module,
+    )
     keep(optimizers, found.optimizers, of_optimizer)
     return found, made
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from reprokit import native
+from reprokit import members, native
 from reprokit.capture.calls import Backward, Collective, Function, OptimizerStep, Root, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.early_warning import LEAST_SILENT, EventStep, without_gradient
 from reprokit.capture.meters import FIRST_STEPS, is_capturing
@@ -186,7 +186,7 @@ class _Look:
 
     def _strangers(self, optimizer: Optimizer, step: Segment | None) -> Found:
         """No module has its parameters any more, or they are frozen, and others are trained that no optimizer has."""
-        of_models = {id(p): p for root in self.modules for p in root.parameters()}
+        of_models = {id(p): p for root in self.modules for p in members.parameters(root)}
         known = {id(p) for one in self.optimizers for p in parameters_of(one)}
         new = [p for p in of_models.values() if p.requires_grad and p.grad is not None and id(p) not in known]
         own, idle = parameters_of(optimizer), [p for p in parameters_of(optimizer) if p.grad is None]
@@ -194,7 +194,7 @@ class _Look:
         is_all = len(gone) + sum(not p.requires_grad for p in idle) == len(own)
         if new and gone and not is_all:  # a module that is still there may be called later, as the head of a task
             modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
-            waiting = {id(p) for one in modules for p in torch.nn.Module.parameters(one, recurse=False)}
+            waiting = {id(p) for one in modules for p in members.own_parameters(one)}
             gone = [p for p in gone if id(p) not in waiting]
         if not new or not (gone or is_all):
             return None
@@ -215,7 +215,7 @@ class _Look:
         if empty is None or not self.is_last or self.told:
             return None
         known = {id(p) for one in self.optimizers for p in parameters_of(one)}
-        own = [list(root.parameters()) for root in self.modules]
+        own = [members.parameters(root) for root in self.modules]
         left = {id(p): p for of_root in own for p in of_root if not known.isdisjoint(map(id, of_root))}
         given = [p for key, p in left.items() if key not in known and p.requires_grad and key in self.copied]
         given = [p for p in given if p.grad is not None and p.grad.layout is torch.strided]
@@ -379,9 +379,9 @@ class _Look:
             lead = f"the gradient of `{names[0]}` vanishes"
             return self._silence(f"{lead}: its norm is {number_words(low)}, {ratio}", step)
         kinds = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)
-        modules = [m for root in self.modules for m in root.modules() if isinstance(m, kinds)]
+        modules = [m for root in self.modules for m in members.modules(root) if isinstance(m, kinds)]
         # As a parameter: a parametrized `weight` is computed, and spectral norm moves its buffers, when it is read
-        own = {id(p) for m in modules for name, p in m.named_parameters(recurse=False) if name == "weight"}
+        own = {id(p) for m in modules for name, p in members.named_parameters(m, recurse=False) if name == "weight"}
         modes = [op.mode.autocast for op in step.ops if op.kind is Root] if step is not None else []
         is_half = any(name == "torch.float16" for mode in modes for _, name in mode) and not self.loop.scalers.is_used
         for n, (p, gradient) in enumerate(given[:-1]):
@@ -460,7 +460,7 @@ class _Look:
         ops, met = [op for step in self.steps for op in step.ops], set(map(id, self.modules))
         called = {id(op.target): op for op in ops if op.kind is Root and op.mode.grad}
         around = [one for one in gc.get_objects() if type(one) is wrapper and id(one) not in met]
-        inside = (id(part) for one in around for part in one.module.modules())
+        inside = (id(part) for one in around for part in members.modules(one.module))
         op = next((called[key] for key in inside if key in called), None)
         if op is None or distributed.get_world_size() < 2 or any(one.kind is Collective for one in ops):
             return None  # the loop may average gradients itself

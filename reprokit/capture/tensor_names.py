@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from reprokit import members
 from reprokit.capture.structure import is_a, iter_leaves, iter_tensors
 from reprokit.capture.tape import Number, Op
 from reprokit.errors import ignored_errors, is_stand_in
@@ -71,11 +72,11 @@ class Names:
     ) -> None:
         self._alive = alive
         self._known: dict[object, InputName] = {}  # by the ``id`` of the tensor, by its number if that has gone
-        for module in sorted(modules, key=lambda root: -sum(1 for _ in root.parameters())):
+        for module in sorted(modules, key=lambda root: -len(members.parameters(root))):
             root = f"{roots[id(module)]}." if id(module) in roots else ""
-            for name, parameter in module.named_parameters():
+            for name, parameter in members.named_parameters(module):
                 self._add(parameter, InputName(root + user_path(name), "parameter"))
-            for name, buffer in module.named_buffers():
+            for name, buffer in members.named_buffers(module):
                 self._add(buffer, InputName(root + user_path(name), "buffer"))
         for key, tensor in stand_ins.items():
             if key in self._known:
@@ -152,9 +153,9 @@ def root_names(roots: Sequence[torch.nn.Module], frame: FrameType | None) -> dic
     That is so for those with parameters if there are several, and for those that share a class. A part of another root,
     which the loop calls by itself too, is named as that part.
     """
-    parts = {id(part) for root in roots for part in root.modules() if part is not root}
+    parts = {id(part) for root in roots for part in members.modules(root) if part is not root}
     roots = [root for root in roots if id(root) not in parts]
-    own = [root for root in roots if next(root.parameters(), None) is not None]
+    own = [root for root in roots if members.parameters(root)]
     classes = [type(root).__name__ for root in roots]
     alike = [root for root in roots if classes.count(type(root).__name__) > 1]
     wanted = {id(root): root for root in (*(own if len(own) > 1 else ()), *alike)}
@@ -166,7 +167,7 @@ def parameter_names(modules: Sequence[torch.nn.Module], frame: FrameType | None)
     wrapper = torch.nn.parallel.DistributedDataParallel
     modules = [m.module if isinstance(m, wrapper) else m for m in modules]
     roots = root_names(modules, frame)
-    named = ((roots.get(id(m)), name, p) for m in modules for name, p in m.named_parameters())
+    named = ((roots.get(id(m)), name, p) for m in modules for name, p in members.named_parameters(m))
     return {id(parameter): f"{root}.{name}" if root else name for root, name, parameter in named}
 
 
@@ -211,7 +212,7 @@ def _named(frame: FrameType | None) -> Iterator[Named]:
     for name, value in named:
         if is_a(value, torch.nn.Module):
             prefix = "" if name == "self" else f"{name}."
-            yield from ((f"{prefix}{path}", part) for path, part in value.named_modules() if path)
+            yield from ((f"{prefix}{path}", part) for path, part in members.named_modules(value) if path)
 
 
 def _user_frames(frame: FrameType | None) -> list[FrameType]:

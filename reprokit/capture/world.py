@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.capture.attributes import Containers, attributes_kept, is_of_torch, tensors_held
 from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.capture.tape import address_of, version_of
@@ -120,8 +120,8 @@ class Buffers:
 
     def add_module(self, module: torch.nn.Module) -> None:
         """Remember the buffers of a module."""
-        for part in module.modules():
-            space: Any = torch_private.buffers_of(part)
+        for part in members.modules(module):
+            space: Any = members.buffer_table(part)
             for name, buffer in space.items():
                 if buffer is not None and not native.is_inference(buffer) and (id(part), name) not in self.rows:
                     self.rows[id(part), name] = _Buffer(space, name)
@@ -199,16 +199,16 @@ def _noted(optimizer: torch.optim.Optimizer) -> Structure:
 def _parameters_of(part: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The module's own parameters; none of a scripted one, which makes them anew."""
     is_scripted = isinstance(part, torch.jit.ScriptModule)
-    return {} if is_scripted else dict(torch.nn.Module.named_parameters(part, recurse=False, remove_duplicate=False))
+    return {} if is_scripted else dict(members.named_parameters(part, recurse=False, remove_duplicate=False))
 
 
 class _Bindings:
     """Which tensors the parameters and buffers of modules are; a forward may replace buffers. Modules may go."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        known = {id(part): part for module in modules for part in module.modules()}.values()
         self._parts = [
-            (weakref.ref(part), dict(torch_private.buffers_of(part)), _parameters_of(part)) for part in known
+            (weakref.ref(part), dict(members.buffer_table(part)), _parameters_of(part))
+            for part in members.parts(modules)
         ]
 
     def now(self) -> _Bindings:
@@ -236,7 +236,7 @@ class _Bindings:
         """Go back to it."""
         for reference, buffers, _ in self._parts:
             part = reference()
-            space = torch_private.buffers_of(part) if part is not None else {}
+            space = members.buffer_table(part) if part is not None else {}
             for name, buffer in buffers.items():  # those of a scripted module are no dict
                 space[name] = buffer
 
@@ -352,7 +352,7 @@ class World:
         self._parameters = None
         self._hold(module)
         if self._every == 0:
-            self._ways_met.update((id(buffer), ways_of(buffer)) for buffer in module.buffers())
+            self._ways_met.update((id(buffer), ways_of(buffer)) for buffer in members.buffers(module))
         self._add([t for t in _tensors_of(module) if t.requires_grad or not isinstance(t, torch.nn.Parameter)], ())
         for copy in self.copies:
             copy.bind(module)
@@ -448,7 +448,7 @@ class World:
         """
         if self._parameters is None:
             spread = {id(whole): p for unit in units_of(self.modules) for p, whole in torch_private.gathered(unit)}
-            found = [spread.get(id(p), p) for module in self.modules for p in module.parameters()]
+            found = [spread.get(id(p), p) for module in self.modules for p in members.parameters(module)]
             known: dict[int, torch.Tensor] = {id(p): p for p in found}
             known.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
             self._parameters = list(known.values())
@@ -505,7 +505,7 @@ class World:
         named = [
             (name, tensor)
             for module in self.modules
-            for name, tensor in (*module.named_buffers(), *module.named_parameters())
+            for name, tensor in (*members.named_buffers(module), *members.named_parameters(module))
             if id(tensor) in known and native.is_floating_point(tensor) and not tensor.requires_grad
         ]
         if bad_tensor(tensor for _, tensor in named) is None:
@@ -658,8 +658,7 @@ class World:
 
 def units_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
     """The parts of modules that were given to `fully_shard`."""
-    parts = {id(part): part for module in modules for part in module.modules()}.values()
-    return [part for part in parts if torch_private.is_sharded(type(part))]
+    return [part for part in members.parts(modules) if torch_private.is_sharded(type(part))]
 
 
 def gathered(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
@@ -669,11 +668,11 @@ def gathered(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
 
 def is_unmade(module: torch.nn.Module) -> bool:
     """True if parts of a module get their shapes from the first batch; such a one is met when it has them."""
-    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    return any(is_lazy(tensor) for tensor in members.tensors(module))
 
 
 def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    given = (*module.parameters(), *module.buffers())
+    given = members.tensors(module)
     return [t for t in given if not is_lazy(t) and not native.is_inference(t) and node_of(t) is None]
 
 
@@ -695,7 +694,7 @@ def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]])
 
 def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of a module or an optimizer."""
-    return list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
+    return list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else members.parameters(owner))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional
 from torch.overrides import TorchFunctionMode
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.program import functions
 from reprokit.program.custom import CustomFunctions
 from reprokit.program.dataflow import copies_of, copy_of, is_bad
@@ -395,7 +395,7 @@ class Tracer(TorchFunctionMode):
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module was entered."""
         if not self._scopes:
-            self._paths = {id(part): user_path(path) for path, part in module.named_modules()}
+            self._paths = {id(part): user_path(path) for path, part in members.named_modules(module)}
             self._root = self._root_names.get(id(module), "")
         count = self._counts.get(id(module), 0)
         self._counts[id(module)] = count + 1

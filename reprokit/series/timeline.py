@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reprokit import native, torch_private
+from reprokit import members, native, torch_private
 from reprokit.compare.quantity import number_of
 from reprokit.native import clock
 from reprokit.series.story import StepNumbers
@@ -161,7 +161,7 @@ class Iterations:
 
     def meet(self, module: torch.nn.Module) -> None:
         """A module is called for the first time."""
-        parameters: list[torch.Tensor] = list(module.parameters())
+        parameters: list[torch.Tensor] = [*members.parameters(module)]
         if parameters:  # those of models that are gone are forgotten
             self._met = {key: pair for key, pair in self._met.items() if pair[1]() is not None}
             self._met.update((id(parameter), (self.total, weakref.ref(parameter))) for parameter in parameters)

@@ -64,6 +64,19 @@ def test_handles_have_the_numbers_of_a_bare_run(options: tuple[str, ...], run_py
     assert list(tmp_path.glob("*.pt")), watched.stderr
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("--history", "2"), ("--on", "early", "--on", "silent"), ("--watch", "every-step"), ("--record", "1")],
+    ids=" ".join,
+)
+def test_methods_of_modules_are_called_by_the_script_alone(options: tuple[str, ...], run_python: Run) -> None:
+    script = str(HERE / "own_members.py")
+    bare = run_python(script)
+    watched = run_python("-m", "reprokit", "capture", *options, script)
+    assert (bare.returncode, watched.returncode) == (0, 0), watched.stderr
+    assert bare.stdout == watched.stdout and "'forward', 30" in bare.stdout
+
+
 def test_packages_of_a_capture_call_what_is_kept() -> None:
     """Their source calls no function of torch and no clock by its attribute, and no method of a tensor."""
     root, found = Path(reprokit.__file__).parent, []
