@@ -43,15 +43,13 @@ _ROUNDING = {"softmax": 16 * 2.0**-23, "norm": 2.0**-13}
 
 
 class _Sizes(Trace[float]):
-    """Observes a run: the largest magnitude of every value as a call read or left it, and of the gradients.
-
-    ``values`` and ``largest_gradients`` are by value, at the end of the run. ``graphless`` are the calls with
-    floating-point results and no graph.
-    """
+    """Observes a run: the largest magnitude of every value as a call read or left it, and of the gradients."""
 
     def __init__(self, step: Step) -> None:
         super().__init__(step.program, _size, gradients_of=_size)
+        # Calls with floating-point results and no graph
         self.graphless = set[int]()
+        # At the end of the run, by value
         self.values = dict[int, float]()
         outcome = self.run(step.tensors)
         self.largest_gradients = {value: _size(gradient) for value, gradient in outcome.gradients.items()}
@@ -104,15 +102,17 @@ def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
 
 @dataclass
 class _Comparison:
-    """The sizes of a step beside those of a healthy one. ``partner`` maps its values to those of the healthy step."""
+    """The sizes of a step beside those of a healthy one."""
 
     step: Step
     other: Step
     failure: Failure
-    factor: float
+    factor: float  # by which a value is off
 
     def __post_init__(self) -> None:
-        self.sizes, self.healthy = _Sizes(self.step), _Sizes(self.other)
+        self.sizes = _Sizes(self.step)
+        self.healthy = _Sizes(self.other)
+        # Values of the healthy step by those of this one
         calls, others = self.step.program.calls, self.other.program.calls
         keys = [_key(call) for call in calls], [_key(call) for call in others]
         self.partner = Alignment.in_order(calls, others, keys).values

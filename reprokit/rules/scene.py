@@ -1,6 +1,8 @@
 """The scene of a failure: what the origin call was given, what it made of it, and what surrounded it.
 
-Only the calls near the origin keep their tensors (copies, without gradient).
+A rule asks a `Scene`: ``scene.tensor("x")`` is the origin's first operand, ``scene.makers("x")`` the calls that it
+comes from. Only the calls near the origin keep their tensors (copies, without gradient). `observe` runs a step for
+them; `observe_origin` takes them from the run that has located the failure.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """A call with copies of what it was ``given`` and of what it ``made``: results, and what it wrote into."""
+    """A call with copies of tensors, by value."""
 
     call: Call
     given: Mapping[int, torch.Tensor]
-    made: Mapping[int, torch.Tensor]
+    made: Mapping[int, torch.Tensor]  # its results, and what it wrote into
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -71,10 +73,10 @@ class ObservedCall:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A later call that drops elements of the origin's result: ``kept`` is true where they go on."""
+    """A later call that drops elements of the origin's result."""
 
     call: Call
-    kept: torch.Tensor
+    kept: torch.Tensor  # true where they go on
 
     def kept_like(self, mask: torch.Tensor) -> torch.Tensor | None:
         """``kept`` in the shape of another mask; ``None`` if it does not have it."""
@@ -90,11 +92,14 @@ class Scene:
 
     step: Step
     failure: Failure
+    # Of the steps of its optimizer
     timeline: Sequence[StepNumbers] = ()
     settings: Settings = Settings()
+    # The origin and what is near it, by the index of the call
     seen: Mapping[int, ObservedCall] = field(default_factory=dict)
     samples: SamplesByValue = field(default_factory=dict)
-    number: int | None = None  # of the step, where it has a single backward pass
+    # Of the step, where it has a single backward pass
+    number: int | None = None
 
     @property
     def program(self) -> Program:

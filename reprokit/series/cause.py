@@ -28,13 +28,12 @@ def rate_words(found: Divergence | None, update: float, low: float, high: float)
 
 @dataclass(frozen=True, slots=True)
 class Intervention:
-    """The steps before the failure, played again with one ``change``: whether that ``removes`` it, the ``loss`` of the
-    failing step then, and how many ``steps`` were played."""
+    """The steps before the failure, played again with one change."""
 
     change: Line
-    removes: bool
-    loss: float | None = None
-    steps: Count = 0
+    removes: bool  # the failure
+    loss: float | None = None  # of the failing step with the change
+    steps: Count = 0  # that were played
 
     def words(self, kind: str) -> str:
         """What it has shown of a failure of a kind; of an event no value was bad before."""
@@ -50,16 +49,14 @@ class Intervention:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The cause of a failure: its class (``kind``), a sentence, the evidence for it, and the interventions.
-
-    ``why_not`` says which experiments were not made and why; ``None`` if all were, or none is ever made. Then no class
-    is claimed that only a rule shows.
-    """
+    """The cause of a failure: its class, a sentence, the evidence for it, and the interventions."""
 
     kind: Annotated[str, one_of("data", "setting", "state", "numerics", "framework", "unknown")]
     text: Text
     evidence: tuple[Line, ...] = ()
     interventions: tuple[Intervention, ...] = ()
+    # Which experiments were not made and why; None if all were, or none is ever made. Then no class is claimed that
+    # only a rule shows.
     why_not: Later[Line] = None
 
     @property

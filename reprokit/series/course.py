@@ -57,19 +57,15 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A number that has left its course: the ``values`` off it in a row, and what was usual.
-
-    ``limit`` is the highest number on the course, ``healthy`` the last usual value. ``shown_by`` is the step of now.
-    ``is_beyond``: it is above all that the run has had.
-    """
+    """A number that has left its course."""
 
     kind: EventKind
-    values: tuple[Value, ...]
+    values: tuple[Value, ...]  # off the course, in a row
     usual: float
-    limit: float
-    healthy: Value
-    shown_by: int
-    is_beyond: bool = True
+    limit: float  # the highest number on the course
+    healthy: Value  # the last usual one
+    shown_by: int  # the step of now
+    is_beyond: bool = True  # it is above all that the run has had
 
     @property
     def place(self) -> int:
@@ -124,13 +120,20 @@ class Course:
     """Follows one number; ``persistence`` is how many values in a row have to be off for an alarm."""
 
     def __init__(self, kind: EventKind = "spike", persistence: int = 3, least_ratio: float = OF_LOSSES) -> None:
-        self._kind, self._persistence, self._least_ratio = kind, persistence, least_ratio
-        self._band: Band | None = None  # until enough is known
-        self._limit = self._high = math.inf  # the numbers at `SPREADS` and `HIGH`
+        self._kind = kind
+        self._persistence = persistence
+        self._least_ratio = least_ratio
+        # None until enough is known
+        self._band: Band | None = None
+        # The numbers at `SPREADS` and `HIGH`
+        self._limit = self._high = math.inf
         self._window: deque[Value] = deque(maxlen=LENGTH)
-        self._num_new = 0  # of its values, those since the limit was computed
-        self._highest, self._lowest = -math.inf, math.inf  # on the course, of the whole run
-        self._streak: list[Value] = []  # the last values, if they are off the course
+        # Values of the window since the limit was computed
+        self._num_new = 0
+        # On the course, of the whole run
+        self._highest, self._lowest = -math.inf, math.inf
+        # The last values, if they are off the course, and whether an alarm was made of them
+        self._streak: list[Value] = []
         self._is_told = False
 
     def add(self, place: int, step: int, number: float) -> Alarm | None:

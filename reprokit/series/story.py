@@ -30,26 +30,30 @@ class StepNumbers:
     grad_norm: float | None = None
     scale: float | None = None
     seconds: float | None = None
+    # Its name where several optimizers take turns
     optimizer: Later[Name] = None
-    noted: Later[dict[Name, float]] = None  # by `session.note`
+    # By `session.note`
+    noted: Later[dict[Name, float]] = None
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
     """Parameters by name after a step: norms of weights and gradients (L2), and the share of zeros in gradients.
 
-    Gradients are those before the loop clipped them; ``norm`` is that of all together, of parameters that have no name
-    here too, and ``clipped`` the same after clipping, ``None`` for a loop that does not clip. ``update`` is the norm of
-    the change of each parameter over its norm before, where there was room for a copy, and ``updated`` that of all.
+    Gradients are those before the loop clipped them.
     """
 
     step: Count
     weight_norm: dict[Name, float]
     grad_norm: dict[Name, float]
     zeros: dict[Name, float]
+    # Of all gradients together, those of parameters without a name too
     norm: Later[float] = None
+    # The same after clipping, in a loop that clips
     clipped: Later[float] = None
+    # The norm of the change of each parameter over its norm before, where there was room for a copy
     update: Later[dict[Name, float]] = None
+    # The same of all parameters
     updated: Later[float] = None
 
     @property
@@ -119,18 +123,17 @@ def titled(title: str, optimizer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerNumbers:
-    """One layer in one step. ``None``: it has no such number.
-
-    ``gradient`` is the norm of the gradients of its own parameters before the update, ``update`` the norm of the change
-    of these parameters over their norm, ``activation`` the largest magnitude in its output, and ``zeros`` the share of
-    zeros there. NaN and infinities stand for themselves.
-    """
+    """One layer in one step. ``None``: it has no such number. NaN and infinities stand for themselves."""
 
     step: Count
     module: Name
+    # The norm of the gradients of its own parameters before the update
     gradient: float | None = None
+    # The norm of the change of these parameters over their norm
     update: float | None = None
+    # The largest magnitude in its output
     activation: float | None = None
+    # The share of zeros there
     zeros: float | None = None
 
 

@@ -36,14 +36,16 @@ _SKIPPED_STREAK = 100
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """A place among the optimizers: the parameters ``owned`` by all that have had it, the iteration of its ``last``
-    update, how many it made in its last ``turn``, and the number of the ``model`` that it trains; of one that has not
-    stepped yet there is none."""
+    """A place among the optimizers."""
 
     number: int
+    # The parameters of all optimizers that have had it, by their ``id``
     owned: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    # The iteration of its last update
     last: int | None = None
+    # Updates that it made in its last turn
     turn: int = 0
+    # The number of the model that it trains; -1 for a seat that has not stepped yet
     model: int = -1
 
     @property
@@ -53,18 +55,17 @@ class Seat:
 
 
 class Numbers(NamedTuple):
-    """The numbers of one step as they are kept: tensors or numbers. ``seat`` is that of its optimizer, ``noted`` are
-    the loop's own."""
+    """The numbers of one step as they are kept: tensors or numbers."""
 
-    place: int
+    place: int  # among the steps of all optimizers
     step: int
     loss: Any
     rate: Any
     norm: Any
     scale: Any
     seconds: float
-    seat: Seat
-    noted: dict[str, float]
+    seat: Seat  # of its optimizer
+    noted: dict[str, float]  # by the loop
 
     @property
     def plain(self) -> StepNumbers:

@@ -1,5 +1,9 @@
 """What is unlike the steps before: values, settings, state, by one comparison for a failing step and for a run.
 
+Begin with `unlike`, which compares the `Reading`s of one value and returns an `Unlike`, whose text is such as
+
+    `x` is 0 to 34.1 in row 3 of step 12, and was 0 to 3.4 in steps 0-11
+
 A value is compared with the same value of the steps before, never with fixed numbers: it has jumped if its largest
 magnitude is several times all of before, and it drifts if it has gone the same way in every step. A change that many
 healthy runs make on purpose (a schedule, a term that is switched on or off, a layer that begins to learn) is none.
@@ -65,27 +69,27 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """A value of the failing step that is unlike the steps before, since the step ``since``.
-
-    ``role``: ``batch`` is what the loop was given, ``carried`` what a step goes on with from the step before, ``state``
-    a parameter or buffer, ``setting`` a number that is no tensor. ``before`` is its range in the steps from ``first``
-    to ``since``, ``now`` at that step. ``rows`` are the indexes in the first dimension that are outside of the range
-    of before. ``is_now`` and ``was`` say it where that is not a range that was left, ``words`` where it takes a whole
-    sentence. ``place`` is a module; data that are no class labels are so many ``times`` as large as before.
-    """
+    """A value of the failing step that is unlike the steps before."""
 
     name: str
+    # ``batch``: given to the loop; ``carried``: a step goes on with it from the step before; ``state``: a parameter or
+    # buffer; ``setting``: a number that is no tensor
     role: str
+    # Its range in the steps from ``first`` to ``since``, and at that step
     before: tuple[float, float]
     now: tuple[float, float]
     first: int
     since: int
+    # The whole sentence, where the fields below do not say it
     words: str = ""
+    # Indexes in the first dimension that are outside of the range of before, and the samples there
     rows: Sequence[int] = ()
-    samples: str = ""  # of these rows, in words
+    samples: str = ""
+    # What it is and was, where that is not a range that was left
     is_now: str = ""
     was: str = ""
-    place: str | None = None
+    place: str | None = None  # a module
+    # How many times as large as before; 0 for class labels
     times: float = 0.0
 
     @property

@@ -29,10 +29,12 @@ Numbers = Sequence[tuple[int, float]]  # with their steps
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The losses of a run that has left its course: the last usual one at ``step``, and the last one."""
+    """The losses of a run that has left its course."""
 
+    # The last usual one
     step: int
     usual: float
+    # The last one before the failing step
     last_step: int
     last: float
 
