@@ -379,6 +379,13 @@ def make_table(
         return _Table(subjects, step, places, settings, seconds, variants, on_trial).make()
 
 
+def _load_compilers() -> None:
+    """Load what every compiled variant needs, once, for forked children."""
+    for module in (torch_private.DYNAMO, torch_private.INDUCTOR):
+        with suppress(Exception):  # the variant then says so itself
+            import_module(module)
+
+
 @dataclass
 class _Table:
     """A table in the making."""
@@ -403,10 +410,8 @@ class _Table:
         compares = any(check.failure.kind.compares for _, check in self.subjects.values())
         for job in () if compares else quick:
             self._run([job])
-        if slow and apart.can_fork():  # what every compiled variant loads, once, for its forked children
-            for module in (torch_private.DYNAMO, torch_private.INDUCTOR):
-                with suppress(Exception):  # the variant then says so itself
-                    import_module(module)
+        if slow and apart.can_fork():
+            _load_compilers()
         for name in self.subjects:
             self._run([job for job in slow if job[0] == name])
         for job in quick if compares else ():  # which compiler differs is the question

@@ -25,22 +25,31 @@ def of_logs(first: Path, second: Path) -> DiffRow:
         what = "loss and no norm" if shared else "step"
         raise UsageError(f"the two files have no {what} in common", hint="measure the same steps, with `--record N`")
     steps = counted(len(shared), "step")
-    more = [
-        f"only the {which} has {listed(sorted(only))}"
-        for which, only in (("first", names - compared), ("second", names_other - compared))
-        if only
-    ]
-    more += [
-        f"the {which} has {len(rows):,} steps, {steps} are in both"
-        for which, rows in (("first", one), ("second", other))
-        if len(rows) > len(shared)
-    ]
+    more = []
+    for which, only in (("first", names - compared), ("second", names_other - compared)):
+        if only:
+            more.append(f"only the {which} has {listed(sorted(only))}")
+    for which, rows in (("first", one), ("second", other)):
+        if len(rows) > len(shared):
+            more.append(f"the {which} has {len(rows):,} steps, {steps} are in both")
     for pair in shared:
-        for name in pair[1]:
-            if name in compared and name in pair[0] and not _is_same(pair[0][name], pair[1][name]):
-                lines = [*_difference_lines(name, pair, (first, second)), *more]
-                return DiffRow("", DIFFERENT, lines, {"step": int(pair[1]["step"]), "number": name})
+        name = _first_other(pair, compared)
+        if name is not None:
+            lines = [*_difference_lines(name, pair, (first, second)), *more]
+            return DiffRow("", DIFFERENT, lines, {"step": int(pair[1]["step"]), "number": name})
     return DiffRow("", EQUAL, [f"{listed(sorted(compared))} of {steps} agree in all bits", *more])
+
+
+def _first_other(pair: Pair, compared: set[str]) -> str | None:
+    """The first number of a step that differs in any bit; two NaN are equal."""
+    before, row = pair
+    for name in row:
+        if name not in compared or name not in before:
+            continue
+        one, other = before[name], row[name]
+        if one != other and not (math.isnan(one) and math.isnan(other)):
+            return name
+    return None
 
 
 def _by_step(file: Path) -> dict[tuple[int, str | None], Numbers]:
@@ -58,7 +67,3 @@ def _difference_lines(name: str, pair: Pair, files: tuple[Path, Path]) -> Iterat
     for stem in stems:
         yield f"reprokit capture --at-step {at} -o {stem}.pt train.py ARGS of that run"
     yield f"reprokit diff {' '.join(f'{stem}-step{step}.pt' for stem in stems)}"
-
-
-def _is_same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))

@@ -79,9 +79,9 @@ def gap_between(
         return None  # the same numbers in another format
     largest, scale = largest_gap(one, other), max(size_of(one), size_of(other))
     relative = largest / scale if scale else math.inf
-    own, others = ({tensor.dtype, *halves} for tensor, halves in zip((first, second), formats, strict=True))
-    eps, name = max(((torch.finfo(d).eps, str(d)) for d in own | others if d.is_floating_point), default=(0.0, ""))
-    found = Gap(num_bad, native.numel(first), largest, relative, _units(first, second), "", name.removeprefix("torch."))
+    own, others = {first.dtype, *formats[0]}, {second.dtype, *formats[1]}
+    eps, name = _coarsest(own | others)
+    found = Gap(num_bad, native.numel(first), largest, relative, _units(first, second), "", name)
     noise = eps * max(scale, least)
     wide, wide_other = exact
     if wide is not None and wide_other is not None and wide.shape == wide_other.shape == first.shape:
@@ -99,6 +99,13 @@ def gap_between(
         times = largest / noise if noise else math.inf
         return replace(found, why=f"that is {times:.0f} times the rounding error of the first")
     return found
+
+
+def _coarsest(formats: set[torch.dtype]) -> tuple[float, str]:
+    """The spacing of numbers near one in the coarsest format, and its name."""
+    floats = ((torch.finfo(dtype).eps, str(dtype)) for dtype in formats if dtype.is_floating_point)
+    eps, name = max(floats, default=(0.0, ""))
+    return eps, name.removeprefix("torch.")
 
 
 def _units(first: torch.Tensor, second: torch.Tensor) -> int | None:

@@ -23,7 +23,7 @@ from reprokit import native
 from reprokit.compare.alignment import Alignment
 from reprokit.compare.quantity import at_call, at_optimizer, loss_of, measured
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.notes import Notes
 from reprokit.locate.spelling import argument_at, short_name, slot_of
 from reprokit.locate.ways import largest_finite, ways_of
@@ -81,9 +81,7 @@ def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
         return failure
     if event.quantity == "update":
         return at_optimizer(failure, step.program)
-    ratio = abs(event.value / event.usual) if event.usual and event.usual > 0 else math.inf
-    factor = min(max(ratio**0.25, _LEAST_FACTOR), _MOST_FACTOR)
-    comparison = _Comparison(step, healthy, failure, factor)
+    comparison = _Comparison(step, healthy, failure, _factor(event))
     loss = loss_of(step.program)
     is_forward = failure.in_forward or comparison.is_off(loss)
     index = comparison.forward(loss) if is_forward else comparison.backward()
@@ -98,6 +96,12 @@ def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
         return failure
     value = failure.value if failure.value is not None else next(iter(results), None)
     return replace(at_call(failure, step.program, index), value=value)
+
+
+def _factor(event: Predicate) -> float:
+    """The factor by which a value of the step is off."""
+    ratio = abs(event.value / event.usual) if event.usual and event.usual > 0 else math.inf
+    return min(max(math.pow(ratio, 0.25), _LEAST_FACTOR), _MOST_FACTOR)
 
 
 @dataclass
@@ -268,13 +272,17 @@ def blocked(step: Step, failure: Failure, *, is_all: bool = False) -> Failure:
     cut = next((index for index in way if index in sizes.graphless), None) if is_leaf else None
     if cut is not None:
         return at_call(failure, program, cut)
-    if given is not None:
-        return _at_copy(step, failure, *given)
-    behind = values_behind(program.calls, [loss])
-    leaves = [item for item in program.inputs if item.requires_grad and item.value in behind]
-    # Leaves in the place of the model
-    is_new = bool(leaves) and not any(item.role == "parameter" for item in leaves)
-    return _read_without(step, failure, leaves[0], "is a leaf with no graph behind it") if is_new else failure
+    return _at_copy(step, failure, *given) if given is not None else _at_new_leaf(step, failure, loss)
+
+
+def _at_new_leaf(step: Step, failure: Failure, loss: int) -> Failure:
+    """At the call that is given a leaf in the place of the model; the failure as it is if a parameter is behind the
+    loss."""
+    behind = values_behind(step.program.calls, [loss])
+    leaves = [item for item in step.program.inputs if item.requires_grad and item.value in behind]
+    if not leaves or any(item.role == "parameter" for item in leaves):
+        return failure
+    return _read_without(step, failure, leaves[0], "is a leaf with no graph behind it")
 
 
 def _at_copy(step: Step, failure: Failure, copy: Input, value: int) -> Failure:

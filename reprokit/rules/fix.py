@@ -6,7 +6,7 @@ A step whose failure moved on to another call is edited again, as a person would
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -70,14 +70,7 @@ def attempt(
         is_local = is_local and edited.is_local
         result = _run(scene, edited, is_local)
         if isinstance(result, Outcome):
-            num_silent = _num_silent(scene, result)
-            if num_silent:
-                words = f"the step is finite, but {num_silent} of {len(result.gradients)} gradients became zero"
-                return _tried(changes, False, words)
-            code = write(scene.program, edited.step.program) if is_local and write is not None else ""
-            words, is_plausible, loss = _judged(edited.step.program, result, scene.timeline)
-            words = words or scene.failure.kind.mended
-            return replace(_tried(changes, True, words, code), is_plausible=is_plausible, loss=loss)
+            return _ended(changes, edited.step.program, result, write if is_local else None)
         tried = _tried(changes, False, _still(result, current.failure))
         if result.kind.raises or _is_same(result, current.failure) or not budget.take():
             break
@@ -86,6 +79,19 @@ def attempt(
         found = ((item, apply(current, item)) for item in next_fixes(current))
         following, edited = next(((item, made) for item, made in found if made is not None), (fix, None))
     return tried
+
+
+def _ended(changes: list[tuple[Fix, Scene]], program: Program, outcome: Outcome, write: WriteCode | None) -> TriedFix:
+    """The changes after which the step ends with finite values only."""
+    scene = changes[0][1]
+    num_silent = _num_silent(scene, outcome)
+    if num_silent:
+        words = f"the step is finite, but {num_silent} of {len(outcome.gradients)} gradients became zero"
+        return _tried(changes, False, words)
+    code = write(scene.program, program) if write is not None else ""
+    words, is_plausible, loss = _judged(program, outcome, scene.timeline)
+    words = words or scene.failure.kind.mended
+    return replace(_tried(changes, True, words, code), is_plausible=is_plausible, loss=loss)
 
 
 def apply(scene: Scene, fix: Fix) -> Edited | None:
@@ -159,23 +165,31 @@ def _judged(
     losses = losses_of(program)
     kept = (native.detach(outcome.values[value]) for value in losses if value in outcome.values)
     numbers = [float(number) for number in kept if native.numel(number) == 1]
-    words, is_plausible = [], None
+    words, is_plausible, loss = [], None, None
+    if len(numbers) == 1 and math.isfinite(numbers[0]):
+        loss = numbers[0]
     if numbers:
         known = [(row.step, row.loss) for row in timeline if row.loss is not None]
         usual = UsualLoss(known, least=_LEAST_USUAL)
         is_plausible = usual.has(numbers)
-        is_told = not is_plausible and usual.size is not None
-        note = f" (about {usual.size:.3g} in the steps before)" if is_told else ""
-        words.append(f"loss {', '.join(f'{number:.4g}' for number in numbers)}{note}")
-    if outcome.gradients:
-        words.append(_all_words(list(outcome.gradients.values()), "gradient"))
-    if any(call.is_optimizer_step or call.phase == Phase.OPTIMIZER for call in program.calls):
-        after = [outcome.inputs[item.value] for item in program.inputs if item.role == "parameter"]
-        words.append(_all_words(after, "parameter") + " after the step")
+        words.append(f"loss {', '.join(f'{number:.4g}' for number in numbers)}")
+        if not is_plausible and usual.size is not None:
+            words[0] += f" (about {usual.size:.3g} in the steps before)"
+    words += _state_words(program, outcome)
     shown = {*losses, *(ref.value for ref in program.outputs)}
     values = [value for number, value in outcome.values.items() if number in shown]
-    loss = numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else None
-    return ", ".join(words or ([_all_words(values, "result")] if values else [])), is_plausible, loss
+    if values and not words:
+        words.append(_all_words(values, "result"))
+    return ", ".join(words), is_plausible, loss
+
+
+def _state_words(program: Program, outcome: Outcome) -> Iterator[str]:
+    """The gradients and the updated parameters, if there are any."""
+    if outcome.gradients:
+        yield _all_words(list(outcome.gradients.values()), "gradient")
+    if any(call.is_optimizer_step or call.phase == Phase.OPTIMIZER for call in program.calls):
+        after = [outcome.inputs[item.value] for item in program.inputs if item.role == "parameter"]
+        yield f"{_all_words(after, 'parameter')} after the step"
 
 
 def _all_words(tensors: list[torch.Tensor], noun: str) -> str:

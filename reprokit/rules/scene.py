@@ -303,26 +303,37 @@ _DROPPING = ("where", "masked_fill", "mul", "__getitem__")
 
 def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) -> Iterator[torch.Tensor]:
     """Masks of the elements that a call keeps of a value downstream of the origin; none if it drops none."""
+    for value, mask in _masks(call, values):
+        if isinstance(value, Ref) and value.value in downstream:
+            yield native.bool(mask)
 
-    def mask_of(argument: Any) -> torch.Tensor | None:
+
+def _masks(call: Call, values: Mapping[int, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The arguments of which a call drops elements, each with a mask of those that it keeps."""
+
+    def tensor_of(argument: Any) -> torch.Tensor | None:
         found = values.get(argument.value) if isinstance(argument, Ref) else argument
         return found if isinstance(found, torch.Tensor) else None
 
     name, args = short_name(call), [*call.args, *call.kwargs.values()]
-    kept: list[tuple[Any, torch.Tensor | None]] = []  # a value of the program with a mask of it
     if name == "where" and len(args) == 3:
-        chosen, condition, other = args if "Tensor" in call.target else (args[1], args[0], args[2])
-        mask = mask_of(condition)
-        kept = [(chosen, mask), (other, ~native.bool(mask) if mask is not None else None)]
+        chosen, condition, other = args
+        if "Tensor" not in call.target:
+            condition, chosen, other = args
+        mask = tensor_of(condition)
+        if mask is not None:
+            yield chosen, mask
+            yield other, ~native.bool(mask)
     elif name == "masked_fill" and len(args) >= 3:
-        mask = mask_of(args[1])
-        kept = [(args[0], ~native.bool(mask) if mask is not None else None)]
+        mask = tensor_of(args[1])
+        if mask is not None:
+            yield args[0], ~native.bool(mask)
     elif name == "mul" and len(args) == 2:
-        factors = [mask_of(args[1]), mask_of(args[0])]
-        kept = [(args[n], f != 0) for n, f in enumerate(factors) if f is not None and bool(native.any(f == 0))]
+        for value, other in (args, reversed(args)):
+            factor = tensor_of(other)
+            if factor is not None and bool(native.any(factor == 0)):
+                yield value, factor != 0
     elif call.name == "__getitem__":
-        mask = mask_of(args[1])
-        kept = [(args[0], mask)] if mask is not None and mask.dtype is torch.bool else []
-    for value, mask in kept:
-        if mask is not None and isinstance(value, Ref) and value.value in downstream:
-            yield native.bool(mask)
+        mask = tensor_of(args[1])
+        if mask is not None and mask.dtype is torch.bool:
+            yield args[0], mask
