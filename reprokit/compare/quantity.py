@@ -118,7 +118,7 @@ def _measured_in(outcome: Outcome, program: Program, tensors: Tensors, failure: 
     if not kept:
         return None
     if event.quantity == "loss":
-        return float(native.detach(kept[0])) if native.numel(kept[0]) == 1 and not native.is_complex(kept[0]) else None
+        return number_of(kept[0])
     before = [native.detach(tensors[number]) for number in _kept(program, failure) if number in tensors]
     return update_of(before, [native.detach(tensor) for tensor in kept]) if len(before) == len(kept) else None
 

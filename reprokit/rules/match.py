@@ -106,6 +106,8 @@ def with_rule(failure: Failure, step: Step, first: str | None = None) -> Failure
 
 def rule_fits(name: str, failure: Failure, step: Step, trace: Copies) -> bool:
     """True if a local rule fits a failure; ``trace`` is of the run that located it."""
+    if failure.call_index is None:  # gradients that overflow where they are added up, which no call may have made
+        return False
     with ignored_warnings():
         scene = observe_origin(step, failure, trace)
         return any(numbers_of(rule, scene) is not None for rule in RULES if rule.name == name)
