@@ -330,7 +330,7 @@ def check_faults(
     found = [(item, *runs(item[3].__code__)) for item in functions_of(importlib.import_module(HOME + part))]
     called = [entry for entry in found if entry[1]]
     for number, ((label, owner, attribute, function), nth, loop) in enumerate(called):
-        if number % 3 and num_met:  # `benchmarks/faults.py` draws of all
+        if number % 6 and num_met:  # a run each; `benchmarks/faults.py` draws of all
             continue
         (own := folder / label).mkdir()
         with described_once(), fault_in(owner, attribute, function, nth) as fault:
