@@ -8,15 +8,57 @@ runs more often than without us, nor changes what we compute. A replay of the us
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from reprokit import torch_private
+
+
+class _Missing:
+    """In the place of a function that this torch lacks: looked up again when it is called."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __getattr__(self, name: str) -> _Missing:
+        return _Missing(f"{self._path}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            function = pkgutil.resolve_name(self._path)
+        except (AttributeError, ImportError):
+            raise RuntimeError(f"torch {torch.__version__} lacks `{self._path}`") from None
+        return function(*args, **kwargs)
+
+
+class _Names:
+    """The functions of a module or class. A torch that lacks one can be imported all the same."""
+
+    def __init__(self, owner: Any, path: str) -> None:
+        self._owner = owner
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self._path}.{name}"
+        try:
+            found = getattr(self._owner, name)
+        except AttributeError:
+            return _Missing(path)
+        has_functions = isinstance(found, ModuleType) or found is torch.Tensor or found is torch.default_generator
+        return _Names(found, path) if has_functions else found
+
+
+if TYPE_CHECKING:
+    import torch as names
+else:
+    names = _Names(torch, "torch")
 
 numpy_random: Any
 try:
@@ -25,163 +67,161 @@ except ImportError:  # torch runs without it
     numpy_random = None
 
 # Methods of tensors.
-_indices = torch.Tensor._indices
-_values = torch.Tensor._values
-abs = torch.Tensor.abs
-all = torch.Tensor.all
-amax = torch.Tensor.amax
-amin = torch.Tensor.amin
-aminmax = torch.Tensor.aminmax
-any = torch.Tensor.any
-argmax = torch.Tensor.argmax
-as_strided = torch.Tensor.as_strided
-as_subclass = torch.Tensor.as_subclass
-bfloat16 = torch.Tensor.bfloat16
-bool = torch.Tensor.bool
-ccol_indices = torch.Tensor.ccol_indices
-clamp = torch.Tensor.clamp
-clone = torch.Tensor.clone
-coalesce = torch.Tensor.coalesce
-col_indices = torch.Tensor.col_indices
-contiguous = torch.Tensor.contiguous
-copy_ = torch.Tensor.copy_
-count_nonzero = torch.Tensor.count_nonzero
-cpu = torch.Tensor.cpu
-crow_indices = torch.Tensor.crow_indices
-data_ptr = torch.Tensor.data_ptr
-dequantize = torch.Tensor.dequantize
-detach = torch.Tensor.detach
-diagonal = torch.Tensor.diagonal
-dim = torch.Tensor.dim
-div = torch.Tensor.div
-double = torch.Tensor.double
-element_size = torch.Tensor.element_size
-expand = torch.Tensor.expand
-expand_as = torch.Tensor.expand_as
-fill_ = torch.Tensor.fill_
-flatten = torch.Tensor.flatten
-float = torch.Tensor.float
-frac = torch.Tensor.frac
-half = torch.Tensor.half
-int = torch.Tensor.int
-is_coalesced = torch.Tensor.is_coalesced
-is_complex = torch.Tensor.is_complex
-is_floating_point = torch.Tensor.is_floating_point
-is_inference = torch.Tensor.is_inference
-isfinite = torch.Tensor.isfinite
-isinf = torch.Tensor.isinf
-isnan = torch.Tensor.isnan
-item = torch.Tensor.item
-long = torch.Tensor.long
-max = torch.Tensor.max
-mean = torch.Tensor.mean
-min = torch.Tensor.min
-movedim = torch.Tensor.movedim
-mul_ = torch.Tensor.mul_
-nan_to_num = torch.Tensor.nan_to_num
-narrow = torch.Tensor.narrow
-new_empty = torch.Tensor.new_empty
-nonzero = torch.Tensor.nonzero
-numel = torch.Tensor.numel
-qscheme = torch.Tensor.qscheme
-register_hook = torch.Tensor.register_hook
-requires_grad_ = torch.Tensor.requires_grad_
-reshape = torch.Tensor.reshape
-resolve_conj = torch.Tensor.resolve_conj
-resolve_neg = torch.Tensor.resolve_neg
-round = torch.Tensor.round
-row_indices = torch.Tensor.row_indices
-select = torch.Tensor.select
-set_ = torch.Tensor.set_
-size = torch.Tensor.size
-square_ = torch.Tensor.square_
-storage_offset = torch.Tensor.storage_offset
-stride = torch.Tensor.stride
-sub = torch.Tensor.sub
-sum = torch.Tensor.sum
-sum_to_size = torch.Tensor.sum_to_size
-to = torch.Tensor.to
-to_dense = torch.Tensor.to_dense
-tolist = torch.Tensor.tolist
-topk = torch.Tensor.topk
-unbind = torch.Tensor.unbind
-unsqueeze = torch.Tensor.unsqueeze
-untyped_storage = torch.Tensor.untyped_storage
-values = torch.Tensor.values
-view = torch.Tensor.view
-view_as = torch.Tensor.view_as
+abs = names.Tensor.abs
+all = names.Tensor.all
+amax = names.Tensor.amax
+amin = names.Tensor.amin
+aminmax = names.Tensor.aminmax
+any = names.Tensor.any
+argmax = names.Tensor.argmax
+as_strided = names.Tensor.as_strided
+as_subclass = names.Tensor.as_subclass
+bfloat16 = names.Tensor.bfloat16
+bool = names.Tensor.bool
+ccol_indices = names.Tensor.ccol_indices
+clamp = names.Tensor.clamp
+clone = names.Tensor.clone
+coalesce = names.Tensor.coalesce
+col_indices = names.Tensor.col_indices
+contiguous = names.Tensor.contiguous
+copy_ = names.Tensor.copy_
+count_nonzero = names.Tensor.count_nonzero
+cpu = names.Tensor.cpu
+crow_indices = names.Tensor.crow_indices
+data_ptr = names.Tensor.data_ptr
+dequantize = names.Tensor.dequantize
+detach = names.Tensor.detach
+diagonal = names.Tensor.diagonal
+dim = names.Tensor.dim
+div = names.Tensor.div
+double = names.Tensor.double
+element_size = names.Tensor.element_size
+expand = names.Tensor.expand
+expand_as = names.Tensor.expand_as
+fill_ = names.Tensor.fill_
+flatten = names.Tensor.flatten
+float = names.Tensor.float
+frac = names.Tensor.frac
+half = names.Tensor.half
+int = names.Tensor.int
+is_coalesced = names.Tensor.is_coalesced
+is_complex = names.Tensor.is_complex
+is_floating_point = names.Tensor.is_floating_point
+is_inference = names.Tensor.is_inference
+isfinite = names.Tensor.isfinite
+isinf = names.Tensor.isinf
+isnan = names.Tensor.isnan
+item = names.Tensor.item
+long = names.Tensor.long
+max = names.Tensor.max
+mean = names.Tensor.mean
+min = names.Tensor.min
+movedim = names.Tensor.movedim
+mul_ = names.Tensor.mul_
+nan_to_num = names.Tensor.nan_to_num
+narrow = names.Tensor.narrow
+new_empty = names.Tensor.new_empty
+nonzero = names.Tensor.nonzero
+numel = names.Tensor.numel
+qscheme = names.Tensor.qscheme
+register_hook = names.Tensor.register_hook
+requires_grad_ = names.Tensor.requires_grad_
+reshape = names.Tensor.reshape
+resolve_conj = names.Tensor.resolve_conj
+resolve_neg = names.Tensor.resolve_neg
+round = names.Tensor.round
+row_indices = names.Tensor.row_indices
+select = names.Tensor.select
+set_ = names.Tensor.set_
+size = names.Tensor.size
+square_ = names.Tensor.square_
+storage_offset = names.Tensor.storage_offset
+stride = names.Tensor.stride
+sub = names.Tensor.sub
+sum = names.Tensor.sum
+sum_to_size = names.Tensor.sum_to_size
+to = names.Tensor.to
+to_dense = names.Tensor.to_dense
+tolist = names.Tensor.tolist
+topk = names.Tensor.topk
+unbind = names.Tensor.unbind
+unsqueeze = names.Tensor.unsqueeze
+untyped_storage = names.Tensor.untyped_storage
+values = names.Tensor.values
+view = names.Tensor.view
+view_as = names.Tensor.view_as
 
 # Functions.
-allclose = torch.allclose
-arange = torch.arange
-are_deterministic_algorithms_enabled = torch.are_deterministic_algorithms_enabled
-as_tensor = torch.as_tensor
-bincount = torch.bincount
-dot = torch.dot
-empty = torch.empty
-eq = torch.Tensor.eq
-equal = torch.equal
-eye = torch.eye
-frexp = torch.frexp
-full_like = torch.full_like
-get_autocast_dtype = torch.get_autocast_dtype
-get_default_dtype = torch.get_default_dtype
-get_float32_matmul_precision = torch.get_float32_matmul_precision
-get_num_threads = torch.get_num_threads
-is_anomaly_enabled = torch.is_anomaly_enabled
-is_autocast_cache_enabled = torch.is_autocast_cache_enabled
-is_autocast_enabled = torch.is_autocast_enabled
-is_deterministic_algorithms_warn_only_enabled = torch.is_deterministic_algorithms_warn_only_enabled
-is_grad_enabled = torch.is_grad_enabled
-is_inference_mode_enabled = torch.is_inference_mode_enabled
-isneginf = torch.isneginf
-load = torch.load
-logical_and = torch.logical_and
-matmul = torch.matmul
-ones_like = torch.ones_like
-save = torch.save
-set_default_dtype = torch.set_default_dtype
-set_float32_matmul_precision = torch.set_float32_matmul_precision
-set_num_threads = torch.set_num_threads
-sparse_compressed_tensor = torch.sparse_compressed_tensor
-sparse_coo_tensor = torch.sparse_coo_tensor
-split = torch.split
-stack = torch.stack
-tensor = torch.tensor
-use_deterministic_algorithms = torch.use_deterministic_algorithms
-view_as_real = torch.view_as_real
-where = torch.where
-zeros = torch.zeros
-zeros_like = torch.zeros_like
+allclose = names.allclose
+arange = names.arange
+are_deterministic_algorithms_enabled = names.are_deterministic_algorithms_enabled
+as_tensor = names.as_tensor
+bincount = names.bincount
+dot = names.dot
+empty = names.empty
+eq = names.Tensor.eq
+equal = names.equal
+eye = names.eye
+frexp = names.frexp
+full_like = names.full_like
+get_autocast_dtype = names.get_autocast_dtype
+get_default_dtype = names.get_default_dtype
+get_float32_matmul_precision = names.get_float32_matmul_precision
+get_num_threads = names.get_num_threads
+is_anomaly_enabled = names.is_anomaly_enabled
+is_autocast_cache_enabled = names.is_autocast_cache_enabled
+is_autocast_enabled = names.is_autocast_enabled
+is_deterministic_algorithms_warn_only_enabled = names.is_deterministic_algorithms_warn_only_enabled
+is_grad_enabled = names.is_grad_enabled
+is_inference_mode_enabled = names.is_inference_mode_enabled
+isneginf = names.isneginf
+load = names.load
+logical_and = names.logical_and
+matmul = names.matmul
+ones_like = names.ones_like
+save = names.save
+set_default_dtype = names.set_default_dtype
+set_float32_matmul_precision = names.set_float32_matmul_precision
+set_num_threads = names.set_num_threads
+sparse_compressed_tensor = names.sparse_compressed_tensor
+sparse_coo_tensor = names.sparse_coo_tensor
+split = names.split
+stack = names.stack
+tensor = names.tensor
+use_deterministic_algorithms = names.use_deterministic_algorithms
+view_as_real = names.view_as_real
+where = names.where
+zeros = names.zeros
+zeros_like = names.zeros_like
 
 # Functions of the other modules of torch.
-backward = torch.autograd.backward
-clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
-cuda_device_count = torch.cuda.device_count
-cuda_get_rng_state = torch.cuda.get_rng_state
-cuda_is_available = torch.cuda.is_available
-cuda_is_current_stream_capturing = torch.cuda.is_current_stream_capturing
-cuda_is_initialized = torch.cuda.is_initialized
-cuda_mem_get_info = torch.cuda.mem_get_info
-cuda_set_rng_state = torch.cuda.set_rng_state
-eigvals = torch.linalg.eigvals
-eigvalsh = torch.linalg.eigvalsh
-get_gradient_edge = torch.autograd.graph.get_gradient_edge
-get_rng_state = torch.default_generator.get_state
-grad = torch.autograd.grad
-is_compiling = torch.compiler.is_compiling
-mps_get_rng_state = torch.mps.get_rng_state
-mps_set_rng_state = torch.mps.set_rng_state
-set_rng_state = torch.default_generator.set_state
-set_stance = torch.compiler.set_stance
-svdvals = torch.linalg.svdvals
-vector_norm = torch.linalg.vector_norm
+backward = names.autograd.backward
+clip_grad_norm_ = names.nn.utils.clip_grad_norm_
+cuda_device_count = names.cuda.device_count
+cuda_get_rng_state = names.cuda.get_rng_state
+cuda_is_available = names.cuda.is_available
+cuda_is_current_stream_capturing = names.cuda.is_current_stream_capturing
+cuda_is_initialized = names.cuda.is_initialized
+cuda_mem_get_info = names.cuda.mem_get_info
+cuda_set_rng_state = names.cuda.set_rng_state
+eigvals = names.linalg.eigvals
+eigvalsh = names.linalg.eigvalsh
+get_gradient_edge = names.autograd.graph.get_gradient_edge
+get_rng_state = names.default_generator.get_state
+grad = names.autograd.grad
+is_compiling = names.compiler.is_compiling
+mps_get_rng_state = names.mps.get_rng_state
+mps_set_rng_state = names.mps.set_rng_state
+set_rng_state = names.default_generator.set_state
+set_stance = names.compiler.set_stance
+svdvals = names.linalg.svdvals
+vector_norm = names.linalg.vector_norm
 
 # Contexts.
-DisableTorchFunction = torch.DisableTorchFunction
-autocast = torch.autocast
-inference_mode = torch.inference_mode
-set_detect_anomaly = torch.autograd.set_detect_anomaly
+DisableTorchFunction = names.DisableTorchFunction
+autocast = names.autocast
+inference_mode = names.inference_mode
+set_detect_anomaly = names.autograd.set_detect_anomaly
 set_grad_enabled = torch_private.set_grad_enabled
 
 # The generators of Python and NumPy.

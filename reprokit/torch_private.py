@@ -153,6 +153,13 @@ def uncompiled(function: Any) -> Any:
     return getattr(function, "_torchdynamo_orig_callable", None)
 
 
+version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")  # how often a tensor was written
+# The parts of a sparse tensor that may be uncoalesced, which the public methods refuse.
+_SPARSE = "sparse tensors are not checked and not saved"
+sparse_indices = _look_up("torch.Tensor._indices", _SPARSE, _raise_missing)
+sparse_values = _look_up("torch.Tensor._values", _SPARSE, _raise_missing)
+
+
 def positional_parameters(operator: Any) -> list[Any]:
     """The positional parameters of an overload of an operator, as its schema has them."""
     return [item for item in operator._schema.arguments if not item.kwarg_only]

@@ -337,7 +337,7 @@ def clear_gradients(recording: TracedPlayer, owner: Any, zeroed: Any) -> None:
     _clear(owner, zeroed)
     parameters = owned_by(owner)
     with native.DisableTorchFunction():
-        left = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        left = {id(p): (p.grad, torch_private.version(p.grad)) for p in parameters if p.grad is not None}
         recording.zeroed.update(left)
     known = [p for p in parameters if recording.tracer.value_of(p) is not None]
     if recording.has_differentiated and known:

@@ -480,7 +480,9 @@ def _optimizer_facts(op: Op, tape: Tape, frames: Sequence[FrameType]) -> list[st
     before = next((one for one in reversed(tape.ops()) if one.target is op.target), op)
     facts = list(option_words(op.note.options, before.note.options, frames[-1].f_code.co_filename))
     known = [p.grad for p in parameters_of(op.target) if p.grad is not None]
-    if any(bool(native.any(native._values(part)) if part.is_sparse else native.any(part)) for part in known):
+    if any(
+        bool(native.any(torch_private.sparse_values(part)) if part.is_sparse else native.any(part)) for part in known
+    ):
         return facts
     items = [item for frame in frames for item in frame.f_locals.items() if type(item[1]) is torch.Tensor]
     zeros = [

@@ -403,7 +403,7 @@ class TracedPlayer(Player):
     def has_computed(self, parameter: torch.Tensor) -> bool:
         """True if the program itself computes a gradient, which is not what `zero_grad` has left of an older one."""
         left = self.zeroed.get(id(parameter))
-        is_left = left is not None and left[0] is parameter.grad and left[0]._version == left[1]
+        is_left = left is not None and left[0] is parameter.grad and torch_private.version(left[0]) == left[1]
         return self.has_differentiated and not is_left
 
     def source_of(self, value: int) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from reprokit import members, native
+from reprokit import members, native, torch_private
 from reprokit.capture.calls import Backward, Collective, Function, OptimizerStep, Root, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.early_warning import LEAST_SILENT, EventStep, without_gradient
 from reprokit.capture.meters import FIRST_STEPS, is_capturing
@@ -164,7 +164,7 @@ class _Look:
                 yield other
         waiting = [p for p in self.seen.resting if self.now is not None and _is_plain(p)]
         norms = norms_of([native.detach(p) for p in waiting])
-        self.idle.update({p: (norm, p._version) for p, norm in zip(waiting, norms, strict=True)})
+        self.idle.update({p: (norm, torch_private.version(p)) for p, norm in zip(waiting, norms, strict=True)})
 
     def _silence(self, text: str, step: Segment | None = None, origin: Failure | Site | None = None) -> Silence:
         """Something that a step shows, the last one if none is given, with the call or the line that it comes of."""
@@ -273,7 +273,7 @@ class _Look:
         norm, version = self.idle.get(parameter, (None, None))
         is_still = bool(norms_of([native.detach(parameter)])[0] == norm)
         if parameter.grad is None:
-            return is_still and version == parameter._version and _is_idle(optimizer, parameter)
+            return is_still and version == torch_private.version(parameter) and _is_idle(optimizer, parameter)
         return is_still or (norm is not None and any(group.get("weight_decay") for group in optimizer.param_groups))
 
     def _ended(self, optimizer: Optimizer, step: Segment | None) -> Found:

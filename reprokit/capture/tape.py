@@ -219,7 +219,7 @@ class Tape:
                 if number is None or number() is not value:
                     number = self.add_input(value)
                 elif number.step != step:
-                    version = -1 if native.is_inference(value) else value._version
+                    version = -1 if native.is_inference(value) else torch_private.version(value)
                     is_same = stamps.setdefault(number, version) == version or kind is torch.nn.Parameter
                     if is_same and number not in early:  # as `_hold`
                         number.step, held[number] = step, value
@@ -500,7 +500,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 def version_of(tensor: torch.Tensor) -> int:
     """The version counter of a tensor, -1 if it has none."""
-    return -1 if native.is_inference(tensor) else tensor._version
+    return -1 if native.is_inference(tensor) else torch_private.version(tensor)
 
 
 def address_of(tensor: torch.Tensor) -> int | None:

@@ -132,8 +132,8 @@ class Buffers:
             buffer, seen = row.space[row.name], row.space[row.witness]
             if buffer is None or native.is_inference(buffer):
                 continue
-            is_same = buffer is row.tensor and buffer._version == row.version
-            if not is_same or seen is not row.seen or seen._version != row.seen_version:
+            is_same = buffer is row.tensor and torch_private.version(buffer) == row.version
+            if not is_same or seen is not row.seen or torch_private.version(seen) != row.seen_version:
                 self.are_replaced = self.are_replaced or buffer is not row.tensor
                 row.take()
 

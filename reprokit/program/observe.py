@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from reprokit import native
+from reprokit import native, torch_private
 from reprokit.program.dataflow import copy_of, node_of
 from reprokit.program.functions import GRAD_READ, hidden_writes, is_in_place
 from reprokit.program.interpreter import Outcome, Tensors, run
@@ -133,8 +133,8 @@ class Trace(Generic[T]):
         """The measure, taken once until the tensor is written."""
         if native.is_inference(tensor):
             return self.measure(tensor)
-        if value not in self._known or self._known[value][0] != tensor._version:
-            self._known[value] = tensor._version, self.measure(tensor)
+        if value not in self._known or self._known[value][0] != torch_private.version(tensor):
+            self._known[value] = torch_private.version(tensor), self.measure(tensor)
         return self._known[value][1]
 
 

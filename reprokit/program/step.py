@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from reprokit import native
+from reprokit import native, torch_private
 from reprokit.program import plain
 from reprokit.program.dataflow import contents, raw_bytes
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
@@ -118,8 +118,8 @@ def _digest_of(tensor: torch.Tensor) -> bytes:
     """A hash of the contents, computed once until the tensor is written: many steps share their tensors."""
     if native.is_inference(tensor):  # which counts no writes
         return hashlib.blake2b(_bytes_of(tensor)).digest()
-    if tensor not in _digests or _digests[tensor][0] != tensor._version:
-        _digests[tensor] = (tensor._version, hashlib.blake2b(_bytes_of(tensor)).digest())
+    if tensor not in _digests or _digests[tensor][0] != torch_private.version(tensor):
+        _digests[tensor] = (torch_private.version(tensor), hashlib.blake2b(_bytes_of(tensor)).digest())
     return _digests[tensor][1]
 
 

@@ -255,14 +255,16 @@ class Tracer(TorchFunctionMode):
         given = list(_tensors((args, kwargs)))
         versions = self.versions_of(given)
         result = func(*args, **kwargs)
-        written = [item for item, version in zip(given, versions, strict=True) if item._version != version]
+        written = [
+            item for item, version in zip(given, versions, strict=True) if torch_private.version(item) != version
+        ]
         return self.adopt_opaque(described, given, result, written)
 
     def versions_of(self, given: Sequence[torch.Tensor]) -> list[int]:
         """The version counters of tensors, which the program knows as they are now."""
         for item in given:
             self.value(item)
-        return [item._version for item in given]
+        return [torch_private.version(item) for item in given]
 
     def adopt_opaque(
         self,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit import native
+from reprokit import native, torch_private
 from reprokit.errors import pass_on
 from reprokit.program.dataflow import is_accumulation, is_bad, node_of, reachable, same_bits
 from reprokit.program.functions import replacing
@@ -100,7 +100,9 @@ class Transforms:
             pass_on(raised)
             error = raised
         results = _tensors(result)
-        written = [item for item, version in zip(given, versions, strict=True) if item._version != version]
+        written = [
+            item for item, version in zip(given, versions, strict=True) if torch_private.version(item) != version
+        ]
         if error is None and (written or not any(item.requires_grad or is_bad(item) for item in results)):
             return tracer.adopt_opaque(described, given, result, written)
         if error is not None and written:  # a second run would write again

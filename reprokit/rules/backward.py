@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from reprokit import native
+from reprokit import native, torch_private
 from reprokit.locate.failure import label_of
 from reprokit.locate.notes import starts_of
 from reprokit.program.dataflow import Node, NodeOwners, node_of, reachable, values_behind
@@ -61,7 +61,7 @@ class _Watch:
         if not call.is_differentiation:
             self.owners.own_outputs(index, call, values)
         for value, (tensor, version) in self.held.items():
-            if tensor._version != version:
+            if torch_private.version(tensor) != version:
                 self.writers.setdefault(value, []).append(index)
         self._hold(self.held, {value: tensor for value, (tensor, _) in self.held.items()})
 
@@ -71,7 +71,7 @@ class _Watch:
 
     def _hold(self, wanted: Iterable[int], values: Mapping[int, torch.Tensor]) -> None:
         found = {value: values[value] for value in wanted if value in values and not native.is_inference(values[value])}
-        self.held.update({value: (tensor, tensor._version) for value, tensor in found.items()})
+        self.held.update({value: (tensor, torch_private.version(tensor)) for value, tensor in found.items()})
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

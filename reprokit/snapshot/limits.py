@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from reprokit import native
+from reprokit import native, torch_private
 from reprokit.errors import SnapshotError, UsageError
 
 VARIABLE = "REPROKIT_LIMITS"
@@ -144,7 +144,7 @@ def _require_plain(tensor: torch.Tensor) -> None:
     if tensor.is_quantized and native.qscheme(tensor) not in _COPIED_SCHEMES:
         raise ValueError("it holds a tensor that is quantized in a way that torch cannot copy")
     if tensor.layout is torch.sparse_coo:
-        given = native._indices(tensor), native._values(tensor), tensor.shape
+        given = torch_private.sparse_indices(tensor), torch_private.sparse_values(tensor), tensor.shape
         native.sparse_coo_tensor(*given, is_coalesced=native.is_coalesced(tensor), check_invariants=True)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = native.crow_indices(tensor), native.col_indices(tensor), native.values(tensor), tensor.shape
