@@ -18,12 +18,14 @@ from reprokit.words import listed
 
 if TYPE_CHECKING:
     from reprokit.program.ir import Site
-    from reprokit.shrink.explain import Nearest, ProgramPart
+    from reprokit.shrink.explain import Nearest, ProgramPart, VariedPart
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
 
-_MAX_CODE, _MAX_MESSAGE = 160, 600  # both shapes of a recomputation are in the third line of its message
-_FREE, _MATTERS = "fails with every value that was tried", "its value matters"
+_MAX_CODE = 160
+_MAX_MESSAGE = 600  # both shapes of a recomputation are in the third line of its message
+_FREE = "fails with every value that was tried"
+_MATTERS = "its value matters"
 _OPERATORS = {
     "add": "addition", "sub": "subtraction", "rsub": "subtraction", "mul": "multiplication", "div": "division",
     "truediv": "division", "rtruediv": "division", "floordiv": "floor division", "matmul": "matmul",
@@ -71,12 +73,16 @@ def message(failure: Failure) -> str:
 
     Without a full stop, which the sentence around it has.
     """
-    text = failure.exception[1].strip() if failure.exception is not None else ""
-    first, *others = filter(None, map(str.strip, text.splitlines() or [""])) if text else ("",)
-    lengths = itertools.accumulate((len(other) + 1 for other in others), initial=len(first))
-    shown = [line for line, length in zip((first, *others), lengths, strict=True) if length <= _MAX_MESSAGE]
-    line = _shortened(redact_text(" ".join(shown or [first])), _MAX_MESSAGE)
-    return code_span(line if line.endswith("..") else line.removesuffix(".")) if line else ""
+    if failure.exception is None:
+        return ""
+    lines = list(filter(None, map(str.strip, failure.exception[1].splitlines())))
+    if not lines:
+        return ""
+    lengths = itertools.accumulate(len(line) + 1 for line in lines)
+    fitting = [line for line, length in zip(lines, lengths, strict=True) if length <= _MAX_MESSAGE + 1]
+    text = _shortened(redact_text(" ".join(fitting or lines[:1])), _MAX_MESSAGE)
+    # The full stop of a sentence goes, an ellipsis stays.
+    return code_span(text if text.endswith("..") else text.removesuffix("."))
 
 
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
@@ -92,20 +98,31 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
 def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:
     """For every input and constant that is left: what the repro calls it, and whether it matters."""
     inputs = [(names.get(item.input or "", item.input or ""), item) for item in reduction.explain]
-    parts = [*inputs, *((_constant_name(item), item) for item in reduction.constants)]
-    return [(name, "not varied" if item.tried is False else _FREE if item.free else _MATTERS) for name, item in parts]
+    constants = [(_constant_name(item), item) for item in reduction.constants]
+    return [(name, _role_of(item)) for name, item in (*inputs, *constants)]
+
+
+def _role_of(item: VariedPart) -> str:
+    if item.tried is False:
+        return "not varied"
+    return _FREE if item.free else _MATTERS
 
 
 def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
     """Which parts are free, which matter, and the nearest variant that passes, in up to three sentences."""
-    words = [(f"the {name}" if " " in name else code_span(name), text) for name, text in explained(reduction, names)]
-    free, matters = ([name for name, text in words if text == wanted] for wanted in (_FREE, _MATTERS))
-    sentences = [f"Every value of {listed(free)} that was tried fails."] if free else []
+    by_role: dict[str, list[str]] = {}
+    for name, role in explained(reduction, names):
+        by_role.setdefault(role, []).append(f"the {name}" if " " in name else code_span(name))
+    free, matters = by_role.get(_FREE), by_role.get(_MATTERS)
+    sentences = []
+    if free:
+        sentences.append(f"Every value of {listed(free)} that was tried fails.")
     if matters:
         subject, verb = ("value", "matters") if len(matters) == 1 else ("values", "matter")
         sentences.append(f"The {subject} of {listed(matters)} {verb}.")
     nearest = reduction.nearest
-    if nearest is not None and (nearest.to, nearest.from_) != (0, 0):  # minus zero for zero tells nothing
+    # Minus zero for zero tells nothing.
+    if nearest is not None and (nearest.to, nearest.from_) != (0, 0):
         new, old = nearest_words(nearest, names)
         sentences.append(f"With {code_span(new)} in place of {code_span(old)} the failure is gone.")
     return " ".join(sentences)
@@ -113,20 +130,23 @@ def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
 
 def nearest_words(nearest: Nearest, names: Mapping[str, str]) -> tuple[str, str]:
     """The nearest variant that passes, and what is there instead: ``x[0, 1] = 88`` and ``100``."""
-    element = ", ".join(map(str, nearest.element or ()))
     name = _constant_name(nearest) if nearest.input is None else names.get(nearest.input, nearest.input)
+    if nearest.element:
+        name = f"{name}[{', '.join(map(str, nearest.element))}]"
     new, old = (f"{v:.6g}" if isinstance(v, float) else str(v) for v in (nearest.to, nearest.from_))
-    return f"{name}{f'[{element}]' if element else ''} = {new}", old
+    return f"{name} = {new}", old
 
 
 def _constant_name(item: ProgramPart) -> str:
     """``exponent of pow``, ``constant of the division``."""
-    name = (item.call or "").rpartition(".")[2]
-    if (item.call or "").startswith("torch.optim."):
-        return f"{item.argument} of {short_name(item.call or '').partition('.')[0]}"
+    call = item.call or ""
+    if call.startswith("torch.optim."):
+        return f"{item.argument} of {short_name(call).partition('.')[0]}"
+    name = call.rpartition(".")[2]
     operation = _OPERATORS.get(name.strip("_")) if name.startswith("__") else None
     argument = "constant" if item.argument == "other" else item.argument
-    return f"{argument} of {f'the {operation}' if operation else name.strip('_')}"
+    owner = f"the {operation}" if operation else name.strip("_")
+    return f"{argument} of {owner}"
 
 
 def code_span(text: str) -> str:
@@ -174,8 +194,10 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
     if failure.difference is not None:
         return ""
     if failure.input_name is not None:
-        words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
-        return f"the {words[0]} {code_span(failure.input_name)}, bad before the first {words[1]}"
+        name = code_span(failure.input_name)
+        if snapshot.is_initial(failure):
+            return f"the parameter {name}, bad before the first step"
+        return f"the input {name}, bad before the first call reads it"
     if failure.exception is None:
         return "" if failure.silence else "unknown"
     if failure.site is not None and failure.site.library is not None:
