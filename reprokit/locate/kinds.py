@@ -1,19 +1,22 @@
 """The kinds of failures: a class for each, with what follows from a kind for locating and reducing.
 
-Begin with `FailureKind`. ``failure.kind`` is a value of one of its classes, and as a text the word that
-files and JSON have: of a loss that is NaN it is ``NonFinite("nan")``, and equal to ``"nan"``.
+Begin with `FailureKind`. ``failure.kind`` is a value of one of its classes, and as a text the word
+that files and JSON have: of a loss that is NaN it is ``NonFinite("nan")``, equal to ``"nan"``.
 
-    class         words in files                   phase      the same if these are equal
-    NonFinite     nan, inf                         any        origin, node, operand, rule
-    ExceptionRaised        exception                        any        call, wording, cause
-    Event         spike, explosion                 any        phase, call; there is a threshold
-    ScaleFell     scale                            any        the same
-    Dead          dead                             backward   the same
-    Unlearned     silent                           backward   the same
-    Mismatch      mismatch                         any        call
-    RanksDiffer   mismatch, of ranks               optimizer  -
-    OwnCheck      function                         forward    the verdict of the function
-    Healthy       none                             forward    -
+    class            words             phase      the same if equal              reduced with
+    NonFinite        nan, inf          any        origin, node, operand, rule    nonfinite
+    ExceptionRaised  exception         any        call, wording, cause           exception
+    Event            spike, explosion  any        call                           its threshold
+    ScaleFell        scale             any        call                           its threshold
+    Dead             dead              backward   call                           its threshold
+    Unlearned        silent            backward   call                           nothing
+    Mismatch         mismatch          any        call                           its reference
+    RanksDiffer      mismatch          optimizer  call                           nothing
+    OwnCheck         function          forward    the function's verdict         the function
+    Healthy          none              forward    call                           nothing
+
+The first two begin at a call or an input, to which a step is cut; of the others a cut keeps parts
+of the step (`Failure.is_of_whole_step`).
 
 How people read about a kind is in `render/kinds.py`; a test demands that each class is there too.
 """
@@ -235,7 +238,18 @@ class Healthy(FailureKind):
         )
 
 
-KINDS = (NonFinite, ExceptionRaised, Event, ScaleFell, Dead, Unlearned, Mismatch, RanksDiffer, OwnCheck, Healthy)
+KINDS = (
+    NonFinite,
+    ExceptionRaised,
+    Event,
+    ScaleFell,
+    Dead,
+    Unlearned,
+    Mismatch,
+    RanksDiffer,
+    OwnCheck,
+    Healthy,
+)
 _BY_WORD = {word: kind(word) for kind in KINDS for word in kind.words}
 WORDS = tuple(_BY_WORD)
 NAN, INF, EXCEPTION, DEAD, SILENT, MISMATCH, FUNCTION, HEALTHY = map(

@@ -40,7 +40,15 @@ _MAX_MESSAGE = 70
 _WORDS = {"nan": "nan", "+inf": "inf", "-inf": "-inf"}
 DETERMINISTIC = "torch.use_deterministic_algorithms(True)"
 _WORDS_OF_A_COMPARISON = ("step", "reference", "actual", "expected", "backend", "runpy")
-_WORDS_OF_A_CHECK = (*("runpy", "SimpleNamespace", "outcome", "exception", "error", "check", "verdict"),)
+_WORDS_OF_A_CHECK = (
+    "runpy",
+    "SimpleNamespace",
+    "outcome",
+    "exception",
+    "error",
+    "check",
+    "verdict",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ def of_value(program: Program, tensors: Tensors, failure: Failure, aside: Collec
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The tensor that a repro looks at: a value of the program or its ``.grad``, and how it is bad."""
+    """A value of the program, or its ``.grad``, that a repro looks at, and how it is bad."""
 
     value: int
     is_gradient: bool

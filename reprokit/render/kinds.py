@@ -85,20 +85,21 @@ class Words:
     @property
     def observed(self) -> str:
         """What happened, in a sentence."""
-        failure = self.failure
+        failure, name, bad = self.failure, self._origin, self.short
         if failure.call is None:
-            return f"The input {self._origin} is already {self.short} before the first call reads it."
+            return f"The input {name} is already {bad} before the first call reads it."
         if failure.through is not None:
             return (
-                f"{self._origin} lets the {self.short} of the input `{failure.marker}` through. "
+                f"{name} lets the {bad} of the input `{failure.marker}` through. "
                 "In healthy steps before, which are given such values too, it drops them."
             )
         if failure.drop is not None:
             return self._dropped()
         if failure.is_derivative:
-            return f"The backward pass of {self._origin}{_in_node(failure)} turns a finite gradient into {self.short}."
+            node = _in_node(failure)
+            return f"The backward pass of {name}{node} turns a finite gradient into {bad}."
         if failure.is_of_optimizer:
-            return f"{self._origin} turns a finite parameter with a finite gradient into {self.short}."
+            return f"{name} turns a finite parameter with a finite gradient into {bad}."
         return self._result()
 
     def _result(self) -> str:
@@ -116,7 +117,7 @@ class Words:
         return f"{name}{inside} {does} {why}."
 
     def _dropped(self) -> str:
-        """Of NaN values that a later call drops: the forward pass is finite, its gradient is not."""
+        """Of NaN values that a later call drops: the loss is finite, a gradient is not."""
         failure, drop = self.failure, self.failure.drop
         assert drop is not None, "a call drops them"
         node = _in_node(failure)
@@ -225,9 +226,8 @@ class EventWords(Words):
         if known:
             sentences.append(f"The {event.quantity} is {known}.")
         if failure.call is not None and event.quantity != "update":
-            step = f"step {event.reference_step}"
-            call = f"`{failure.call}`"
-            sentences.append(f"The first call whose result is off, compared with {step}, is {call}.")
+            compared = f"compared with step {event.reference_step}"
+            sentences.append(f"The first call whose result is off, {compared}, is `{failure.call}`.")
         return " ".join(sentences)
 
     @property
