@@ -60,7 +60,7 @@ def command(
     of_numbers = _are_logs(first, second, output)
     if output is not None:
         console.check_file(output, overwrite=force)
-    with console.deadline(max_time, f"--max-time {2 * max_time:g} waits longer"):
+    with console.deadline(max_time):
         if of_numbers and second is not None:
             from reprokit.cli.diff_logs import of_logs
 

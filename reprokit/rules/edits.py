@@ -23,7 +23,6 @@ from reprokit.locate.spelling import Slot, argument_at, short_name, slot_of
 from reprokit.program.dataflow import writer_of
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Device, Mode, Program, Ref, Symbol, map_leaves
-from reprokit.program.observe import Trace
 from reprokit.program.step import Step
 from reprokit.rules.rule import Edited, Fix, OfScene, of_scene
 from reprokit.rules.scene import Scene
@@ -275,11 +274,12 @@ def call_in_float32(call: EditedCall) -> EditedValue | None:
     if call.call.is_optimizer_step or not isinstance(call.call.outputs, Ref) or is_written_to:
         return None
     plain = replace(call.call, mode=replace(call.call.mode, autocast=()))
-    trace = Trace(scene.program, lambda tensor: native.is_floating_point(tensor) or None, {call.index})
-    trace.run(scene.tensors, only=range(call.index + 1))
-    floats = trace.reads.get(call.index, {})
-    casts = [(v, call.make("torch.Tensor.float", Ref(v), like=plain).ref) for v in plain.input_refs() if v in floats]
-    cast = plain.substituted(dict(casts))
+    given = scene.given_to(call.index)
+    casts = {}
+    for value in plain.input_refs():
+        if value in given and native.is_floating_point(given[value]):
+            casts[value] = call.make("torch.Tensor.float", Ref(value), like=plain).ref
+    cast = plain.substituted(casts)
     return call.add(cast, kwargs={name: value for name, value in cast.kwargs.items() if name != "dtype"})
 
 

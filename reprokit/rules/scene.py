@@ -140,6 +140,14 @@ class Scene:
         """The origin with its real arguments; raises `KeyError` without one, or if the run did not get there."""
         return self.seen[self.index]
 
+    def given_to(self, index: int) -> Mapping[int, torch.Tensor]:
+        """Copies of what a call is given, from another run if it is not near the origin."""
+        if index in self.seen:
+            return self.seen[index].given
+        trace = Trace(self.program, copied, {index})
+        trace.run(self.tensors, only=range(index + 1))
+        return trace.reads.get(index, {})
+
     @property
     def bad(self) -> tuple[int, torch.Tensor]:
         """The bad value that the origin made, by number: the failure's, else the first result; raises `KeyError`."""

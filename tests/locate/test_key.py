@@ -7,9 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from reprokit.locate.blame import locate
 from reprokit.locate.kinds import Key
+from reprokit.program import observe
+from reprokit.program.observe import Copies
 from reprokit.program.step import Step
-from reprokit.rules.match import with_rule
+from reprokit.rules.match import rule_fits, with_rule
 from tests.locate.mechanisms import CASES
 from tests.shrink.failing import INF, record
 
@@ -44,3 +47,17 @@ def test_a_rule_that_still_fits_is_kept() -> None:
 def test_a_local_rule_is_part_of_the_key(name: str) -> None:
     snapshot = CASES[name]()
     assert with_rule(snapshot.failure, Step.of(snapshot)).key().rule == name
+
+
+@pytest.mark.parametrize("most", [1 << 20, 3, 0])
+def test_a_rule_is_asked_of_the_run_that_located_the_failure(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Of another run where the copies of its calls would take too much memory."""
+    monkeypatch.setattr(observe, "MOST_COPIED", most)
+    snapshot = record(lambda x: x.exp().log().exp(), x=torch.tensor([100.0, 1.0]))
+    step = Step.of(snapshot)
+    trace = Copies(step.program, range(len(step.program.calls)))
+    failure = locate(step.program, step.tensors, observer=trace)
+    assert failure is not None and failure.call_index is not None
+    assert trace.is_complete is (most > 3)
+    assert rule_fits("exp-overflow", failure, step, trace)
+    assert not rule_fits("log-of-negative", failure, step, trace)
