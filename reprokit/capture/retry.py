@@ -28,7 +28,7 @@ from reprokit.capture.failures import Failures
 from reprokit.capture.mode import CaptureStop
 from reprokit.capture.recorder import Recorder
 from reprokit.capture.replay import TracedPlayer
-from reprokit.capture.roots import unwrapped
+from reprokit.capture.roots import RootCalls, unwrapped
 from reprokit.capture.save import Describing, NotKept, Verdict
 from reprokit.capture.session import Session
 from reprokit.capture.structure import iter_tensors
@@ -183,10 +183,29 @@ def _where_of(op: Op) -> tuple[object, ...]:
     return name, op.code, op.instruction, op.mode.grad, len(op.ins)
 
 
+Hand = Callable[[FrameType, str, Any, bool], None]
+
+
+class _HandingRoots(RootCalls):
+    """Shows each call of a root to the recorder's ``hand`` before it is made."""
+
+    def begin(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[Any, ...]:
+        hand: Hand | None = getattr(self._recorder, "hand", None)
+        if hand is not None:
+            hand(frame, "", (args, kwargs), True)
+        return super().begin(module, args, kwargs, frame)
+
+
 class _HandingRecorder(Recorder):
     """Shows each outermost call to ``hand`` before it is made."""
 
-    hand: Callable[[FrameType, str, Any, bool], None] | None = None
+    hand: Hand | None = None
+
+    def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
+        super().__init__(switch_off)
+        self.roots = _HandingRoots(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -198,8 +217,9 @@ class _HandingRecorder(Recorder):
         return super().__torch_function__(func, types, args, kwargs)
 
     def whole(self, begin: Any, known: Any, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
-        if self.hand is not None and self.is_outermost and begin != self._begin_function:
-            self.guard(self.hand, sys._getframe(1), "", (args, kwargs), begin == self.roots.begin)
+        is_shown = begin in (self._begin_function, self.roots.begin)  # by `__torch_function__` and `_HandingRoots`
+        if self.hand is not None and self.is_outermost and not is_shown:
+            self.guard(self.hand, sys._getframe(1), "", (args, kwargs), False)
         return super().whole(begin, known, target, args, kwargs, *rest, **options)
 
 
