@@ -48,21 +48,12 @@ _SEEN = "modes and tensor subclasses of the script see calls of reprokit"
 enable_functions = _look_up("torch._C._EnableTorchFunction", _SEEN, None)
 disable_functions = torch.DisableTorchFunction if enable_functions is not None else contextlib.nullcontext
 enable_functions = enable_functions or contextlib.nullcontext
+_SUBCLASSES = "tensor subclasses of the script see calls of replays"
+disable_subclasses = _look_up("torch._C.DisableTorchFunctionSubclass", _SUBCLASSES, contextlib.nullcontext)
 # The stack of torch-dispatch modes.
 num_dispatch_modes = _look_up("torch._C._len_torch_dispatch_stack", _SEEN, lambda: 0)
-_pop_dispatch_mode = _look_up("torch.utils._python_dispatch._pop_mode", _SEEN, _nothing)
-_push_dispatch_mode = _look_up("torch.utils._python_dispatch._push_mode", _SEEN, _nothing)
-
-
-@contextlib.contextmanager
-def without_dispatch_modes() -> Iterator[None]:
-    """A context in which no torch-dispatch mode is asked."""
-    modes = [_pop_dispatch_mode() for _ in range(num_dispatch_modes())]
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            _push_dispatch_mode(mode)
+pop_dispatch_mode = _look_up("torch.utils._python_dispatch._pop_mode", _SEEN, _nothing)
+push_dispatch_mode = _look_up("torch.utils._python_dispatch._push_mode", _SEEN, _nothing)
 
 
 REQUIRED = (_STACK.format("push_on_"), _STACK.format("pop_"), _STACK.format("len_"), "torch._C._get_function_stack_at")

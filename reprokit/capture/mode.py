@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -270,15 +271,69 @@ def unseen() -> contextlib.AbstractContextManager[object]:
     return functions
 
 
-def seen() -> contextlib.AbstractContextManager[object]:
-    """Inside of `unseen`, a context for code of the user's: a step that is played again, a function for events."""
-    functions: contextlib.AbstractContextManager[object] = _enable_functions()
-    return functions
+class _Stack(threading.local):
+    """One of torch's two stacks of modes. ``away`` are modes of the script that work of our own has taken off it."""
+
+    def __init__(
+        self,
+        count: Callable[[], int],
+        pop: Callable[[], Any],
+        push: Callable[[Any], object],
+        away: tuple[Any, ...] = (),
+    ) -> None:
+        self._count, self._pop, self._push = count, pop, push
+        self.away = away
+
+    def _take(self) -> tuple[Any, ...]:
+        return tuple(reversed([self._pop() for _ in range(self._count())]))
+
+    def _put(self, modes: Iterable[Any]) -> None:
+        for mode in modes:
+            self._push(mode)
+
+    @contextlib.contextmanager
+    def cleared(self) -> Iterator[None]:
+        """In this context no mode is on the stack but those that are entered in it."""
+        before, modes = self.away, self._take()
+        self.away = (*before, *modes)
+        try:
+            yield
+        finally:
+            self.away = before
+            self._put((*modes, *self._take()))
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """In this context the modes that are away are back, below those that are on the stack."""
+        away, ours = self.away, self._take()
+        self.away = ()
+        self._put((*away, *ours))
+        try:
+            yield
+        finally:
+            known = set(map(id, away))
+            self.away = away
+            self._put([mode for mode in self._take() if id(mode) not in known])
+
+
+@contextlib.contextmanager
+def seen() -> Iterator[None]:
+    """Inside of `unseen` or `played_unseen`, a context for code of the user's: a call that is played again, a function
+    for events."""
+    with _enable_functions(), _FUNCTIONS.whole(), _OPERATORS.whole():
+        yield
+
+
+@contextlib.contextmanager
+def played_unseen() -> Iterator[None]:
+    """`unseen` for a replay: modes that are entered in this context, such as a `Tracer`, are asked."""
+    with _enable_functions(), torch_private.disable_subclasses(), _FUNCTIONS.cleared(), _OPERATORS.cleared():
+        yield
 
 
 @contextlib.contextmanager
 def _unseen_by_dispatch() -> Iterator[None]:
-    with _disable_functions(), torch_private.without_dispatch_modes():
+    with _disable_functions(), _OPERATORS.cleared():
         yield
 
 
@@ -300,3 +355,5 @@ _pop_mode = torch_private.pop_mode
 _push_mode = torch_private.push_mode
 _disable_functions = without_functions = torch_private.disable_functions  # `unseen` where there is no dispatch mode
 _enable_functions = torch_private.enable_functions
+_FUNCTIONS = _Stack(_num_modes, _pop_mode, _push_mode)
+_OPERATORS = _Stack(_num_dispatch_modes, torch_private.pop_dispatch_mode, torch_private.push_dispatch_mode)

@@ -30,8 +30,9 @@ from reprokit.capture import calls
 from reprokit.capture.calls import Backward, CompiledStep, Function, OptimizerStep, Root, Transform, ZeroGrad
 from reprokit.capture.judge import Judge, Pending, is_bad_start
 from reprokit.capture.meeting import NOTHING, Meeting
+from reprokit.capture.mode import seen, unseen
 from reprokit.capture.roots import unwrapped
-from reprokit.capture.structure import is_leaf, iter_tensors, map_leaves
+from reprokit.capture.structure import TENSORS, is_leaf, iter_tensors, map_leaves, space_of
 from reprokit.capture.tape import Mark, Number, Op, Segment, Tape, makers_of, version_of, without_gradients
 from reprokit.capture.tensor_names import is_unfollowed
 from reprokit.capture.traits import VALUE_READS
@@ -57,6 +58,29 @@ if TYPE_CHECKING:
 BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the state, so there was no going back"
 _UNSEEN = "a tensor was written after the step had used it, by something the tape cannot see"
 _ROUNDED = "the transform of `{}` was replayed by plain calls, whose results differ by rounding"
+
+
+class _Tracer(Tracer):
+    """Copies are work of our own, although calls are recorded while modes of the script are asked about them."""
+
+    def adopt(self, tensor: torch.Tensor, origin: InputName) -> int:
+        with unseen():
+            return super().adopt(tensor, origin)
+
+    def save_before_write(self, target: torch.Tensor) -> None:
+        with unseen():
+            super().save_before_write(target)
+
+
+def like(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """The copy as an object of the tensor's class with its attributes: classes do not see that we copy, so they are not
+    asked to make one."""
+    kind = type(tensor)
+    if kind in TENSORS or type(copy) is kind:
+        return copy
+    made = native.as_subclass(copy, kind)
+    space_of(made).update(space_of(tensor))
+    return made
 
 
 class Player:
@@ -88,7 +112,7 @@ class Player:
         """Do what a call did."""
         self._check_versions(op)
         args, kwargs = self.given(op)
-        with native.their_operators():
+        with seen(), native.their_operators():
             result = op.kind.play(self, op, args, kwargs)
         self.bind(op, result)
         return result
@@ -118,7 +142,7 @@ class Player:
         live, content = self.alive.get(number), self._contents.get(number)
         saved = self._tape.saved.get(number) if id(live) not in self._state else None
         if content is not None:
-            found = native.requires_grad_(native.clone(native.detach(content)), content.requires_grad)
+            found = native.requires_grad_(like(content, native.clone(native.detach(content))), content.requires_grad)
         elif live is None:
             raise CannotGoBack(BEGUN_BEFORE)
         elif id(live) in self._stand_ins:
@@ -129,7 +153,7 @@ class Player:
         elif saved is None and (not live.requires_grad or is_leaf(live)):
             found = live
         else:
-            found = native.clone(saved) if saved is not None else native.detach(live)
+            found = like(live, native.clone(saved) if saved is not None else native.detach(live))
             found = native.requires_grad_(found) if live.requires_grad else found
         self.env[number] = found
         self.numbers[id(found)] = number
@@ -145,7 +169,8 @@ class Player:
         value = self._values.get(number)
         if value is None:
             saved = self._tape.saved.get(number) if number not in self._contents else None
-            value = self._values[number] = native.clone(native.detach(saved if saved is not None else live))
+            value = like(live, native.clone(native.detach(saved if saved is not None else live)))
+            self._values[number] = value
             self.numbers[id(value)] = number
         return value
 
@@ -158,7 +183,7 @@ class Player:
         """Let another value stand for a number from here on."""
         old = self.value(number)
         if old is not None and old is not value:
-            self.env[number] = native.requires_grad_(native.clone(value), old.requires_grad)
+            self.env[number] = native.requires_grad_(like(old, native.clone(value)), old.requires_grad)
             self.numbers[id(self.env[number])] = number
 
     def keep(self, numbers: Set[Number]) -> None:
@@ -315,7 +340,7 @@ class TracedPlayer(Player):
         self, tape: Tape, describe: Describe, root_names: Mapping[int, str] | None, state: Set[int], **options: Any
     ) -> None:
         super().__init__(tape, state, **options)
-        self.tracer = Tracer(self._describe, driver=__file__.replace("replay.py", "calls.py"), root_names=root_names)
+        self.tracer = _Tracer(self._describe, driver=__file__.replace("replay.py", "calls.py"), root_names=root_names)
         self.program: Program
         self.tensors: dict[int, torch.Tensor] = {}  # its inputs
         self.devices: dict[int, torch.device] = {}  # where they were, unless on the host
@@ -375,7 +400,7 @@ class TracedPlayer(Player):
         with native.DisableTorchFunction():  # our own work is not part of the step
             self._check_versions(op)
             args, kwargs = self.given(op)
-        with native.their_operators():
+        with seen(), native.their_operators():
             result = op.kind.trace(self, op, args, kwargs)
         self.bind(op, result)
         for number in op.outs if op.kind is Function else ():
@@ -783,7 +808,7 @@ class Finder(PlayObserver):
         if self._judge.pending is None:
             self._is_begun = False
             self._contents = {
-                number: native.requires_grad_(native.clone(native.detach(tensor)), tensor.requires_grad)
+                number: native.requires_grad_(like(tensor, native.clone(native.detach(tensor))), tensor.requires_grad)
                 for number, tensor in replay.contents().items()
                 if not tensor.requires_grad or is_leaf(tensor) or number in replay.tape.inputs  # graphs are made again
             }

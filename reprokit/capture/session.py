@@ -25,7 +25,7 @@ from reprokit.capture.generators import all_generators_restored
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.loop import Loop
 from reprokit.capture.meters import NormMeter
-from reprokit.capture.mode import CaptureStop, seen
+from reprokit.capture.mode import CaptureStop, played_unseen, seen
 from reprokit.capture.options import (
     DEFAULT_ON,
     DEFAULT_PERCENT,
@@ -275,7 +275,7 @@ class Session:
         with self._recorder.paused(), ignored_warnings(), generators:
             try:
                 self._recorder.enabled = False
-                with seen(), native.own_operators(), native.own_handles():
+                with played_unseen(), native.own_operators(), native.own_handles():
                     yield
             except SkippedLoss as skipped:
                 ends = False

@@ -26,7 +26,7 @@ from reprokit import members, native, torch_private
 from reprokit.capture.calls import Backward, Collective, Function, OptimizerStep, Root, ScaleLoss, Unscale, ZeroGrad
 from reprokit.capture.early_warning import LEAST_SILENT, EventStep, without_gradient
 from reprokit.capture.meters import FIRST_STEPS, is_capturing
-from reprokit.capture.mode import seen, unseen
+from reprokit.capture.mode import played_unseen, unseen
 from reprokit.capture.save import Verdict
 from reprokit.capture.tape import Mark, Op, Segment
 from reprokit.capture.tensor_names import names_of, parameter_names
@@ -327,7 +327,7 @@ class _Look:
     @functools.cached_property
     def measured(self) -> list[Any]:
         """The kept steps, played; empty if that is not possible."""
-        with ignored_errors(), seen():  # `NotKept`, or of the user's code
+        with ignored_errors(), played_unseen():  # `NotKept`, or of the user's code
             played = EventStep(self.loop, Verdict("gradient", self.frame), ())
             if self.seen.finds_dead:
                 return played.measured(self.steps[:_PLAYED])
@@ -423,7 +423,7 @@ class _Look:
             return failure
 
         if self.loop.ranks.is_alone and step is not None:
-            with ignored_errors(), seen():  # the user's code may not run again with the state of then
+            with ignored_errors(), played_unseen():  # the user's code may not run again with the state of then
                 played = EventStep(self.loop, Verdict("gradient", self.frame), ())
                 played.explained_by(see, step.mark.place, is_forward=parameters[0].grad is None)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,21 @@ def test_a_failure_under_a_mode_is_saved_and_played(tmp_path: Path, run_reprokit
     assert shown["fidelity"] == "exact"
     assert shown["failure"]["step"] == 7
     assert shown["failure"]["call"] == "torch.Tensor.mul"
+
+
+@pytest.mark.parametrize("way", ["functions", "operators", "subclass"])
+def test_a_step_saved_in_the_middle_is_seen_once_more(
+    tmp_path: Path, run_python: Run, run_reprokit: Run, way: str
+) -> None:
+    """The calls of the saved step are played again, for which modes and classes are asked, and nothing else is."""
+    script = f"{SETTING}{WAYS[way]}print(*CALLS, sep='\\n')\n"
+    (tmp_path / "train.py").write_text(script)
+    bare = Counter(run_python("train.py").stdout.split("\n"))
+    done = run_reprokit("capture", "-o", "s.pt", "--at-step", "5", "--on", "early", "train.py")
+    assert done.returncode == 0 and (tmp_path / "s-step5.pt").exists(), done.stderr
+    more = Counter(done.stdout.split("\n"))
+    more.subtract(bare)
+    one_step = {name: -(-count // 12) for name, count in bare.items()}
+    assert min(more.values()) >= 0 and 0 < more.total() <= 1.1 * sum(one_step.values())
+    ours = {name: count - one_step.get(name, 0) for name, count in more.items() if count > one_step.get(name, 0)}
+    assert sum(ours.values()) <= 6, ours  # `Tensor.backward` and clipping are played with a look at what they gave
