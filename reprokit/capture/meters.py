@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from reprokit import members, native
 from reprokit.capture.calls import Backward, Clip, OptimizerStep, Unscale
+from reprokit.capture.mode import unseen
 from reprokit.capture.replay import PlayObserver, Replay
 from reprokit.capture.structure import iter_leaves, iter_tensors
 from reprokit.capture.tape import Mark, Number, Op
@@ -230,7 +231,7 @@ class Meter(PlayObserver):
         def see(module: torch.nn.Module, _: Any, output: Any) -> None:
             name = self._names.get(id(module))
             if name is not None and not native.is_compiling():
-                with native.no_grad():
+                with unseen(), native.no_grad():
                     found = [measure(tensor) for tensor in iter_tensors(output) if native.is_floating_point(tensor)]
                 self.steps[-1].outputs.setdefault(name, []).extend(found)
 

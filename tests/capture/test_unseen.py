@@ -115,3 +115,17 @@ def test_a_step_saved_in_the_middle_is_seen_once_more(
     assert min(more.values()) >= 0 and 0 < more.total() <= 1.1 * sum(one_step.values())
     ours = {name: count - one_step.get(name, 0) for name, count in more.items() if count > one_step.get(name, 0)}
     assert sum(ours.values()) <= 6, ours  # `Tensor.backward` and clipping are played with a look at what they gave
+
+
+@pytest.mark.parametrize("way", ["with Functions():", "if True:"])
+def test_a_failure_in_the_middle_is_looked_at_unseen(
+    tmp_path: Path, run_python: Run, run_reprokit: Run, way: str
+) -> None:
+    """Steps are played and layers measured; modes and classes are asked about functions that the script calls."""
+    train = "train(bad=7)" if "Functions" in way else "train(Counting, bad=7)"
+    (tmp_path / "train.py").write_text(f"{SETTING}{way}\n    {train}\nprint(*CALLS, sep='\\n')\n")
+    bare = run_python("train.py").stdout.split("\n")
+    done = run_reprokit("capture", "-o", "s.pt", "--after-capture", "continue", "--no-cause", "train.py")
+    assert done.returncode == 0 and (tmp_path / "s.pt").exists(), done.stderr
+    watched = done.stdout.split("\n")
+    assert len(watched) > len(bare) and set(watched) == set(bare)
