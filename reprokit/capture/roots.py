@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reprokit.capture.recorder import Recorder
 
 
-class Opened(NamedTuple):
+class OpenRoot(NamedTuple):
     """A call of a root that runs: whether the mode was on the stack (``None``: it still is), the data of the call, and
     whether the watch of all modules was taken away for it."""
 
@@ -180,7 +180,7 @@ class RootCalls(LeftOut):
             if is_watched:
                 self._go_on()
 
-    def open(self, cls: type | None, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Opened | None:
+    def open(self, cls: type | None, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> OpenRoot | None:
         """A module is called, which the watch of its class or that of all modules meets: what `close` needs, ``None``
         if there is nothing to note or to put back."""
         recorder = self._recorder
@@ -192,7 +192,7 @@ class RootCalls(LeftOut):
                 # A class between has a `__call__` of its own, which is running and has called this one: what it
                 # has done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
                 recorder.guard(recorder.loop.meet_module, module)
-                return Opened(None, None, self._stop_for_now())
+                return OpenRoot(None, None, self._stop_for_now())
         popped, begun = recorder.step_aside(), None
         try:
             # `unseen` is a Python call, `without_functions` is none: the calls of every step come here.
@@ -206,9 +206,9 @@ class RootCalls(LeftOut):
             except BaseException:
                 recorder.step_back(popped)
                 raise
-        return Opened(popped, begun, self.original is not None and self._stop_for_now())
+        return OpenRoot(popped, begun, self.original is not None and self._stop_for_now())
 
-    def close(self, opened: Opened, output: Any) -> None:
+    def close(self, opened: OpenRoot, output: Any) -> None:
         """The call is over."""
         recorder, begun = self._recorder, opened.begun
         if opened.is_unwatched:
@@ -224,7 +224,7 @@ class RootCalls(LeftOut):
             if opened.popped is not None:
                 recorder.step_back(opened.popped)
 
-    def fail(self, opened: Opened, error: BaseException) -> None:
+    def fail(self, opened: OpenRoot, error: BaseException) -> None:
         """An exception has ended the call."""
         if opened.is_unwatched:
             self._go_on()
