@@ -44,7 +44,7 @@ def _sparse(index: torch.Tensor, values: torch.Tensor, size: tuple[int, ...]) ->
 
 
 def _storage(numbers: int = 6, dtype: torch.dtype = torch.float32) -> Any:
-    return torch.arange(numbers).to(dtype).storage()
+    return torch.arange(numbers).to(dtype)._typed_storage()
 
 
 def _tensors() -> dict[str, Callable[[], Any]]:
@@ -67,7 +67,7 @@ def _tensors() -> dict[str, Callable[[], Any]]:
         "hooks": lambda: _view(_storage(), 0, (2,), (1,), False, OrderedDict({0: "hook"})),
         "wants a gradient": lambda: _view(_storage(), 0, (2,), (1,), True),
         "integers that want a gradient": lambda: _view(_storage(6, torch.int64), 0, (2,), (1,), True),
-        "booleans of other bytes": lambda: _view(odd_booleans.storage(), 0, (2,), (1,)),
+        "booleans of other bytes": lambda: _view(odd_booleans._typed_storage(), 0, (2,), (1,)),
         "a parameter": lambda: torch.nn.Parameter(torch.ones(2)),
         "sparse beyond its size": lambda: _sparse(index, torch.ones(2), (3,)),
         "sparse of two sizes": lambda: _sparse(index, torch.ones(5), (9,)),

@@ -432,6 +432,7 @@ def _child(seeds: Mapping[str, JSON], numbers: Sequence[str], folder: Path, writ
         code = 0
     except BaseException:
         traceback.print_exc()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -106,6 +106,7 @@ def test_a_repro_that_runs_a_file_says_so(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, about tensors that nobody makes but a forger
 def test_fields_filled_at_random(tmp_path: Path) -> None:
     strangers = import_benchmark("strangers")
     seeds = strangers.make_seeds(tmp_path / "seeds", is_quick=True)
