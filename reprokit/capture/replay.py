@@ -75,10 +75,10 @@ class _Tracer(Tracer):
 def like(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """The copy as an object of the tensor's class with its attributes: classes do not see that we copy, so they are not
     asked to make one."""
-    kind = type(tensor)
-    if kind in TENSORS or type(copy) is kind:
+    cls = type(tensor)
+    if cls in TENSORS or type(copy) is cls:
         return copy
-    made = native.as_subclass(copy, kind)
+    made = native.as_subclass(copy, cls)
     space_of(made).update(space_of(tensor))
     return made
 
