@@ -31,6 +31,17 @@ from reprokit.capture.replay import TracedPlayer
 from reprokit.capture.roots import RootCalls, unwrapped
 from reprokit.capture.save import Describing, NotKept, Verdict
 from reprokit.capture.session import Session
+from reprokit.capture.step_inputs import (
+    Given,
+    OtherStep,
+    given_to,
+    hands_on,
+    has_same_name,
+    has_same_reader,
+    num_before_backward,
+    paired,
+    reader_of,
+)
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Op
 from reprokit.capture.tensor_names import names_of
@@ -39,13 +50,14 @@ from reprokit.compare.quantity import measured, number_of, observed
 from reprokit.compare.reading import StepReading
 from reprokit.errors import NotMatched, pass_on
 from reprokit.locate.blame import locate
+from reprokit.locate.failure import Predicate
 from reprokit.native import clock
 from reprokit.program.code_lines import files_of_run
 from reprokit.program.edits import Edits, Spans
 from reprokit.program.executed import ExecutedLines
-from reprokit.program.functions import called_function, is_factory
-from reprokit.program.interpreter import Tensors, run
-from reprokit.program.ir import Call, Program, Ref, map_leaves
+from reprokit.program.functions import called_function
+from reprokit.program.interpreter import Tensors
+from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
 from reprokit.program.sites import make_site
 from reprokit.program.step import HasProgram, Step
 from reprokit.series.story import StepNumbers, failing_series
@@ -64,106 +76,6 @@ _OTHERS = 2  # further updates after which a step with the captured number may e
 _OF_DATA = "the captured batch was given to the step, so a change of the data cannot show here"
 _OF_MODE = ("batch_norm", "dropout", "instance_norm")  # calls that `train()` and `eval()` decide about
 _NO_COPIES = 10**6  # steps between copies: they are taken here
-# Calls of the loop that hand data on: their results are inputs, such as the minibatch `x[32:48]` of all samples.
-_HANDING_ON = frozenset(
-    ["__getitem__", "__setitem__", "cat", "chunk", "clone", "concat", "contiguous", "copy_", "detach", "expand",
-     "flatten", "gather", "index_select", "movedim", "narrow", "permute", "repeat", "reshape", "select", "split",
-     "squeeze", "stack", "t", "transpose", "unbind", "unsqueeze", "view"]
-)  # fmt: skip
-
-
-class OtherStep(Exception):
-    """A step of the script's own is not like the captured one; the message says why."""
-
-
-def hands_on(target: str) -> bool:
-    """True for a call that makes inputs of inputs."""
-    return target.rpartition(".")[2] in _HANDING_ON or is_factory(target)
-
-
-class Given(NamedTuple):
-    """An input of a step, or what the loop has taken out of inputs, with the first call that computes of it."""
-
-    value: int
-    name: str  # empty where the user has none for it
-    tensor: torch.Tensor
-    call: Call
-
-    @property
-    def kind(self) -> tuple[torch.dtype, int]:
-        """Sizes may change from step to step, these do not."""
-        return self.tensor.dtype, native.dim(self.tensor)
-
-    @property
-    def words(self) -> str:
-        """``float32 (8, 4) in `linear`, train.py:12: loss = ...``"""
-        site = self.call.site
-        place = f", {site.place}: {site.code.strip()}" if site is not None else ""
-        kind = f"{str(self.tensor.dtype).removeprefix('torch.')} {tuple(self.tensor.shape)}"
-        return f"{kind} in `{self.call.name}`{place}"
-
-
-def reader_of(call: Call) -> str | None:
-    """The line of the loop that makes a call, which edits may move, or the model that the loop has called."""
-    if call.scope:
-        return call.scope[0].root or call.scope[0].cls
-    return call.site.code.strip() if call.site is not None else None
-
-
-def given_to(program: Program, tensors: Tensors, prepared: Collection[str | None]) -> list[Given]:
-    """The inputs of a step that are no state, in the order in which its calls up to the last backward call read them;
-    what the loop only hands on, or computes in lines that are ``prepared``, is followed to the first other call."""
-    names = {item.value: item.name for item in program.inputs if item.role in ("batch", "random")}
-    names = {value: "" if name.startswith("input") else name for value, name in names.items()}
-    given, readers, handing = set(names), dict[int, Call](), []
-    for index, call in enumerate(program.calls[: _num_before_backward(program) + 1]):
-        read = call.input_refs()
-        is_handed = not call.scope and (hands_on(call.target) or reader_of(call) in prepared)
-        if is_handed and given.issuperset(read):
-            made = " ".join(names[value] for value in read)
-            given.update(call.output_refs())
-            names = {**dict.fromkeys(call.output_refs(), made), **names}
-            handing.append(index)
-        else:
-            if call.name == "copy_":  # what is written over is no input any more
-                given.discard(read[0])
-            readers.update({value: call for value in read if value in given and value not in readers})
-    values = run(program, tensors, keep=frozenset(readers), only=handing).values
-    return [Given(value, names[value], values[value], call) for value, call in readers.items()]
-
-
-def paired(wanted: list[Given], own: list[Given]) -> list[tuple[Given, Given]]:
-    """The inputs of the captured step with the script's own. Raises `OtherStep`.
-
-    The n-th of a dtype and number of dimensions that a reader is given is the n-th of that reader in the script. Those
-    of readers that were edited are known by their name, else as the only one of their shape, else by their order.
-    """
-    known, left, found = {reader_of(one.call) for one in wanted}, list(own), dict[int, Given]()
-    for rule in ("reader", "name", "shape", "order"):
-        for place, one in enumerate(wanted):
-            alike = [other for other in left if place not in found and is_alike(one, other, rule)]
-            if rule in ("shape", "order"):
-                alike = [other for other in alike if reader_of(other.call) not in known]
-            num_open = sum(is_alike(one, other, "order") for n, other in enumerate(wanted) if n not in found)
-            if 0 < len(alike) <= {"reader": len(alike), "order": num_open}.get(rule, 1):
-                found[place] = alike[0]
-                left.remove(alike[0])
-    for place, one in enumerate(wanted):
-        if place not in found:
-            there = f", where the script reads {own[place].words}" if place < len(own) else "; the script does not"
-            raise OtherStep(f"the captured step reads {one.words}{there}")
-    if not wanted:
-        raise OtherStep("the captured step reads nothing")
-    return [(one, found[place]) for place, one in enumerate(wanted)]
-
-
-def is_alike(one: Given, other: Given, rule: str) -> bool:
-    """True if two inputs may stand for each other, and have the same reader, name or shape if the rule asks for it."""
-    if one.kind != other.kind or rule == "order":
-        return one.kind == other.kind
-    if rule == "reader":
-        return reader_of(one.call) == reader_of(other.call)
-    return one.name == other.name != "" if rule == "name" else one.tensor.shape == other.tensor.shape
 
 
 class Slot(NamedTuple):
@@ -257,7 +169,7 @@ class RetrySession(Session):
         self._optimizers: list[tuple[torch.optim.Optimizer, list[OptimizerGroup]]] = []
         self._own_numbers: dict[Line, Plain] = {}
         self._next, self._num_alike, self._is_due, self._lacks_generators = 0, 0, False, True
-        # How often a step of the script's own comes to where the first slot is, and how often this one has.
+        # How often a step of the script's own reaches where the first slot is, and how often this one has.
         self._num_begins, self._num_begun = 0, 0
         self._words = list(captured.source.command or captured.command), redact_argv(command)
         self._data: Spans = {}  # the lines of the code of data sets
@@ -398,7 +310,7 @@ class RetrySession(Session):
         """Find the places where the script's own step reads inputs like those of the captured one, unless an earlier
         step is more like it, such as the discriminator's for that of the generator. Raises `OtherStep`.
 
-        What lines compute that are there and not edited is an input where the script's own step does not come to them,
+        What lines compute that are there and not edited is an input where the script's own step does not reach them,
         or computes with another number there: the number of the step decides about both.
         """
         captured, own, site = self._captured, player.program, self._captured.failure.site
@@ -409,12 +321,12 @@ class RetrySession(Session):
             prepared, is_first = prepared | moved, False
             wanted = given_to(captured.program, captured.tensors, prepared)
             pairs = paired(wanted, given_to(own, player.tensors, prepared))
-            calls = [(one.call, other.call) for one, other in pairs if is_alike(one, other, "reader")]
+            calls = [(one.call, other.call) for one, other in pairs if has_same_reader(one, other)]
             moved = {reader_of(one) for one, other in calls if _constants(one) != _constants(other)}
         state = self._paired_state()
         if self._slots and self._goes_on_with(ops):
             return
-        num_alike = sum(is_alike(*pair, "reader") or is_alike(*pair, "name") for pair in pairs)
+        num_alike = sum(has_same_reader(*pair) or has_same_name(*pair) for pair in pairs)
         if num_alike < self._num_alike:
             return
         self._num_alike, self._own_numbers, self._slots = num_alike, _with_numbers(own, {})[1], []
@@ -580,7 +492,7 @@ class RetrySession(Session):
             return "the step calls another model than the one that has the captured state"
         line = failure.site.code.strip() if failure.site is not None else ""  # empty with `--source none`
         if failure.site is not None and line and self._leaves_out(line, program, ops):
-            what = f"the step does not come to {failure.site.place} ({line}), which failed"
+            what = f"the step does not reach {failure.site.place} ({line}), which failed"
             why = "its number, or something else of the script's own, decides about that"
             return f"{what}, or to an edited line: {why}"
         if other := self._other_number(program):
@@ -589,31 +501,52 @@ class RetrySession(Session):
 
     def _measure(self, program: Program, tensors: Tensors) -> None:
         """Note the numbers of the step, and whether something is wrong in it although it is finite."""
-        captured, row, world = self._captured, self._loop.timeline.last({}), self._loop.world
-        event = captured.failure.event
-        self.loss, self.grad_norm = row.loss, row.grad_norm
-        if self.grad_norm is None:
-            gradients = [parameter.grad for parameter in world.parameters if parameter.grad is not None]
-            norms = (float(native.vector_norm(native.double(one))) for one in gradients)
-            self.grad_norm = math.hypot(*norms)
-        rows = failing_series(captured.timeline)
-        usual = UsualLoss([(one.step, one.loss) for one in rows if one.loss is not None and one.step < captured.step])
-        if world.newly_bad() is not None or (bad := world.newly_bad_buffers()):
-            name = "a parameter" if world.newly_bad() is not None else f"`{bad[0][0]}`"
-            self.still = f"{name} is nan or infinite after it"
+        row = self._loop.timeline.last({})
+        self.loss = row.loss
+        self.grad_norm = self._norm_of_gradients() if row.grad_norm is None else row.grad_norm
+        ruined = self._ruined_part()
+        if ruined:
+            self.still = f"{ruined} is nan or infinite after it"
         elif self.loss is not None and not math.isfinite(self.loss):
             self.still = f"its loss is {number_words(self.loss)}"
-        elif event is None and self.loss is not None and self.loss > max(usual.high, self._loss_then(rows)):
-            self.still = f"its loss is {number_words(self.loss)}, and usual are up to {number_words(usual.high)}"
-        elif event is not None:
-            name = next((one.name for one in captured.program.inputs if one.value == captured.failure.value), "")
-            leaf = next((one.value for one in program.inputs if one.name == name), None)
-            value = measured(program, tensors, replace(captured.failure, value=leaf))
-            if value is None:
-                self.refuse(f"the {event.quantity} of the step could not be measured")
-            elif value >= event.threshold:
-                self.is_unusual = True
-                self.still = f"{event.quantity} {number_words(value)}, unusual from {number_words(event.threshold)} on"
+        elif self._captured.failure.event is not None:
+            self._measure_event(program, tensors, self._captured.failure.event)
+        elif self.loss is not None:
+            self._judge_loss(self.loss)
+
+    def _norm_of_gradients(self) -> float:
+        gradients = [parameter.grad for parameter in self._loop.world.parameters if parameter.grad is not None]
+        return math.hypot(*(float(native.vector_norm(native.double(one))) for one in gradients))
+
+    def _ruined_part(self) -> str:
+        """What the step has left nan or infinite, in words."""
+        world = self._loop.world
+        if world.newly_bad() is not None:
+            return "a parameter"
+        buffers = world.newly_bad_buffers()
+        return f"`{buffers[0][0]}`" if buffers else ""
+
+    def _judge_loss(self, loss: float) -> None:
+        """A loss above the usual ones is no cure, unless the captured step had it and something else failed."""
+        rows, step = failing_series(self._captured.timeline), self._captured.step
+        before = [(row.step, row.loss) for row in rows if row.loss is not None and row.step < step]
+        usual = UsualLoss(before).high
+        if loss > max(usual, self._loss_then(rows)):
+            self.still = f"its loss is {number_words(loss)}, and usual are up to {number_words(usual)}"
+
+    def _measure_event(self, program: Program, tensors: Tensors, event: Predicate) -> None:
+        """Compare the quantity of an event with the threshold that it had."""
+        captured = self._captured
+        value_then = captured.failure.value
+        name = next((one.name for one in captured.program.inputs if one.value == value_then), "")
+        leaf = next((one.value for one in program.inputs if one.name == name), None)
+        value = measured(program, tensors, replace(captured.failure, value=leaf))
+        if value is None:
+            self.refuse(f"the {event.quantity} of the step could not be measured")
+        if value >= event.threshold:
+            self.is_unusual = True
+            limit = number_words(event.threshold)
+            self.still = f"{event.quantity} {number_words(value)}, unusual from {limit} on"
 
     def _loss_then(self, rows: Sequence[StepNumbers]) -> float:
         """The loss of the captured step, if it was finite and something else failed: a mended clipping leaves it."""
@@ -627,18 +560,18 @@ class RetrySession(Session):
         the step leaves behind depends on it. It is one of its ``ops``.
         """
         captured = self._captured.program
-        is_update = self._captured.failure.in_update
-        made = _lines_of(program.calls[: None if is_update else _num_before_backward(program)])
+        is_update = self._captured.failure.phase == Phase.OPTIMIZER
+        made = _lines_of(program.calls[: None if is_update else num_before_backward(program)])
         is_new = not made <= _lines_of(captured.calls)
         is_made = line in _lines_of(program.calls)
-        if line not in _lines_of(captured.calls[: _num_before_backward(captured)]):
+        if line not in _lines_of(captured.calls[: num_before_backward(captured)]):
             is_made = is_made or line in _lines_of_ops(ops)
         if is_made or self._stands_in(program, ops):
             return False
         return line in _text_of(program) or not is_new
 
     def _stands_in(self, program: Program, ops: list[Op]) -> bool:
-        """True if the step comes to a branch that was edited in, in front of the line that failed or around it.
+        """True if the step reaches a branch that was edited in, in front of the line that failed or around it.
 
         It has the number of the captured one, or that may have decided instead.
         """
@@ -651,7 +584,7 @@ class RetrySession(Session):
 
     def _other_number(self, program: Program) -> str:
         """A flag, or a number that is another one in each step, in a line that is not edited and without which the
-        captured step does not fail; empty if there is none. Of any other number that is said."""
+        captured step does not fail; empty if there is none. A note names any other number."""
         captured = self._captured
         before, own = _with_numbers(captured.program, {})[1], self._own_numbers
         changed = _other_numbers(captured.program, program)
@@ -697,15 +630,11 @@ def _with_numbers(program: Program, others: Mapping[Line, Plain]) -> tuple[Progr
         had[line] = leaf
         return others.get(line, leaf)
 
-    for index, call in enumerate(calls[: _num_before_backward(program)]):
+    for index, call in enumerate(calls[: num_before_backward(program)]):
         place = call.site.code if call.site is not None else "", call.name, call.scope[-1].path if call.scope else ""
         args, kwargs = map_leaves((call.args, dict(call.kwargs)), changed)
         calls[index] = replace(call, args=args, kwargs=kwargs)
     return replace(program, calls=tuple(calls)), had
-
-
-def _num_before_backward(program: Program) -> int:
-    return max((n for n, call in enumerate(program.calls) if call.is_differentiation), default=len(program.calls))
 
 
 def _lines_of(calls: Collection[Call]) -> set[str]:

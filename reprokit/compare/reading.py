@@ -94,7 +94,7 @@ class StepReading:
             is_explained = now is None
             if now is not None:
                 is_explained = self._edits.acts_on(replace(call.site, file=now[0], line=now[1]))
-            what = f"the step does not come to `{call.name}` in {_place(call)}"
+            what = f"the step does not reach `{call.name}` in {_place(call)}"
             yield self._time(index), ReadDifference(what, is_explained)
 
     def _new_calls(self) -> Iterator[tuple[int, ReadDifference]]:
@@ -104,7 +104,7 @@ class StepReading:
             is_new = index not in self._pairs and index <= last and index in self._needed_now
             if not is_new or call.site is None:
                 continue
-            what = f"the step comes to `{call.name}` in {_place(call)}, which the captured one did not"
+            what = f"the step reaches `{call.name}` in {_place(call)}, which the captured one did not"
             if index < self._num_before:
                 yield index, ReadDifference(what, False, reason=_OF_STEP_BEFORE)
             else:

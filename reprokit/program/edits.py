@@ -412,7 +412,7 @@ class _Acting:
         for statement in edited:
             if id(statement) not in self._idle:
                 self._act_on(statement, is_anew=True)
-        self._go_round()
+        self._follow_names()
 
     @staticmethod
     def _names_of(statement: _Statement, node: Function) -> list[str]:
@@ -436,7 +436,7 @@ class _Acting:
                 block = first.around
                 yield from (one for one in file.statements if one.around == block and one.node.lineno >= line)
 
-    def _go_round(self) -> None:
+    def _follow_names(self) -> None:
         num_before = -1
         while num_before != len(self.found):
             num_before = len(self.found)

@@ -242,7 +242,7 @@ BY_NUMBER = "loss = net(x).pow(2).mean()\n    if k == 120:\n        loss = loss 
     ("body", "said"),
     [
         (SCHEDULED, "the captured step has 0.0 in `div`"),
-        (BY_NUMBER, "the step does not come to train.py:14"),
+        (BY_NUMBER, "the step does not reach train.py:14"),
     ],
 )
 def test_a_late_step_that_a_number_decides_about_is_not_taken_for_mended(
@@ -321,7 +321,7 @@ for step, x in enumerate(DataLoader(Rows(), batch_size=4)):
 
 
 def test_only_an_edit_of_what_the_step_runs_makes_it_finite(run_reprokit: Run, tmp_path: Path) -> None:
-    """A line that only the captured step comes to, and a data set that makes the bad row."""
+    """A line that only the captured step reaches, and a data set that makes the bad row."""
     (tmp_path / "train.py").write_text(ROWS)
     assert run_reprokit("capture", "-o", "s.pt", "--no-cause", "--source", "none", "train.py").returncode == 3
     snapshot = load(tmp_path / "s.pt")
