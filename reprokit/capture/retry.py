@@ -57,7 +57,7 @@ from reprokit.program.edits import Edits, Spans
 from reprokit.program.executed import ExecutedLines
 from reprokit.program.functions import called_function
 from reprokit.program.interpreter import Tensors
-from reprokit.program.ir import Call, Phase, Program, Ref, map_leaves
+from reprokit.program.ir import Call, Program, Ref, map_leaves
 from reprokit.program.sites import make_site
 from reprokit.program.step import HasProgram, Step
 from reprokit.series.story import StepNumbers, failing_series
@@ -560,7 +560,7 @@ class RetrySession(Session):
         the step leaves behind depends on it. It is one of its ``ops``.
         """
         captured = self._captured.program
-        is_update = self._captured.failure.phase == Phase.OPTIMIZER
+        is_update = self._captured.failure.in_update
         made = _lines_of(program.calls[: None if is_update else num_before_backward(program)])
         is_new = not made <= _lines_of(captured.calls)
         is_made = line in _lines_of(program.calls)

@@ -184,15 +184,19 @@ class RootCalls(LeftOut):
         """A module is called, which the watch of its class or that of all modules meets: what `close` needs, ``None``
         if there is nothing to note or to put back."""
         recorder = self._recorder
-        if not self.is_root_call():
+        try:
+            if not self.is_root_call():
+                return None
+            if cls is None:
+                recorder.guard(self.meet_class, type(module))
+                if not self.is_first_called(module):
+                    # A class between has a `__call__` of its own, which is running and has called this one: what it
+                    # has done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
+                    recorder.guard(recorder.loop.meet_module, module)
+                    return OpenRoot(None, None, self._stop_for_now())
+        except Exception as error:
+            recorder.switch_off(error)
             return None
-        if cls is None:
-            recorder.guard(self.meet_class, type(module))
-            if not self.is_first_called(module):
-                # A class between has a `__call__` of its own, which is running and has called this one: what it
-                # has done so far is noted as plain calls, so the rest is as well (`test_inherited_calls.py`).
-                recorder.guard(recorder.loop.meet_module, module)
-                return OpenRoot(None, None, self._stop_for_now())
         popped, begun = recorder.step_aside(), None
         try:
             # `unseen` is a Python call, `without_functions` is none: the calls of every step come here.

@@ -69,7 +69,8 @@ NOT_IN_THESE_RUNS = {
     *("lockstep", "meeting", "ranks"),  # `test_faults_of_ranks.py`
     "compiled_calls",  # `test_a_fault_where_compiled_code_fails`
     *("failure_text", "exceptions", "operands", "recomputed"),  # what is printed of an exception
-    *("retry", "data_code"),  # the script runs for its answer alone
+    *("retry", "data_code", "step_inputs"),  # the script runs for its answer alone
+    "posing",  # runs once, at import
 }
 HOME = "reprokit.capture."
 MODULES = (part for part in pkgutil.walk_packages(sys.modules["reprokit.capture"].__path__, HOME) if not part.ispkg)
