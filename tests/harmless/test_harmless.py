@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,15 @@ for _ in range(3):
     optimizer.step()
 value = torch.zeros(2)
 """
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A script, and what a run of it was like."""
+    script: Path = tmp_path_factory.mktemp("different") / "own" / "script.py"
+    script.parent.mkdir()
+    script.write_text(DIFFERENT)
+    return script, harmless.run(script, script.parent.with_name("run"), (), SECONDS)
 
 
 def test_there_are_scripts_of_a_dozen_kinds() -> None:
@@ -53,11 +63,10 @@ def test_a_script_is_the_same_when_it_is_watched(script: Path, tmp_path: Path) -
         ("import atexit, os; atexit.register(os._exit, 4)", "exit_code"),
     ],
 )
-def test_every_difference_is_found(change: str, name: str, tmp_path: Path) -> None:
+def test_every_difference_is_found(change: str, name: str, bare: tuple[Path, Any]) -> None:
     """The second run has one line more."""
-    (tmp_path / "script.py").write_text(DIFFERENT)
-    bare = harmless.run(tmp_path / "script.py", tmp_path.parent / f"{tmp_path.name}-run", (), SECONDS)
-    (tmp_path / "script.py").write_text(DIFFERENT + change + "\n")
-    changed = harmless.run(tmp_path / "script.py", tmp_path.parent / f"{tmp_path.name}-run", (), SECONDS)
-    assert name in dict(harmless.differences(bare, changed))
-    assert not list(harmless.differences(bare, bare))
+    script, first = bare
+    script.write_text(DIFFERENT + change + "\n")
+    changed = harmless.run(script, script.parent.with_name("run"), (), SECONDS)
+    assert name in dict(harmless.differences(first, changed))
+    assert not list(harmless.differences(first, first))
