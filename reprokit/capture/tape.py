@@ -34,6 +34,7 @@ SMALL = 65_536  # elements that are always worth saving before a write
 SWEEP_OPS = 4096  # calls of a step after which those that nobody needs are looked for
 _SWEEP_ALL = 65_536  # calls of all steps, which take some 20 MB
 SWEEP_BYTES = 2**23
+_SWEEP_BYTES_A_CALL, _MOST_SWEEP_BYTES = 2**16, 2**28  # made anew, before the next look, for each call that is kept
 MOST_BYTES = 256 * 2**20  # of tensors from outside that a step may hold
 MOST_OPS = 16_384  # of a step whose data are made by calls of their own; a noted call takes a kilobyte
 _SINGLE = ATOMS | {slice, type(...), torch.Size}  # have no tensors in them
@@ -415,7 +416,9 @@ class Tape:
         if is_large or dropped:
             self.on_lost()
         self.sweep_at = len(self.log) + max(SWEEP_OPS, len(self.log) // SLOTS - self.begin) * SLOTS
-        self.sweep_bytes = max(SWEEP_BYTES, 2 * self.num_bytes)
+        # A look costs as much as there are calls: many small ones and a few large results would else be quadratic.
+        worth = min(_MOST_SWEEP_BYTES, len(self.log) // SLOTS * _SWEEP_BYTES_A_CALL)
+        self.sweep_bytes = max(SWEEP_BYTES, 2 * self.num_bytes, worth)
         self._sweep_all_at = max(_SWEEP_ALL * SLOTS, 2 * len(self.log))
 
     def _drop(self, positions: Set[int]) -> None:
