@@ -212,7 +212,7 @@ class StackedMode(TorchFunctionMode):
         put(look)
 
     def _asking_frame(self, frame: FrameType | None) -> FrameType | None:
-        """The outermost frame in which this mode is asked about a function, or is about to be put back."""
+        """The outermost frame in which torch calls this mode for a function, or is about to push it again."""
         found = None
         while frame is not None:
             is_own = frame.f_code.co_name == "__torch_function__" and frame.f_locals.get("self") is self
@@ -326,7 +326,7 @@ def seen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def played_unseen() -> Iterator[None]:
-    """`unseen` for a replay: modes that are entered in this context, such as a `Tracer`, are asked."""
+    """`unseen` for a replay: torch calls the modes that are entered in this context, such as a `Tracer`."""
     with _enable_functions(), torch_private.disable_subclasses(), _FUNCTIONS.cleared(), _OPERATORS.cleared():
         yield
 
